@@ -6,17 +6,19 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from paraplan.accuracy.prediction import RunPrediction
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
 from paraplan.records import Record
 from paraplan.resources import profiles_folder
+
+if TYPE_CHECKING:  # measured runs, which the interval of a prediction does without
+    from paraplan.accuracy.prediction import RunPrediction
 
 SHARE = 0.8
 """The share of runs that an interval is to hold."""

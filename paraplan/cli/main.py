@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -111,7 +111,10 @@ def _as_we_say(words: list[str]) -> list[str]:
 # Arrays and records make no cycles: collecting every 700 allocations found nothing in a tenth of the planner's time.
 _ALLOCATIONS_PER_COLLECTION = 500_000
 
-_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+_ONE_BLAS_THREAD = ("OPENBLAS_NUM_THREADS", "1")
+"""The planner multiplies no matrices, and the threads cost it a fifth of its CPU time. Read when NumPy is loaded."""
+_NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
+"""To look for plugins pydantic reads the metadata of every installed package. Read when the first record is made."""
 _WORDS = "paraplan.words"
 
 
@@ -141,7 +144,7 @@ class LazyGroup(TyperGroup):
         """Return the click command of a subcommand, None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
-        with _one_blas_thread():
+        with _set(*_ONE_BLAS_THREAD):
             module = import_module(f"paraplan.cli.{_MODULES.get(cmd_name, cmd_name)}")
         command = typer.main.get_command(module.app)
         command.name = cmd_name
@@ -153,8 +156,10 @@ class LazyGroup(TyperGroup):
         """Run a subcommand; print a user's error on stderr and end with its exit status."""
         with plain_streams():
             try:
-                ctx.default_map = defaults_of(ctx.meta[_WORDS])
-                with shown_progress():
+                words = ctx.meta[_WORDS]
+                ctx.default_map = defaults_of(words)
+                starts_none = bool(words) and words[0] in _PLANNING  # processes, which would have no plugins either
+                with shown_progress(), _set(*_NO_PLUGINS) if starts_none else nullcontext():
                     return super().invoke(ctx)
             except ParaplanError as error:
                 print_error(error)
@@ -189,19 +194,15 @@ def _given_or_default(option: Any, process: Callable[[Any, Any], Any], ctx: Any,
 
 
 @contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    """Have NumPy's BLAS, if it is loaded in this block, start no threads.
-
-    The planner multiplies no matrices, and the threads cost it a fifth of its CPU time. The variable is read when the
-    library is loaded, and taken back for processes that are started later.
-    """
-    is_free = _BLAS_THREADS not in os.environ
-    os.environ.setdefault(_BLAS_THREADS, "1")
+def _set(variable: str, value: str) -> Iterator[None]:
+    """Set an environment variable in this block, unless it is set, and take it back for processes started later."""
+    is_free = variable not in os.environ
+    os.environ.setdefault(variable, value)
     try:
         yield
     finally:
         if is_free:
-            del os.environ[_BLAS_THREADS]
+            del os.environ[variable]
 
 
 def print_error(error: ParaplanError) -> None:

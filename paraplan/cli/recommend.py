@@ -6,11 +6,10 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paraplan.api.goodput import FailureRate, read_measured_costs
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import SearchRequest, largest_model
@@ -231,9 +230,20 @@ class SearchOptions:
             days=self.days,
             tokens=1e9 if self.tokens is None and self.price is not None else self.tokens,
             price_per_gpu_hour=self.price,
-            failures=None if self.mtbf is None else FailureRate.parse(self.mtbf),
-            failure_costs=None if self.costs_of is None else read_measured_costs(self.costs_of),
+            **self._failures,
         )
+
+    @property
+    def _failures(self) -> dict[str, Any]:
+        """The fields of a `SearchRequest` that say how often the job fails, and what that costs."""
+        if self.mtbf is None:  # and then no costs are given either
+            return {}
+        from paraplan.api.goodput import FailureRate, read_measured_costs
+
+        return {
+            "failures": FailureRate.parse(self.mtbf),
+            "failure_costs": None if self.costs_of is None else read_measured_costs(self.costs_of),
+        }
 
 
 def _of_plans(find: FindName | None) -> Find | None:

@@ -12,8 +12,16 @@ from paraplan.cost.cost_model import CostModel
 from paraplan.cost.memory.parts import StageMemory
 from paraplan.cost.memory.peak import cached_bytes, host_bytes, peak_bytes, peak_of
 from paraplan.cost.memory.rank import RankMemory
-from paraplan.cost.pipeline.stages import are_unlike, even_stage, fullest_ranks, inner_ranks, running_parameters
-from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable
+from paraplan.cost.pipeline.stages import (
+    StageBlocks,
+    all_ranks,
+    are_unlike,
+    even_stage,
+    fullest_ranks,
+    inner_ranks,
+    running_parameters,
+)
+from paraplan.cost.plan_table import Floats, Mask, PlanTable
 from paraplan.cost.step import StepTime, step_time
 from paraplan.cost.workload import Workload
 from paraplan.plan.compatibility import Incompatibility, why_incompatible
@@ -206,11 +214,9 @@ def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
     For plans that were run: tables of runs round batches, and count stages with the embedding and the head.
     """
     workload, table = CostModel.of_workload(workload), PlanTable.of_plans([plan])
-    costs = block_costs(workload, table)
-    bounds = _bounds(plan)
-    stages = [even_stage(table, workload.model.num_blocks, np.array([rank]), bounds) for rank in range(plan.pp)]
-    memory = stage_memories(workload, plan)
-    time = step_time(workload, table, costs, stages)
+    costs, ranks = block_costs(workload, table), all_ranks(table, workload.model.num_blocks)
+    memory = _stage_memories(workload, table, costs, ranks)
+    time = step_time(workload, table, costs, ranks.apart())
     ranks_of_node = min(plan.world_size, workload.cluster.gpus_per_node)
     return PlanEstimate(
         plan=plan,
@@ -222,24 +228,22 @@ def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
     )
 
 
-def _bounds(plan: ParallelPlan) -> Ints | None:
-    if plan.stage_blocks is None:
-        return None
-    return np.concatenate([[0], np.cumsum(plan.stage_blocks)]).astype(np.int64)
-
-
 def stage_memories(workload: Workload, plan: ParallelPlan) -> tuple[MemoryEstimate, ...]:
     """Return the memory of each pipeline rank of a plan."""
-    ranks = np.arange(plan.pp)
-    by_rank = PlanTable.of_plans([plan]).select(np.zeros_like(ranks))
-    costs = block_costs(workload, by_rank)
-    stage = even_stage(by_rank, workload.model.num_blocks, ranks, _bounds(plan))
-    held = RankMemory.of(workload, by_rank, costs, stage)
+    table = PlanTable.of_plans([plan])
+    return _stage_memories(workload, table, block_costs(workload, table), all_ranks(table, workload.model.num_blocks))
+
+
+def _stage_memories(
+    workload: Workload, table: PlanTable, costs: BlockCosts, ranks: StageBlocks
+) -> tuple[MemoryEstimate, ...]:
+    rows = np.zeros_like(ranks.rank)
+    held = RankMemory.of(workload, table.select(rows), costs.select(rows), ranks)
     memory = peak_of(held)
     cached, on_host = cached_bytes(held, memory), host_bytes(held)
     return tuple(
         _memory_record(workload, rank, memory, cached=float(cached[rank]), on_host=float(on_host[rank]))
-        for rank in ranks.tolist()
+        for rank in ranks.rank.tolist()
     )
 
 

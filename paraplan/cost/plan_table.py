@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import IntEnum
 from itertools import permutations
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 SCHEDULES: tuple[ScheduleName | None, ...] = (None, "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
-class RecomputeCode(IntEnum):
+class RecomputeCode:
     """Values of the column `recompute`: positions in RECOMPUTES."""
 
     NONE = 0
@@ -31,7 +30,7 @@ class RecomputeCode(IntEnum):
     FULL = 3
 
 
-class OffloadCode(IntEnum):
+class OffloadCode:
     """Values of the column `offload`: positions in OFFLOADS."""
 
     NONE = 0
@@ -39,7 +38,7 @@ class OffloadCode(IntEnum):
     PARAMETERS = 2
 
 
-class ScheduleCode(IntEnum):
+class ScheduleCode:
     """Values of the column `schedule`: positions in SCHEDULES."""
 
     NO_PIPELINE = 0

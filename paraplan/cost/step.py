@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +41,7 @@ ADAPTER_KERNEL_S = 0.0003 / 39
 its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms that it takes."""
 
 
-@dataclass(frozen=True, eq=False)
-class StepTime:
+class StepTime(NamedTuple):
     """Seconds of one step that nothing else hides, one entry a plan; `data_parallel_wire_s` stands beside the sum."""
 
     compute_s: Floats
@@ -58,12 +58,11 @@ class StepTime:
     @property
     def step_time_s(self) -> Floats:
         """Sum of the exposed parts."""
-        parts = (getattr(self, field.name) for field in fields(self) if field.name != "data_parallel_wire_s")
+        *parts, _ = self
         return np.asarray(sum(parts))
 
 
-@dataclass(frozen=True, eq=False)
-class MicroBatchTime:
+class MicroBatchTime(NamedTuple):
     """Seconds that one micro-batch spends on one pipeline rank, one entry a plan."""
 
     forward_s: Floats
@@ -141,7 +140,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     if workload.correction is None:
         return found
     factors = workload.time_factors(table)
-    return StepTime(*(getattr(found, each.name) * factors for each in fields(found)))
+    return StepTime(*(each * factors for each in found))
 
 
 def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats:
@@ -163,7 +162,7 @@ def micro_batch_times(
     if workload.correction is None:
         return slots
     factors = workload.time_factors(table)
-    return [MicroBatchTime(*(getattr(slot, each.name) * factors for each in fields(slot))) for slot in slots]
+    return [MicroBatchTime(*(each * factors for each in slot)) for slot in slots]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,10 +211,7 @@ def _slots(context: _StepContext, stages: list[StageBlocks]) -> list[MicroBatchT
     if len(context.table) != 1:
         return [_slot(context, stage) for stage in stages]
     slot = _slot(context.select(np.zeros(len(stages), dtype=np.int64)), joined_ranks(stages))
-    return [
-        MicroBatchTime(*(getattr(slot, each.name)[rank : rank + 1] for each in fields(slot)))
-        for rank in range(len(stages))
-    ]
+    return [MicroBatchTime(*(each[rank : rank + 1] for each in slot)) for rank in range(len(stages))]
 
 
 def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:

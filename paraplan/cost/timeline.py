@@ -16,7 +16,7 @@ from paraplan.cost.pipeline.simulation import (
     Timeline,
     simulate_pipeline,
 )
-from paraplan.cost.pipeline.stages import even_stage
+from paraplan.cost.pipeline.stages import all_ranks
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.step import MicroBatchTime, micro_batch_times
 from paraplan.cost.workload import Workload
@@ -110,9 +110,7 @@ def pipeline_timeline(workload: Workload, plan: ParallelPlan) -> Timeline | None
 def _slots(workload: Workload, plan: ParallelPlan) -> list[MicroBatchTime]:
     table = PlanTable.of_plans([plan])
     costs = block_costs(workload, table)
-    bounds = None if plan.stage_blocks is None else np.cumsum([0, *plan.stage_blocks])
-    stages = [even_stage(table, workload.model.num_blocks, np.array([rank]), bounds) for rank in range(plan.pp)]
-    return micro_batch_times(workload, table, costs, stages)
+    return micro_batch_times(workload, table, costs, all_ranks(table, workload.model.num_blocks).apart())
 
 
 def _timeline(plan: ParallelPlan, slots: list[MicroBatchTime]) -> Timeline:

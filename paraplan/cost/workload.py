@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from paraplan.cost.constants import CostConstants
-from paraplan.cost.correction import TimeCorrection, kinds_of, sizes_of
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
@@ -21,6 +20,9 @@ from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
+
+if TYPE_CHECKING:  # a calibration to runs, which most workloads do without
+    from paraplan.cost.correction import TimeCorrection
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +138,8 @@ class Workload:
 
     def kinds_and_sizes(self, table: PlanTable) -> tuple[list[str], Floats]:
         """Return by what plans for this workload are alike or not to plans for it and others (`TimeCorrection`)."""
+        from paraplan.cost.correction import kinds_of, sizes_of
+
         gpu, framework, training = self.cluster.gpu.name, self.framework.name, self.training
         common = f"{gpu}, {framework}, {training.precision} x {self.constants.block_matmul_speedup:g}"
         sizes = sizes_of(table, hidden_size=self.model.hidden_size, seq_length=training.seq_length)

@@ -17,14 +17,6 @@ from paraplan.plan.files import (
     PlannedMemory,
     PlannedPlacement,
 )
-from paraplan.plan.goodput import (
-    FailureRate,
-    GoodputEstimate,
-    MeasuredCosts,
-    assumed_costs,
-    best_interval,
-    estimate_goodput,
-)
 from paraplan.plan.placement.place import place
 from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.search.constraints import FREE, Constraints
@@ -33,6 +25,7 @@ from paraplan.search.search import search
 from paraplan.units import format_count
 
 if TYPE_CHECKING:
+    from paraplan.plan.goodput import FailureRate, GoodputEstimate, MeasuredCosts
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.fine_tuning import FineTuningWay
     from paraplan.search.sizes import Budget, SizeOffer
@@ -203,6 +196,8 @@ def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> 
 
 def _goodput(workload: Workload, question: SearchRequest, result: SearchResult) -> GoodputEstimate:
     """Return what failures leave of the job's time, with checkpoints at the best interval in whole steps."""
+    from paraplan.plan.goodput import assumed_costs, best_interval, estimate_goodput
+
     cluster, step_s = workload.cluster, result.best.step.step_time_s
     assert question.failures is not None
     mtbf_s = question.failures.of_job_s(num_gpus=cluster.num_gpus, num_nodes=cluster.num_nodes)

@@ -142,7 +142,7 @@ def test_megatron_holds_18_bytes_a_parameter_or_6_and_a_share_of_12(workload: Ma
     held = rank(gpt(workload, MEGATRON_CORE), dp=4, zero_stage=zero_stage)
     parameters = LAYERS * BLOCK + EMBEDDING + 2 * H
     each = 18 if zero_stage == 0 else 6 + 12 / 4
-    state = one(held.weight_bytes) + one(held.gradient_bytes(at_end=True)) + one(held.optimizer_bytes)
+    state = one(held.weight_bytes) + one(held.final_gradient_bytes) + one(held.optimizer_bytes)
     assert state == pytest.approx(each * parameters)
 
 
@@ -211,16 +211,16 @@ def test_deepspeed_flattens_gradients_to_reduce_and_to_step(workload: MakeWorklo
     assert one(held.bucket_bytes) == 2 * parameters  # less than 5e8
     assert one(held.flat_step_bytes) == 6 * parameters / 4
     apart = rank(replace(made, framework=made.framework.changed(storage={"gradient_bytes": 4})), dp=4, zero_stage=1)
-    assert one(apart.gradient_bytes(at_end=True)) == (4 + 2) * parameters
+    assert one(apart.final_gradient_bytes) == (4 + 2) * parameters
     assert one(apart.flat_step_bytes) == 0
 
 
 def test_ddp_has_buckets_beside_gradients_that_accumulate(workload: MakeWorkload) -> None:
     made = workload(precision="fp32")
     whole = 4 * 124_439_808
-    assert one(rank(made, dp=8).gradient_bytes(at_end=False)) == whole
-    assert one(rank(made, dp=8, num_microbatches=2).gradient_bytes(at_end=False)) == 2 * whole
-    assert one(rank(made, num_microbatches=2).gradient_bytes(at_end=False)) == whole
+    assert one(rank(made, dp=8).gradient_bytes) == whole
+    assert one(rank(made, dp=8, num_microbatches=2).gradient_bytes) == 2 * whole
+    assert one(rank(made, num_microbatches=2).gradient_bytes) == whole
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_an_offloaded_optimizer_leaves_the_gpu_for_the_host(workload: MakeWorklo
 
 def test_offloaded_parameters_leave_only_what_is_gathered(workload: MakeWorkload) -> None:
     held = rank(workload(), dp=8, zero_stage=3, offload="parameters")
-    assert one(held.weight_bytes) == one(held.optimizer_bytes) == one(held.gradient_bytes(at_end=True)) == 0
+    assert one(held.weight_bytes) == one(held.optimizer_bytes) == one(held.final_gradient_bytes) == 0
     assert one(held.gathered_bytes(num_blocks=1)) == 2 * ((50257 + 1024) * 768 + 2 * 768 + 12 * 768**2 + 13 * 768)
 
 

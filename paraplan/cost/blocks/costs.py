@@ -166,12 +166,18 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     ]
     forward = [times.block_s(kind) for kind in kinds]
     repeated = [_recompute_s(*pair, shardings, times, framework.kernels) for pair in zip(kinds, forward, strict=True)]
+    transient = [transient_bytes(kind, training, shardings, fused_kernels=fused) for kind in kinds]
+    outputs = [output_gradient_bytes(kind, training, shardings) for kind in kinds]
     working = [
         saved_bytes(kind, training, shardings, fused_kernels=fused)
         - less
-        + transient_bytes(kind, training, shardings, fused_kernels=fused)
+        + beside
         + _dequantized_bytes(kind, training, shardings)
-        for kind, less in zip(kinds, kept, strict=True)
+        for kind, less, beside in zip(kinds, kept, transient, strict=True)
+    ]
+    first_half = [
+        first_half_bytes(kind, training, shardings, fused_kernels=fused, transient=beside, output_gradients=gradients)
+        for kind, beside, gradients in zip(kinds, transient, outputs, strict=True)
     ]
     return ends | {
         "parameters": _by_kind(parameters),
@@ -182,15 +188,13 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         "saved_bytes": _by_kind(kept),
         "later_saved_bytes": _by_kind(later_kept),
         "recomputed_bytes": _by_kind(again),
-        "output_gradient_bytes": _by_kind([output_gradient_bytes(kind, training, shardings) for kind in kinds]),
+        "output_gradient_bytes": _by_kind(outputs),
         "forward_s": _by_kind(forward),
         "backward_s": _by_kind([times.block_s(kind, backward=True) for kind in kinds]),
         "recompute_s": _by_kind(repeated),
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
-        "first_half_bytes": np.max(
-            [first_half_bytes(kind, training, shardings, fused_kernels=fused) for kind in kinds], axis=0
-        ),
+        "first_half_bytes": np.max(first_half, axis=0),
         "distinct_weight_parameters": _distinct_weights(kinds, shardings),
         "largest_weight_parameters": _largest_weight(kinds, shardings, np.ones_like(shardings.tp)),
         "largest_gradient_bytes": _largest_gradient(kinds, training, shardings),
@@ -392,5 +396,5 @@ def _recompute_s(
     return np.where(chosen, of_ops, again)
 
 
-def _is(shardings: Shardings, recompute: RecomputeCode) -> Mask:
+def _is(shardings: Shardings, recompute: int) -> Mask:
     return np.asarray(shardings.recompute == recompute)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
-from paraplan.cost.blocks.saved_tensors import Shardings, kept_tensors, tensor_bytes
+from paraplan.cost.blocks.saved_tensors import Shardings, kept_sizes
 from paraplan.cost.framework import RecomputedOps
 from paraplan.cost.plan_table import Floats
 from paraplan.model.spec import BlockSpec, Matmul, SavedTensor
@@ -36,10 +36,10 @@ def kept_by_ops(
     Under tensor parallelism the output of a row-parallel product is kept as it is before the sum over ranks.
     """
     kept = np.zeros_like(shardings.tp) if ops == "modules" else entry_bytes.astype(float)
-    for tensor in kept_tensors(block, training, fused_kernels=fused_kernels):
+    for tensor, size in kept_sizes(block, training, shardings, fused_kernels=fused_kernels, is_first=is_first):
         is_kept = not _is_dropped(block, tensor) if ops == "modules" else tensor.name in _KERNEL_OUTPUTS
         if is_kept:
-            kept = kept + tensor_bytes(block, tensor, training, shardings, is_first=is_first)
+            kept = kept + size
     if ops == "modules":
         return kept
     for matmul in _kept_products(block):
@@ -60,9 +60,9 @@ def ops_again_s(
     if ops == "torch":
         return np.asarray(forward_s - times.products_s(block, list(_kept_products(block))) - times.attention_s(block))
     dropped = np.zeros_like(times.shardings.tp)
-    for tensor in kept_tensors(block, times.training, fused_kernels=fused_kernels):
+    for tensor, size in kept_sizes(block, times.training, times.shardings, fused_kernels=fused_kernels, is_first=True):
         if _is_dropped(block, tensor) and tensor.name not in _UP_PROJECTED:
-            dropped = dropped + tensor_bytes(block, tensor, times.training, times.shardings, is_first=True)
+            dropped = dropped + size
     again = [one for one in block.matmuls if one.name.endswith(_UP_PROJECTIONS)]
     return np.asarray(times.moved_s(_MOVED_PER_DROPPED_BYTE * dropped) + times.products_s(block, again))
 

@@ -50,8 +50,10 @@ class Shardings:
     """torch.compile chooses what a block keeps."""
     has_8bit_inputs: bool = False
     """Linear layers of blocks keep their inputs in 8 bits."""
-    known_saved: dict[tuple[int, bool, bool, bool], Floats] = field(default_factory=dict, init=False, repr=False)
-    """What `saved_bytes` was asked before."""
+    known_sizes: dict[tuple[int, bool, bool], list[tuple[SavedTensor, Floats]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """What `kept_sizes` was asked before."""
 
     @classmethod
     def of_columns(
@@ -132,17 +134,27 @@ def saved_bytes(
 
     `is_first` says that the block stands in the first pipeline stage.
     """
+    total = np.zeros_like(shardings.tp)
+    for tensor, size in kept_sizes(block, training, shardings, fused_kernels=fused_kernels, is_first=is_first):
+        if not (without_attention_core and tensor.in_attention_core):
+            total += size
+    if shardings.is_compiled:
+        total += _entry_bytes(block, training, shardings, is_first=is_first)
+    return total
+
+
+def kept_sizes(
+    block: BlockSpec, training: TrainingSpec, shardings: Shardings, *, fused_kernels: bool, is_first: bool
+) -> list[tuple[SavedTensor, Floats]]:
+    """Return the tensors that `block` keeps of one micro-batch, each with its bytes."""
     is_first = is_first or not shardings.is_autocast  # the residual stream is the same then
-    key = (id(block), fused_kernels, is_first, without_attention_core)
-    if key not in shardings.known_saved:
-        total = np.zeros_like(shardings.tp)
-        for tensor in kept_tensors(block, training, fused_kernels=fused_kernels):
-            if not (without_attention_core and tensor.in_attention_core):
-                total = total + tensor_bytes(block, tensor, training, shardings, is_first=is_first)
-        if shardings.is_compiled:
-            total = total + _entry_bytes(block, training, shardings, is_first=is_first)
-        shardings.known_saved[key] = total
-    return shardings.known_saved[key]
+    key = (id(block), fused_kernels, is_first)
+    if key not in shardings.known_sizes:
+        shardings.known_sizes[key] = [
+            (tensor, tensor_bytes(block, tensor, training, shardings, is_first=is_first))
+            for tensor in kept_tensors(block, training, fused_kernels=fused_kernels)
+        ]
+    return shardings.known_sizes[key]
 
 
 def _entry_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings, *, is_first: bool) -> Floats:
@@ -171,12 +183,14 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
     widest = max(widths, default=float("inf"))
     heads = float("inf") if block.attention is None else float(block.attention.num_heads)
     largest, promoted = np.zeros_like(shardings.tp), np.zeros_like(shardings.tp)
-    for tensor in kept_tensors(block, training, fused_kernels=fused_kernels):
-        one = tensor.replace(
-            elements_per_token=min(tensor.elements_per_token, widest),
-            elements_per_token_pair=min(tensor.elements_per_token_pair, heads),
-        )
-        size = tensor_bytes(block, one, training, shardings, is_first=True)
+    for tensor, kept in kept_sizes(block, training, shardings, fused_kernels=fused_kernels, is_first=True):
+        size = kept
+        if tensor.elements_per_token > widest or tensor.elements_per_token_pair > heads:
+            narrow = tensor.replace(
+                elements_per_token=min(tensor.elements_per_token, widest),
+                elements_per_token_pair=min(tensor.elements_per_token_pair, heads),
+            )
+            size = tensor_bytes(block, narrow, training, shardings, is_first=True)
         if tensor.element_type == "promoted" and shardings.is_autocast:
             promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
         if tensor.name == "up projection" and block.before_freezing is not None:
@@ -220,20 +234,27 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, shardings: S
     )
 
 
-def first_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings, *, fused_kernels: bool) -> Floats:
+def first_half_bytes(
+    block: BlockSpec,
+    training: TrainingSpec,
+    shardings: Shardings,
+    *,
+    fused_kernels: bool,
+    transient: Floats,
+    output_gradients: Floats,
+) -> Floats:
     """Return what the backward pass of activations holds of a block beside gradients that stay and all that was kept.
 
     That is the gradient of its largest tensor, or of a power: its own gradient, the three tensors of its formula
     (tools/autograd, `pow_backward`), and gradients of other branches that wait for it, two of 16 bits or one of 32. An
-    activation's power comes before the gradients of most outputs of its block, a norm's after them.
+    activation's power comes before the gradients of most outputs of its block, a norm's after them. `transient` and
+    `output_gradients` are the block's `transient_bytes` and `output_gradient_bytes`.
     """
-    largest = transient_bytes(block, training, shardings, fused_kernels=fused_kernels)
-    outputs = output_gradient_bytes(block, training, shardings)
-    for tensor in kept_tensors(block, training, fused_kernels=fused_kernels):
+    largest = transient
+    for tensor, size in kept_sizes(block, training, shardings, fused_kernels=fused_kernels, is_first=False):
         if tensor.is_powered:
-            size = tensor_bytes(block, tensor, training, shardings, is_first=False)
             waiting = size * 2 * training.activation_bytes / _FIXED_BYTES["fp32"]
-            to_come = outputs if tensor.split == "tensor" else 0.0
+            to_come = output_gradients if tensor.split == "tensor" else 0.0
             largest = np.maximum(largest, 4 * size + waiting - to_come)
     return largest
 
@@ -295,20 +316,19 @@ def _key_copies(block: BlockSpec, tensor: SavedTensor, shardings: Shardings) -> 
 def _element_bytes(
     block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, shardings: Shardings, *, is_first: bool
 ) -> Floats | float:
-    residual = shardings.residual_bytes(training, is_first=is_first)
     if shardings.is_compiled and (tensor.num_readers is not None or tensor.element_type == "promoted"):
         return training.activation_bytes
     if tensor.num_readers is not None and shardings.is_autocast:
-        wide = {
-            "promoted": np.ones_like(shardings.has_fp32_weights),
-            "weights": shardings.has_fp32_weights,
-            "residual": residual == _FIXED_BYTES["fp32"],
-        }[block.norm_output]
+        if block.norm_output == "promoted":
+            return training.activation_bytes * tensor.num_readers
+        wide = shardings.has_fp32_weights
+        if block.norm_output == "residual":
+            wide = shardings.residual_bytes(training, is_first=is_first) == _FIXED_BYTES["fp32"]
         return training.activation_bytes * np.where(wide, tensor.num_readers, 1)
     if tensor.element_type == "promoted":
         return _FIXED_BYTES["fp32"] if shardings.is_autocast else training.activation_bytes
     if tensor.element_type == "residual":
-        return residual
+        return shardings.residual_bytes(training, is_first=is_first)
     if tensor.element_type == "cast":
         return training.activation_bytes if shardings.is_autocast else _FIXED_BYTES["fp32"]
     has_fp32_weights = shardings.has_fp32_weights & shardings.is_autocast

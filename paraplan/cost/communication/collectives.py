@@ -13,6 +13,8 @@ from paraplan.hardware.bus_bandwidth import GroupSpeed, RankGroup, bus_bandwidth
 from paraplan.hardware.profiles import Collective
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
 
+_PLACES = np.array([[order.index(axis) for order in RANK_ORDERS] for axis in MEGATRON_RANK_ORDER])
+"""Where each axis stands in each order of ranks, from the outermost."""
 _REDUCTIONS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -131,10 +133,10 @@ def _sizes(table: PlanTable) -> dict[Axis, Ints]:
 
 def _stride(table: PlanTable, axis: Axis) -> Ints:
     """Return how many ranks apart the members of a group of `axis` stand."""
-    stride = np.ones_like(table.dp)
-    for inner, size in _sizes(table).items():
-        is_inside = np.array([order.index(inner) > order.index(axis) for order in RANK_ORDERS])
-        stride = stride * np.where(is_inside[table.order], size, 1)
+    stride, places = np.ones_like(table.dp), _PLACES[:, table.order]
+    own = places[MEGATRON_RANK_ORDER.index(axis)]
+    for size, place in zip(_sizes(table).values(), places, strict=True):
+        stride = stride * np.where(place > own, size, 1)
     return stride
 
 

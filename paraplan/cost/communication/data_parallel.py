@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ AUTOCAST_BYTES = 6.0
 """What a cast between 16 bits and fp32 moves for each element: it reads one and writes the other."""
 
 
-@dataclass(frozen=True, eq=False)
-class WeightWork:
+class WeightWork(NamedTuple):
     """What each micro-batch does with weights and their gradients, one entry a plan.
 
     Bytes through a GPU's memory: `cast` by autocast in each pass, a recomputed one too, for each weight of a matmul;
@@ -34,7 +33,7 @@ class WeightWork:
 
     def select(self, rows: Ints) -> WeightWork:
         """Return the work of some of the plans."""
-        return WeightWork(*(getattr(self, each.name)[rows] for each in fields(self)))
+        return WeightWork(*(each[rows] for each in self))
 
 
 def weight_work(workload: Workload, table: PlanTable) -> WeightWork:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from paraplan.cost.workload import Workload
 from paraplan.model.spec import Attention, BlockSpec, Matmul
 
 
-@dataclass(frozen=True, eq=False)
-class Exchanges:
+class Exchanges(NamedTuple):
     """Seconds of one block's exchanges, averaged over the blocks, in a forward and in a backward pass."""
 
     context_s: Floats
@@ -27,7 +27,7 @@ class Exchanges:
 
     def select(self, rows: Ints) -> Exchanges:
         """Return those of some of the plans."""
-        return Exchanges(*(getattr(self, each.name)[rows] for each in fields(self)))
+        return Exchanges(*(each[rows] for each in self))
 
 
 def run_again(workload: Workload, table: PlanTable) -> Mask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ _CHUNKS = 8.0
 """torchtune's CEWithChunkedOutputLoss: the head's outputs in 8 chunks, of which one at a time is made fp32."""
 
 
-@dataclass(frozen=True)
-class LossBytes:
+class LossBytes(NamedTuple):
     """Bytes of a loss: when it was computed, between the passes, and in its backward pass."""
 
     forward: Floats

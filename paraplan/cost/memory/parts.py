@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from paraplan.cost.plan_table import Floats
 FP32, HALF = 4.0, 2.0
 
 
-@dataclass(frozen=True, eq=False)
-class StageMemory:
+class StageMemory(NamedTuple):
     """Bytes that one rank of a stage allocates at its peak, one entry a plan."""
 
     parameter_bytes: Floats
@@ -24,4 +23,5 @@ class StageMemory:
     @property
     def total_bytes(self) -> Floats:
         """Sum of the parts."""
-        return np.asarray(sum(getattr(self, field.name) for field in fields(self)))
+        held = self.parameter_bytes + self.gradient_bytes + self.optimizer_state_bytes
+        return np.asarray(held + self.activation_bytes + self.workspace_bytes)

@@ -13,8 +13,6 @@ stands beside the sum, in 16 bits.
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 
 from paraplan.cost.memory.losses import loss_without_all_logits
@@ -31,11 +29,7 @@ def peak_of(rank: RankMemory) -> StageMemory:
     """Return the memory of a rank where it holds most, as `torch.cuda.max_memory_allocated` shows it."""
     found = _candidates(rank)
     largest = np.argmax([candidate.total_bytes for candidate in found], axis=0)
-    parts = {
-        field.name: np.choose(largest, [getattr(candidate, field.name) for candidate in found])
-        for field in fields(StageMemory)
-    }
-    return StageMemory(**parts)
+    return StageMemory(*(np.choose(largest, parts) for parts in zip(*found, strict=True)))
 
 
 def peak_bytes(rank: RankMemory) -> Floats:
@@ -92,8 +86,8 @@ def end_of_forward(rank: RankMemory) -> StageMemory:
     """Return the point when all weights have their copies, and the loss has made its tensors."""
     kept = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1) + _loss_forward_bytes(rank)
     return rank.candidate(
-        parameters=rank.gathered_bytes(num_blocks=0, end=rank.head_alone) + rank.copied_bytes(in_forward=True),
-        gradients=rank.gradient_bytes(at_end=False),
+        parameters=rank.gathered_head_bytes + rank.forward_copies_bytes,
+        gradients=rank.gradient_bytes,
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept,
         workspace=rank.unfinished_bytes,
     )
@@ -108,8 +102,8 @@ def loss_backward(rank: RankMemory) -> StageMemory:
     """Return the point when everything is kept, and the loss makes gradients of the size of the logits."""
     kept = _kept_loss_bytes(rank)
     return rank.candidate(
-        parameters=rank.gathered_bytes(num_blocks=0, end=rank.head_alone) + rank.copied_bytes(in_forward=False),
-        gradients=rank.gradient_bytes(at_end=False),
+        parameters=rank.gathered_head_bytes + rank.backward_copies_bytes,
+        gradients=rank.gradient_bytes,
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + kept * losses_in_flight(rank),
         workspace=np.maximum(0.0, loss_backward_bytes(rank) - kept) + rank.unfinished_bytes,
     )
@@ -117,14 +111,14 @@ def loss_backward(rank: RankMemory) -> StageMemory:
 
 def head_backward(rank: RankMemory) -> StageMemory:
     """Return the point when the gradient of the head's matrix is there, and the head has let go of the rest."""
-    copies = rank.copied_bytes(in_forward=False)
+    copies = rank.backward_copies_bytes
     head = rank.costs.head_copied_parameters[rank.costs.key] * rank.stage.is_last
     own_copy = np.minimum(head * rank.framework.storage.autocast_copy_bytes, copies)
     becomes = np.where(rank.makes_gradients, head * rank.full_bytes, 0.0)
     earlier = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1)
     candidate = rank.candidate(
-        parameters=rank.gathered_bytes(num_blocks=0) + copies - own_copy,
-        gradients=rank.gradient_bytes(at_end=False) + becomes,
+        parameters=rank.gathered_root_bytes + copies - own_copy,
+        gradients=rank.gradient_bytes + becomes,
         activations=rank.kept_bytes + rank.passed_bytes + rank.head_kept_bytes + earlier,
         workspace=head_gradient_bytes(rank) * rank.stage.is_last,
     )
@@ -147,8 +141,8 @@ def block_backward(rank: RankMemory) -> StageMemory:
         rank.is_fsdp, waiting_head_bytes(rank), head * np.where(rank.makes_gradients, rank.full_bytes, 0.0)
     )
     return rank.candidate(
-        parameters=rank.gathered_bytes(num_blocks=2) + rank.copied_bytes(in_forward=False),
-        gradients=rank.gradient_bytes(at_end=False) + fresh,
+        parameters=rank.gathered_blocks_bytes + rank.backward_copies_bytes,
+        gradients=rank.gradient_bytes + fresh,
         activations=rank.kept_bytes + rank.passed_bytes + _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1),
         workspace=_working_bytes(rank),
     )
@@ -172,9 +166,7 @@ def _working_bytes(rank: RankMemory) -> Floats:
 
 def _only(happens: Mask, candidate: StageMemory) -> StageMemory:
     """Return the candidate where it happens, and nothing elsewhere."""
-    return StageMemory(
-        **{field.name: np.where(happens, getattr(candidate, field.name), 0.0) for field in fields(StageMemory)}
-    )
+    return StageMemory(*(np.where(happens, part, 0.0) for part in candidate))
 
 
 def block_reduction(rank: RankMemory) -> StageMemory:
@@ -183,8 +175,8 @@ def block_reduction(rank: RankMemory) -> StageMemory:
     head = np.where((rank.head_alone > 0) & (rank.table.zero_stage > 1), 0.0, waiting_head_bytes(rank))
     blocks = np.maximum(rank.stage.num_blocks * rank.in_flight, 1.0)
     candidate = rank.candidate(
-        parameters=rank.gathered_bytes(num_blocks=2),
-        gradients=rank.gradient_bytes(at_end=False) + head + rank.reduced_bytes(rank.block_parameters),
+        parameters=rank.gathered_blocks_bytes,
+        gradients=rank.gradient_bytes + head + rank.reduced_bytes(rank.block_parameters),
         activations=rank.kept_bytes * (1 - 1 / blocks) + rank.passed_bytes,
         workspace=rank.costs.boundary_bytes[key],
     )
@@ -204,10 +196,10 @@ def end_of_backward(rank: RankMemory) -> StageMemory:
     is_apart = rank.framework.storage.frees_gradients & (rank.table.zero_stage == 0) & (is_later | ~is_first)
     num_others = np.maximum(rank.in_flight - np.where(is_later, 2, 1), 0.0)
     others = of_one * num_others
-    copies = rank.copied_bytes(in_forward=False) * num_others / np.maximum(rank.in_flight, 1.0)
+    copies = rank.backward_copies_bytes * num_others / np.maximum(rank.in_flight, 1.0)
     return rank.candidate(
-        parameters=rank.gathered_bytes(num_blocks=0, end=rank.embedding_alone) + copies,
-        gradients=rank.gradient_bytes(at_end=True) + rank.reduced_bytes(root),
+        parameters=rank.gathered_embedding_bytes + copies,
+        gradients=rank.final_gradient_bytes + rank.reduced_bytes(root),
         activations=others + rank.passed_bytes,
         workspace=np.where(is_apart, embedding, np.where(rank.table.zero_stage == 1, rank.bucket_bytes, 0.0)),
     )
@@ -219,7 +211,7 @@ def optimizer_step(rank: RankMemory) -> StageMemory:
     copies = np.where(is_here, step_copies_bytes(rank), 0.0)
     return rank.candidate(
         parameters=np.zeros(len(rank.table)),
-        gradients=rank.gradient_bytes(at_end=True),
+        gradients=rank.final_gradient_bytes,
         activations=rank.passed_bytes,
         workspace=np.maximum(copies, rank.flat_average_bytes),
     )
@@ -300,8 +292,8 @@ def last_weight_gradient(rank: RankMemory) -> StageMemory:
 
 def _split_candidate(rank: RankMemory, *, activations: Floats, workspace: Floats, at_end: bool) -> StageMemory:
     return rank.candidate(
-        parameters=rank.gathered_bytes(num_blocks=0) + rank.copied_bytes(in_forward=False),
-        gradients=rank.gradient_bytes(at_end=at_end),
+        parameters=rank.gathered_root_bytes + rank.backward_copies_bytes,
+        gradients=rank.final_gradient_bytes if at_end else rank.gradient_bytes,
         activations=activations + rank.passed_bytes,
         workspace=workspace,
     )

@@ -2,210 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.communication.exchanges import run_again
-from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.generation import generation_of
 from paraplan.cost.memory.activations import kept_activations, on_gpu
-from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
-from paraplan.cost.memory.overheads import (
-    gathered_frozen_bytes,
-    matmul_workspace_bytes,
-    optimizer_shards,
-    root_frozen_bytes,
-    shard_padding,
-)
+from paraplan.cost.memory.overheads import matmul_workspace_bytes
 from paraplan.cost.memory.parts import FP32, HALF, StageMemory
-from paraplan.cost.pipeline.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
-from paraplan.cost.plan_table import Floats, Mask, OffloadCode, PlanTable, ScheduleCode
-from paraplan.cost.workload import Workload
+from paraplan.cost.memory.state import RankState
+from paraplan.cost.plan_table import Floats, Mask, ScheduleCode
 
 
-@dataclass(frozen=True, eq=False)
-class RankMemory:
-    """The terms of each peak candidate. Bytes of one rank, one entry a plan.
-
-    `chunks_in_flight` is `[V, N]`, the micro-batches of each virtual chunk whose activations a rank keeps, `in_flight`
-    their mean, and `head_in_flight` those of the last chunk, where the head is.
-    `parameters` and `root_parameters` count the stage's that train and those outside of blocks; `frozen_bytes` and
-    `root_frozen_bytes` are the bytes of those that do not. `state_bytes` is the whole
-    optimizer state, `state_shards` the ranks over which it is divided, and `padding` how much larger than an even
-    share the shards of the first rank are.
-    """
-
-    workload: Workload
-    table: PlanTable
-    costs: BlockCosts
-    stage: StageBlocks
-    states: OptimizerStates
-    parameters: Floats
-    root_parameters: Floats
-    frozen_bytes: Floats
-    root_frozen_bytes: Floats
-    state_bytes: Floats
-    shards: Floats
-    state_shards: Floats
-    chunks_in_flight: Floats
-    in_flight: Floats
-    head_in_flight: Floats
-    padding: Floats
-
-    @classmethod
-    def of(cls, workload: Workload, table: PlanTable, costs: BlockCosts, stage: StageBlocks) -> RankMemory:
-        """Return what a rank of `stage` holds under each plan."""
-        states = optimizer_states(
-            workload.model, workload.training.optimizer, workload.framework.storage.optimizer_state_bytes
-        )
-        key = costs.key
-        blocks = stage.sum(costs, costs.parameters)
-        is_tied = stage.is_last & (table.pp > 1) & workload.model.tied_embeddings
-        embedding = np.where(stage.is_first, costs.embedding_parameters[key], costs.tied_parameters[key] * is_tied)
-        head = costs.head_parameters[key] * stage.is_last
-        master = workload.framework.storage.master_bytes if workload.is_mixed_precision else 0.0
-        state_bytes = blocks * states.blocks + embedding * states.embedding + head * states.head
-        shards = optimizer_shards(table, costs, stage, blocks + embedding + head)
-        chunks = chunk_in_flight(table, stage)
-        ends = root_frozen_bytes(costs, stage, is_tied)
-        return cls(
-            workload=workload,
-            table=table,
-            costs=costs,
-            stage=stage,
-            states=states,
-            parameters=np.asarray(blocks + embedding + head),
-            root_parameters=np.asarray(embedding + head),
-            frozen_bytes=np.asarray(stage.sum(costs, costs.frozen_bytes) + ends),
-            root_frozen_bytes=ends,
-            state_bytes=np.asarray(state_bytes + master * (blocks + embedding + head)),
-            shards=shards,
-            state_shards=np.where(table.zero_stage >= 1, shards, 1.0),
-            chunks_in_flight=chunks,
-            in_flight=mean_in_flight(table, chunks),
-            head_in_flight=one_chunk_in_flight(table, stage, table.virtual - 1),
-            padding=shard_padding(workload, table),
-        )
-
-    @property
-    def framework(self) -> FrameworkProfile:
-        """The framework that is modelled."""
-        return self.workload.framework
+class RankMemory(RankState):
+    """The terms of each peak candidate: beside the state, copies, activations, gradients and workspaces."""
 
     @cached_property
-    def is_mixed(self) -> bool:
-        """Whether matmuls run in 16 bits."""
-        return self.workload.is_mixed_precision
-
-    @cached_property
-    def compute_bytes(self) -> float:
-        """Bytes of an element of what matmuls read."""
-        return float(self.workload.training.activation_bytes)
-
-    @cached_property
-    def full_bytes(self) -> float:
-        """Bytes of a gradient's element as the optimizer reads it, and of a copy that its step makes."""
-        return self.framework.storage.step_gradient_bytes if self.is_mixed else FP32
-
-    @cached_property
-    def is_fsdp(self) -> Mask:
-        """Plans whose shards FSDP gathers, at any ZeRO stage."""
-        return np.asarray((self.table.zero_stage >= 1) & self.framework.data_parallel.uses_fsdp)
-
-    @cached_property
-    def accumulates(self) -> Mask:
-        """Plans with several micro-batches a step, whose gradients add up."""
-        return self.table.num_microbatches > 1
-
-    @cached_property
-    def has_earlier_gradients(self) -> Mask:
-        """Plans that already hold gradients when activations peak."""
-        keeps_all = (self.table.schedule != ScheduleCode.INTERLEAVED) & (self.table.num_microbatches <= self.in_flight)
-        return np.asarray(self.accumulates & ((self.table.pp == 1) | ~keeps_all))
-
-    @cached_property
-    def block_parameters(self) -> Floats:
-        """Parameters of the largest block."""
-        return self.costs.largest_block_parameters[self.costs.key]
-
-    @cached_property
-    def weight_bytes(self) -> Floats:
-        """Parameters that stay from step to step: whole, or the shards of FSDP and ZeRO-3 unless they are offloaded."""
-        each = self.framework.storage.weight_bytes if self.is_mixed else FP32
-        is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        shard = np.where(self.offloads_parameters, 0.0, self.padding / self.shards)
-        own = (self.parameters * each + self.frozen_bytes) * np.where(is_sharded, shard, 1.0)
-        return np.asarray(own + self.reference_bytes)
-
-    @cached_property
-    def reference_bytes(self) -> Floats:
-        """A reference model beside the one that trains, in the type that matmuls compute in; ZeRO-3 shards it too."""
-        if not self.workload.training.copies_reference:
-            return np.zeros(len(self.table))
-        whole = self.parameters * self.compute_bytes + self.frozen_bytes
-        return np.where(self.table.zero_stage == 3, whole / self.shards, whole)
-
-    @cached_property
-    def offloads_parameters(self) -> Mask:
-        """Plans whose shards of parameters and gradients lie in the host's memory between their uses."""
-        is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        return np.asarray(is_sharded & (self.table.offload == OffloadCode.PARAMETERS))
-
-    @cached_property
-    def optimizer_bytes(self) -> Floats:
-        """The optimizer's state of this rank, if it is not offloaded."""
-        is_here = self.table.offload == OffloadCode.NONE
-        return np.where(is_here, self.state_bytes * self.padding / self.state_shards, 0.0)
-
-    @cached_property
-    def embedding_alone(self) -> Floats:
-        """Parameters of an embedding that FSDP gathers for its own passes; 0 where it is part of the root."""
-        return self._alone(self.costs.embedding_parameters[self.costs.key] * self.stage.is_first)
-
-    @cached_property
-    def head_alone(self) -> Floats:
-        """Parameters of a head that FSDP gathers for its own passes; 0 where it is part of the root."""
-        return self._alone(self.costs.head_parameters[self.costs.key] * self.stage.is_last)
-
-    def _alone(self, end: Floats) -> Floats:
-        framework, model = self.framework, self.workload.model
-        if not framework.data_parallel.wraps_embedding_and_head or model.tied_embeddings:
-            return np.zeros(len(self.table))
-        is_alone = self.is_fsdp & (self.table.pp == 1) & (end >= self.block_parameters)
-        return np.where(is_alone, end, 0.0)
-
-    def gathered_bytes(self, *, num_blocks: int, end: Floats | float = 0.0) -> Floats:
-        """Return what ZeRO has gathered while `num_blocks` blocks and the parameters of an `end` alone are in use.
-
-        Frozen weights are gathered as they are stored. FSDP's stages 1 and 2 gather all for a step; stage 3 blocks as
-        they are used, what is left for a whole pass. Other ZeRO-3 gathers the largest unit and its successor, and lets
-        go of what exceeds a limit.
-        """
-        root = self.root_parameters - self.embedding_alone - self.head_alone
-        units = root + end + num_blocks * self.block_parameters * self.workload.training.gathered_share
-        if not self.framework.data_parallel.uses_fsdp:
-            units = np.maximum(
-                2 * np.maximum(self.block_parameters, self.root_parameters),
-                self.framework.data_parallel.max_live_elements,
-            )
-        live = np.minimum(units, self.parameters)
-        gathers_all = self.is_fsdp & (self.table.zero_stage < 3)
-        is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        every = self.root_parameters + (self.parameters - self.root_parameters) * self.workload.training.gathered_share
-        trained = np.where(gathers_all, every, live) * self.compute_bytes
-        block = self.costs.largest_block_frozen_bytes[self.costs.key] * num_blocks
-        some = gathered_frozen_bytes(self.workload, block, self.root_frozen_bytes)
-        frozen = np.minimum(np.where(gathers_all, np.inf, some), self.frozen_bytes)
-        return np.where(is_sharded, trained + frozen, 0.0)
-
-    def copied_bytes(self, *, in_forward: bool) -> Floats:
-        """Return the 16-bit copies of fp32 weights that autocast makes for each pass and its backward pass.
+    def forward_copies_bytes(self) -> Floats:
+        """The 16-bit copies of fp32 weights that autocast makes, at the end of a forward pass.
 
         Where blocks run again a forward pass drops those of the blocks at its end, and a backward pass has one block's.
         """
+        return self._copied_bytes(in_forward=True)
+
+    @cached_property
+    def backward_copies_bytes(self) -> Floats:
+        """Those that a backward pass has."""
+        return self._copied_bytes(in_forward=False)
+
+    def _copied_bytes(self, *, in_forward: bool) -> Floats:
         if not (self.framework.storage.autocast_copy_bytes and self.is_mixed):
             return np.zeros(len(self.table))
         copied = self.costs.copied_parameters
@@ -254,14 +80,23 @@ class RankMemory:
         kept = self.costs.head_saved_bytes[self.costs.key] * self.stage.is_last
         return np.asarray(kept * self.head_in_flight)
 
-    def gradient_bytes(self, *, at_end: bool) -> Floats:
-        """Return the gradients while the last micro-batch's backward pass begins, or at its end.
+    @cached_property
+    def gradient_bytes(self) -> Floats:
+        """The gradients while the last micro-batch's backward pass begins.
 
         Gradients that are freed after a step do not exist before the first backward pass. DDP's buckets do, and
         micro-batches add up beside them until the last one is reduced in them. FSDP's stage 1 adds up whole gradients
         in fp32; the others reduce after every micro-batch, and what the last reduction reads, that of the root or of
         an embedding alone, stays until the next one.
         """
+        return self._gradient_bytes(at_end=False)
+
+    @cached_property
+    def final_gradient_bytes(self) -> Floats:
+        """The gradients at the end of the last backward pass."""
+        return self._gradient_bytes(at_end=True)
+
+    def _gradient_bytes(self, *, at_end: bool) -> Floats:
         framework = self.framework
         each = framework.storage.gradient_bytes if self.is_mixed else FP32
         full = self.full_bytes

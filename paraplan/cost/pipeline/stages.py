@@ -45,6 +45,19 @@ class StageBlocks:
             total += costs.among(column, low, high) * times
         return total
 
+    def apart(self) -> list[StageBlocks]:
+        """Return the ranks of several plans one by one."""
+        return [
+            StageBlocks(
+                rank=self.rank[[row]],
+                low=self.low[:, [row]],
+                high=self.high[:, [row]],
+                is_first=self.is_first[[row]],
+                is_last=self.is_last[[row]],
+            )
+            for row in range(len(self.rank))
+        ]
+
     @cached_property
     def num_blocks(self) -> Ints:
         """Blocks of this rank."""
@@ -70,23 +83,25 @@ def joined_ranks(stages: Sequence[StageBlocks]) -> StageBlocks:
     )
 
 
-def even_stage(
-    table: PlanTable, num_blocks: int, rank: Ints, bounds: Ints | None = None, *, are_alike: bool = False
-) -> StageBlocks:
+def all_ranks(table: PlanTable, num_blocks: int) -> StageBlocks:
+    """Return the ranks of the one plan of a table as if each were a plan of its own."""
+    ranks = np.arange(table.pp[0])
+    return even_stage(table.select(np.zeros_like(ranks)), num_blocks, ranks)
+
+
+def even_stage(table: PlanTable, num_blocks: int, rank: Ints, *, are_alike: bool = False) -> StageBlocks:
     """Return the blocks of pipeline rank `rank` (one entry a plan): blocks are split evenly, or as the table says.
 
     With virtual stages, rank i holds chunks i, i + pp, i + 2 pp, ... (Narayanan et al. 2021, section 2.2).
-    `bounds` replaces the split of a one-row table: the first block of each stage, and the number of blocks.
     `are_alike` says that all blocks of the model are.
     """
     num_stages = table.pp * table.virtual
     most = int(table.virtual.max(initial=1))
-    is_even = bounds is None and are_alike and not table.split.any() and not (num_blocks % num_stages).any()
+    is_even = are_alike and not table.split.any() and not (num_blocks % num_stages).any()
     if most > 1 and is_even:
         return _uniform_stage(table, num_blocks, rank)
     low, high = np.zeros((most, len(table)), np.int64), np.zeros((most, len(table)), np.int64)
-    splits = table.splits if bounds is None else np.stack([bounds, bounds])
-    split = table.split if bounds is None else np.ones_like(rank)
+    split = table.split
     share, rest = num_blocks // num_stages, num_blocks % num_stages
     for chunk in range(most):
         held = chunk < table.virtual
@@ -94,9 +109,9 @@ def even_stage(
         start = stage * share + np.minimum(stage, rest)
         end = start + share + (stage < rest)
         if split.any():
-            within = np.minimum(stage, splits.shape[1] - 2)
-            start = np.where(split > 0, splits[split, within], start)
-            end = np.where(split > 0, splits[split, within + 1], end)
+            within = np.minimum(stage, table.splits.shape[1] - 2)
+            start = np.where(split > 0, table.splits[split, within], start)
+            end = np.where(split > 0, table.splits[split, within + 1], end)
         low[chunk] = np.where(held, start, 0)
         high[chunk] = np.where(held, end, 0)
     _, shape = distinct_rows(table.pp, table.virtual, rank, split)
