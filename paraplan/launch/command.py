@@ -144,15 +144,19 @@ def _fork(*, preload_runtime: bool = False) -> SpawnerHandle | RankStart:
 
 
 def _run_rank(start: RankStart) -> NoReturn:
-    from paraplan.launch.ranks.bootstrap import FailureRecorder, run_target, watch_process
-    from paraplan.launch.ranks.forked import enter_rank, leave_rank, target_of
+    from paraplan.launch.ranks import bootstrap, rerun
+    from paraplan.launch.ranks.forked import enter_rank, leave_rank
 
     inherited = frozenset(sys.modules)
     enter_rank(start)
-    recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
-    watch_process(recorder)
     try:
-        run_target(target_of(start.command), recorder)
+        target = None if start.is_spare else bootstrap.target_of(start.command)
+        if start.channel is not None:
+            rerun.keep_rank(start.channel, target, bootstrap, modules=start.modules, is_forked=True)
+        assert target is not None
+        recorder = bootstrap.FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        bootstrap.watch_process(recorder)
+        bootstrap.run_target(target, recorder)
     except SystemExit as end:
         code = end.code
     leave_rank(code, inherited_modules=inherited)

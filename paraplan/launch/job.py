@@ -41,7 +41,19 @@ from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.preemption import PreemptedError, requeue
-from paraplan.launch.preflight import Findings, Needs, check_cuda, check_disks, check_gpus, gpus_of_ranks, read_node
+from paraplan.launch.preflight import (
+    Findings,
+    Needs,
+    check_cuda,
+    check_disks,
+    check_gpus,
+    check_limits,
+    gpus_of_ranks,
+    num_files,
+    read_node,
+)
+from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
+from paraplan.launch.ranks.limits import Limits, raise_open_files
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
 from paraplan.launch.request import LaunchRequest, check_request, planned_layout
 from paraplan.launch.run import count_gpus, run_job
@@ -228,7 +240,11 @@ def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
         peak_bytes=request.predicted_peak_bytes,
         num_parameters=model.num_parameters if model is not None else None,
     )
-    found = [check_disks(needs, folder=Path.cwd()), Findings(warnings=rendezvous_warnings(request.spec, request.nodes))]
+    found = [
+        _check_limits(ranks, ranks * request.nodes.min),
+        check_disks(needs, folder=Path.cwd()),
+        Findings(warnings=rendezvous_warnings(request.spec, request.nodes)),
+    ]
     if node is not None:
         view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
         is_available = torch.cuda.is_available()
@@ -239,9 +255,19 @@ def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
     for finding in found:
         for warning in finding.warnings:
             say(f"preflight: {warning}")
-    problems = [problem for finding in found for problem in finding.problems]
-    if problems:
-        raise CheckFailedError(problems[0], hint="free the GPU or make another plan; --skip-preflight tries it anyway")
+    for finding in found:
+        for problem in finding.problems:
+            raise CheckFailedError(problem, hint=f"{finding.hint}; --skip-preflight tries it anyway")
+
+
+def _check_limits(num_ranks: int, world_size: int) -> Findings:
+    """Return which limits of this process end the job; have it open as many files as it needs where it may."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    cores = usable_cores()
+    num_threads = int(threads) if threads.isdigit() else threads_per_rank(num_cores=cores, ranks_per_node=num_ranks)
+    found = check_limits(Limits.read(), num_ranks=num_ranks, world_size=world_size, num_threads=num_threads)
+    raise_open_files(num_files(world_size))
+    return found
 
 
 def _report(request: LaunchRequest, job: JobRecord) -> int:

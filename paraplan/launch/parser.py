@@ -23,6 +23,7 @@ OUR_OPTIONS = (
         "--fake-rank",
     ),
     *("--preempt-notice", "--preempt-window", "--requeue", "--memory-checkpoint"),
+    *("--restart-in-process", "--spare-ranks"),
 )
 _EXEC = "exec"
 
@@ -159,6 +160,20 @@ def _add_preemption_options(ours: argparse._ArgumentGroup) -> None:
         type=int,
         help="Keep a copy of the training's state in this machine's memory, renewed every so many steps: with "
         "--max-restarts, engine.resume goes on from there when a rank is lost. At most half of what is free.",
+    )
+    ours.add_argument(
+        "--restart-in-process",
+        action="store_true",
+        help="With --max-restarts: when a rank is lost, the others leave the script and run it again from its top in "
+        "the same process, with libraries imported and CUDA started. For scripts whose state is their own.",
+    )
+    ours.add_argument(
+        "--spare-ranks",
+        metavar="N",
+        type=int,
+        default=0,
+        help="With --max-restarts: so many processes of each node stand by, with what the script imports, and take the "
+        "places of lost ranks. Default: 0.",
     )
     ours.add_argument(
         "--requeue", action="store_true", help="Have Slurm queue the job again (scontrol requeue) after status 75."

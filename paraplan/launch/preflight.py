@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paraplan.launch.ranks.limits import Limits
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
@@ -17,6 +18,15 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU
 _TAKEN_BYTES = 1 << 30  # more than a driver with ECC and an idle display server hold
 _SMALL_SHM_BYTES = 64 << 20  # what containers get by default
 _SMALL_DISK_BYTES = 1 << 30
+_FILES_OF_A_LAUNCHER, _FILES_OF_A_RANK = 40, 4
+"""A launcher of one node held 34 open files and three for each rank, a rank of gloo 12 and up to four for each peer (2,
+8 and 24 ranks, torch 2.13)."""
+
+_PLENTY = 4096
+_TASKS_OF_A_LAUNCHER, _TASKS_OF_A_RANK = 20, 8
+"""A launcher had 16 threads with 24 ranks, a rank of gloo four beside OpenMP's; NCCL and data loaders start more."""
+
+_ENOUGH_LOCKED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,8 @@ class Findings:
 
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    hint: str = "free the GPU or make another plan"
+    """What to do about the problems."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,58 @@ def check_disks(needs: Needs, *, folder: Path, shm: Path = Path("/dev/shm")) -> 
     if needs.num_ranks > 1 and size is not None and size <= _SMALL_SHM_BYTES:
         warnings.append(f"{shm} holds {format_bytes(size)}: data loaders and NCCL may fail; docker run --shm-size=8g")
     return Findings(warnings=tuple(warnings))
+
+
+def num_files(num_ranks: int) -> int:
+    """Return how many files a process opens at least that is connected to so many ranks: a launcher, a rank of gloo."""
+    return _FILES_OF_A_LAUNCHER + _FILES_OF_A_RANK * num_ranks
+
+
+def check_limits(
+    limits: Limits,
+    *,
+    num_ranks: int,
+    world_size: int,
+    num_threads: int,
+    infiniband: Path = Path("/sys/class/infiniband"),
+) -> Findings:
+    """Return which limits end a job of `num_ranks` ranks on this node, `world_size` in all, or may do so."""
+    files, hard = limits.files, limits.files.hard
+    needed, of_world = num_files(num_ranks), num_files(world_size)
+    if files.is_below(needed) or (hard is not None and hard < of_world):
+        wanted = max(_PLENTY, 2 * of_world)
+        held, number = (files.soft, num_ranks) if files.is_below(needed) else (hard, world_size)
+        problem = f"a process may have {held} open files (ulimit -n), and {number} ranks need {num_files(number)}"
+        return Findings((problem,), hint=files.way_out("-n", "nofile", wanted))
+    tasks = _TASKS_OF_A_LAUNCHER + num_ranks * (_TASKS_OF_A_RANK + num_threads)
+    total = limits.num_tasks + tasks
+    if limits.tasks is not None and limits.tasks.is_below(total):
+        problem = (
+            f"this user may have {limits.tasks.soft} processes and threads (ulimit -u) and has {limits.num_tasks}: "
+            f"{num_ranks} ranks need about {tasks} more"
+        )
+        return Findings((problem,), hint=limits.tasks.way_out("-u", "nproc", max(_PLENTY, 2 * total)))
+    warnings = []
+    if files.is_below(of_world):
+        way_out = files.way_out("-n", "nofile", max(_PLENTY, 2 * of_world))
+        warnings.append(
+            f"a process may have {files.soft} open files (ulimit -n): with gloo a rank of {world_size} may need "
+            f"{of_world}; {way_out}"
+        )
+    locked = limits.locked_bytes
+    if locked is not None and locked.is_below(_ENOUGH_LOCKED_BYTES) and _has_any(infiniband) and world_size > num_ranks:
+        warnings.append(
+            f"{format_bytes(locked.soft or 0)} may be locked in memory (ulimit -l), where InfiniBand has what NCCL "
+            f"sends: it may fail with 'Cannot allocate memory'; {locked.way_out('-l', 'memlock', None)}"
+        )
+    return Findings(warnings=tuple(warnings))
+
+
+def _has_any(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except OSError:
+        return False
 
 
 def gpus_of_ranks(node: NodeTopology, environment: Mapping[str, str]) -> list[Gpu]:

@@ -98,6 +98,7 @@ def check_request(
     nodes, nproc_per_node = spec.nodes or ONE_NODE, spec.nproc_per_node or str(max(1, num_gpus))
     if file is not None and plan_path is not None:
         nodes, nproc_per_node = _layout_of_plan(spec, file, num_gpus=num_gpus, plan_path=plan_path)
+    _check_keeping(spec, nodes)
     return LaunchRequest(
         spec=spec,
         nodes=nodes,
@@ -188,6 +189,23 @@ def _check_hang_timeout(spec: LaunchSpec) -> None:
             "--hang-timeout looks at the Python stacks of ranks, which --no-python and --run-path do not give",
             hint="leave one of them out",
         )
+
+
+def _check_keeping(spec: LaunchSpec, nodes: NodeRange) -> None:
+    asked = "--restart-in-process" if spec.restart_in_process else f"--spare-ranks {spec.spare_ranks}"
+    if not spec.restart_in_process and spec.spare_ranks == 0:
+        return
+    if spec.spare_ranks < 0:
+        raise ArgumentError(f"--spare-ranks {spec.spare_ranks} is no number of processes", hint="use 0 or more")
+    if spec.max_restarts < 1 and nodes.min == nodes.max:
+        raise ArgumentError(f"{asked} without --max-restarts: ranks never start again", hint="add --max-restarts 3")
+    if spec.no_python or spec.run_path:
+        raise ArgumentError(
+            f"{asked} is for scripts that paraplan's ranks run, which --no-python and --run-path do not have",
+            hint="leave one of them out",
+        )
+    if sys.platform != "linux":
+        raise ArgumentError(f"{asked} looks at processes through /proc, which only Linux has", hint="leave it out")
 
 
 def _check_preemption(spec: LaunchSpec, environment: Mapping[str, str]) -> None:

@@ -39,11 +39,13 @@ from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preemption import notice_reader, watch_for_notice
 from paraplan.launch.preflight import gpus_of_ranks
+from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
 from paraplan.launch.ranks.cores import cpus_of_ranks, threads_per_rank, usable_cores
-from paraplan.launch.ranks.spawning import SpawnerHandle, open_spawner
+from paraplan.launch.ranks.spawning import Keeping, SpawnerHandle, open_spawner
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
+from paraplan.launch.script import imported_names, script_file
 from paraplan.launch.spec import LaunchSpec
 from paraplan.shared_memory import CopySlots, StatusPage
 from paraplan.units import format_bytes
@@ -57,6 +59,7 @@ _HEALTH_S = 20.0  # for --preflight measure
 _DEFAULT_GRACE_S = 30.0  # torchrun's
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_WATCHDOG_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
 _NO_FILE = "<N/A>"  # what torch's ProcessFailure has for a rank without an error file
 
 
@@ -117,7 +120,7 @@ def run_job(
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
         settings = replace(
-            _settings(request, extra_environment, fork=fork, imported_threads=imported_threads),
+            _settings(request, extra_environment, spawner, fork=fork, imported_threads=imported_threads),
             keeps_logs=keeps_logs,
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
         )
@@ -143,10 +146,16 @@ def run_job(
 
 
 def _settings(
-    request: LaunchRequest, environment: dict[str, str], *, fork: bool, imported_threads: str | None
+    request: LaunchRequest,
+    environment: dict[str, str],
+    spawner: SpawnerHandle,
+    *,
+    fork: bool,
+    imported_threads: str | None,
 ) -> AttemptSettings:
-    """Return how ranks start and stop, as far as the request says so."""
+    """Return how ranks start and stop, as far as the request and the spawner say so."""
     spec = request.spec
+    is_kept = spawner.can_fork_ranks and (spec.restart_in_process or spec.spare_ranks > 0)
     return AttemptSettings(
         grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
         fork=fork,
@@ -157,7 +166,21 @@ def _settings(
         has_gpus=torch.cuda.is_available(),
         follows_steps=not spec.no_straggler_watch,
         health_s=_HEALTH_S if spec.preflight == "measure" else None,
+        keeping=_keeping(spec) if is_kept else None,
+        restarts_in_process=is_kept and spec.restart_in_process,
     )
+
+
+def _keeping(spec: LaunchSpec) -> Keeping:
+    """Return how spares start: with what the script imports at its top, where that is not beside it."""
+    file = script_file(spec.training_script, is_module=spec.module)
+    names = imported_names(file, folder=Path.cwd() if spec.module else None)
+    modules = ("torch", "torch.distributed", *names)
+    if any(name.partition(".")[0] == "paraplan" for name in names):
+        modules = (*modules, "paraplan.runtime.job_start")
+    interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
+    command = (interpreter, "-u", bootstrap.__file__, bootstrap.STAND_BY, *modules)
+    return Keeping(num_spares=spec.spare_ranks, command=command, modules=modules)
 
 
 def _live_job(request: LaunchRequest, job: JobRecord, folder: RunFolder) -> LiveJob:
@@ -276,6 +299,8 @@ def _extra_environment(request: LaunchRequest, folder: RunFolder) -> dict[str, s
         extra[METRICS_VARIABLE] = str(Path(request.spec.metrics).absolute())
     if request.spec.hang_timeout is not None:
         extra[WATCHED_VARIABLE] = str(request.spec.hang_timeout)
+    if request.spec.restart_in_process:  # the watchdog of NCCL would end a process whose peer is gone
+        extra |= {name: "0" for name in _WATCHDOG_VARIABLES if name not in os.environ}
     return extra
 
 

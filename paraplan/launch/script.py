@@ -81,6 +81,22 @@ def read_traits(path: Path, *, folder: Path | None = None) -> ScriptTraits:
     )
 
 
+def imported_names(path: Path, *, folder: Path | None = None) -> tuple[str, ...]:
+    """Return the modules that the script at `path` imports at its top, without those that lie beside it, in `folder`.
+
+    Of `from a import b`, where b may be a module, `a.b` is one too.
+    """
+    tree, folder = _parsed(path), folder or path.resolve().parent
+    names: list[str] = []
+    for node in tree.body if tree is not None else ():
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level and node.module != "__future__":
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names if alias.name != "*")]
+    beside = {entry.name.partition(".")[0] for entry in folder.iterdir()} if folder.is_dir() else set()
+    return tuple(name for name in dict.fromkeys(names) if name.partition(".")[0] not in beside)
+
+
 def own_interpreters_reason(traits: ScriptTraits, environment: Mapping[str, str]) -> str | None:
     """Return why ranks must not be forked with torch imported, None where they may be."""
     if traits.early_variables:

@@ -105,6 +105,10 @@ class LaunchSpec:
     requeue: bool = False
     memory_checkpoint: int | None = None
     """Every how many steps the state is copied to memory."""
+    restart_in_process: bool = False
+    """Whether healthy ranks run the script again in their processes."""
+    spare_ranks: int = 0
+    """Processes of each node that stand by for lost ranks."""
     metrics: str | None = None
     no_logs: bool = False
     preflight: str = "look"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_loopback_is_no_way_to_other_nodes() -> None:
     assert interface_variables("127.0.0.1", {}, has_gpus=True) == {}
     assert [is_loopback(text) for text in ("127.0.1.1", "::1", "10.0.0.1", "gpu-a")] == [True, True, False, False]
     assert addresses_of("no-such-host.invalid") == []
+
+
+def test_a_way_to_an_address_of_ipv6_is_known() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            assert address_towards("::1") == "::1"
+    except OSError:
+        pytest.skip("this host has no IPv6")
 
 
 def test_the_interface_to_the_first_node_is_given_where_nobody_has_chosen_one(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from launching import (
     read_until,
     wait_until_dead,
 )
-from nodes import Hosts
+from nodes import IP, Hosts
 from rank_harness import RankHarness
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # rendezvous of nodes, each of them patient
@@ -257,3 +257,24 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
 def read_losses(text: str) -> dict[int, float]:
     steps = [line.split() for line in text.splitlines() if line.startswith("step ")]
     return {int(words[1]): float(words[5]) for words in steps}
+
+
+@pytest.mark.parametrize(
+    "meeting",
+    ["--rdzv-backend c10d --rdzv-endpoint [fd00::1]:29400", "--master-addr fd00::1 --master-port 29400"],
+    ids=["c10d", "static"],
+)
+def test_nodes_that_only_ipv6_joins_find_each_other(
+    meeting: str, three_hosts: Hosts, script: WriteScript, start_node: StartNode
+) -> None:
+    for index in (0, 1):
+        host = ["-n", three_hosts.place(index).namespace]
+        subprocess.run([IP, *host, "addr", "flush", "dev", "eth0"], check=True)
+        subprocess.run([IP, *host, "addr", "add", f"fd00::{index + 1}/64", "dev", "eth0", "nodad"], check=True)
+    train = script("import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier(); print('met')")
+    words = ["--nnodes", 2, "--nproc-per-node", 1, *meeting.split()]
+    nodes = [start_node(index, *words, "--node-rank", index, train) for index in (0, 1)]
+    for node in nodes:
+        status, said = node.end()
+        assert status == 0, said
+        assert "met" in said

@@ -67,7 +67,8 @@ class NodeAgent(ElasticAgent):
         self._before_start = before_start
         self._job = job
         self._doors, self._nodes, self._endpoint = doors, nodes, endpoint
-        self._is_restart_told = self._is_spare = False
+        self._is_restart_told = self._is_spare = self._is_restarting = False
+        job.may_restart = lambda: self._is_restarting or self.restarts_left > 0
         self._store_of_nodes: NodeStore | None = None
         self._looks_at = 0.0
 
@@ -130,7 +131,11 @@ class NodeAgent(ElasticAgent):
         if not self._is_restart_told:  # torch does so for no other reason
             say("a node joined: restarting all ranks")
         self._is_restart_told = False
-        super().restart_workers(group)
+        self._is_restarting = True
+        try:
+            super().restart_workers(group)
+        finally:
+            self._is_restarting = False
 
     def _has_lost_nodes(self) -> bool:
         """Whether a node of an elastic job has stopped to give signs of life, and has not ended its work before.

@@ -1,17 +1,20 @@
-"""The watch over the steps of one attempt's ranks, as the launcher's loop calls it."""
+"""What follows the ranks of one attempt: the watch over their steps, the files beside their error files."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
+from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES
 from paraplan.launch.faults.report import say
 from paraplan.launch.live.ranks import LiveRank
-from paraplan.launch.ranks.step_marks import MARKS_VARIABLE
+from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE
+from paraplan.launch.ranks.step_marks import MARKS_FILE, MARKS_VARIABLE
 from paraplan.launch.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
@@ -22,6 +25,27 @@ def marks_variables(settings: AttemptSettings, environment: Mapping[str, str]) -
     """Return the variable that has a rank note its steps; none for a rank that is alone."""
     is_followed = settings.follows_steps and int(environment.get("WORLD_SIZE", "1")) > 1
     return {MARKS_VARIABLE: "1"} if is_followed else {}
+
+
+def dump_variables(settings: AttemptSettings, folder: Path | None) -> dict[str, str]:
+    """Return where NCCL's watchdog is to leave its dump: not in the user's home folder, which is its default."""
+    is_chosen = any(name in os.environ for name in DUMP_VARIABLES)
+    if not settings.has_gpus or folder is None or is_chosen:
+        return {}
+    return dict.fromkeys(DUMP_VARIABLES, str(folder / DUMP_PREFIX))
+
+
+def remove_empty_files(folders: Iterable[Path]) -> None:
+    """Remove what stood ready beside the error files of ranks and was not needed."""
+    for folder in folders:
+        with suppress(OSError):
+            (folder / CALLS_REQUEST).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / MARKS_FILE).unlink(missing_ok=True)
+        for name in (STACK_FILE, FAULT_FILE):
+            with suppress(OSError):
+                if not (folder / name).stat().st_size:
+                    (folder / name).unlink()
 
 
 def live_ranks(

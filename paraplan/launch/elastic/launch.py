@@ -26,7 +26,7 @@ from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.processes import RankProcesses
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.nodes.doors import Doors
-from paraplan.launch.nodes.endpoint import Endpoint
+from paraplan.launch.nodes.endpoint import Endpoint, host_of
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
 from paraplan.launch.nodes.rendezvous import enter_store_of_ranks, open_static_store, open_store
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
@@ -70,7 +70,7 @@ def streams_by_rank(value: str) -> dict[int, Std] | None:
 
 def _named_by_address(spec: LaunchSpec) -> LaunchSpec:
     """Return `spec` with the addresses that torch's rendezvous would look up by this host's name, which is unknown."""
-    host = spec.rdzv_endpoint.rpartition(":")[0] or spec.rdzv_endpoint
+    host = host_of(spec.rdzv_endpoint)
     address = address_towards(host)
     if address is None:
         return spec

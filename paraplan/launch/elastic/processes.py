@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,25 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paraplan.launch.elastic.following import live_ranks, marks_variables, watch_steps
+from paraplan.launch.elastic.following import (
+    dump_variables,
+    live_ranks,
+    marks_variables,
+    remove_empty_files,
+    watch_steps,
+)
 from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.held_signals import HeldSignals, raise_signal
+from paraplan.launch.elastic.keeping import RankKeeper
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
-from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES, ask_for_calls, read_calls
+from paraplan.launch.faults.calls import ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits, describe_elsewhere
 from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
-from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE, STACK_SIGNAL
+from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
-from paraplan.launch.ranks.step_marks import MARKS_FILE
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
 
@@ -74,6 +79,7 @@ class RankProcesses(ProcessContext):
         self._signals = HeldSignals(lambda number: job.stop.ask(number.name, number))
         self._pids: dict[int, int] = {}
         self._exits: dict[int, RankExit] = {}
+        self._keeper = RankKeeper(spawner, settings, self._exits, name=self._global_rank, hold=self._signals.held)
         self._stopped: set[int] = set()
         self._is_closed = False
         self._looks_at = 0.0
@@ -125,6 +131,7 @@ class RankProcesses(ProcessContext):
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
                 cpus=self._settings.cpus.get(rank, ()),
+                plain=self.args[rank],
                 copy_stdout=self._log_file(rank, "stdout.log"),
                 copy_stderr=self._log_file(rank, "stderr.log"),
             )
@@ -136,7 +143,9 @@ class RankProcesses(ProcessContext):
                 environment=os.environ,
                 fork=self._settings.fork,
                 num_threads=self._settings.num_threads,
+                keeping=self._settings.keeping,
             )
+        self._keeper.begin(self._pids, is_restart=self._job.attempts > 1)
         logs = {one.local_rank: (one.copy_stdout or one.stdout, one.copy_stderr or one.stderr) for one in commands}
         ranks = live_ranks(self._pids, envs=self.envs, folders=self._folders(), logs=logs)
         self._job.live.begin(ranks, int(self.envs[0].get("WORLD_SIZE", self.nprocs)))
@@ -156,16 +165,9 @@ class RankProcesses(ProcessContext):
         ).run()
 
     def _environment(self, rank: int) -> dict[str, str]:
-        own = {**self.envs[rank], **self._settings.extra_environment, **self._dump_variables(rank)}
-        return own | marks_variables(self._settings, own)
-
-    def _dump_variables(self, rank: int) -> dict[str, str]:
-        """Return where NCCL's watchdog is to leave its dump: not in the user's home folder, which is its default."""
+        own = {**self.envs[rank], **self._settings.extra_environment}
         folder = self._folders().get(rank)
-        is_chosen = any(name in os.environ for name in DUMP_VARIABLES)
-        if not self._settings.has_gpus or folder is None or is_chosen:
-            return {}
-        return dict.fromkeys(DUMP_VARIABLES, str(folder / DUMP_PREFIX))
+        return own | dump_variables(self._settings, folder) | marks_variables(self._settings, own)
 
     def _log_file(self, rank: int, name: str) -> str:
         """Return the file that a rank's stream is copied to, where torchrun has it with --redirects; '' for none."""
@@ -191,7 +193,9 @@ class RankProcesses(ProcessContext):
             return self._result()
         deadline = time.monotonic() + SETTLE_S
         while self._is_running() and time.monotonic() < deadline:
-            self._collect(timeout_s=0.05)
+            self._collect(0.05)
+            if self._may_keep() and self._keeper.is_cause_known(self._read_failures()):
+                break
         self._ask_where_ranks_are()
         self.close()
         return self._result()
@@ -212,7 +216,7 @@ class RankProcesses(ProcessContext):
         codes = {rank: end.code for rank, end in self._exits.items()}
         deadline = time.monotonic() + _SAVED_S
         while self._job.stop.are_saving(codes) and self._is_running() and time.monotonic() < deadline:
-            self._collect(timeout_s=0.05)
+            self._collect(0.05)
             codes = {rank: end.code for rank, end in self._exits.items()}
         end = self._job.stop.check(codes, num_running=len(self._running()))
         if end is not None:
@@ -287,10 +291,16 @@ class RankProcesses(ProcessContext):
     def _failed(self) -> bool:
         return any(end.code != 0 for end in self._exits.values())
 
-    def _collect(self, *, timeout_s: float = 0.0) -> None:
+    def _collect(self, timeout_s: float = 0.0) -> None:
         with self._signals.held():
-            for end in self._spawner.exits(timeout_s=timeout_s):
-                self._exits[end.local_rank] = end
+            self._keeper.take_exits(self._spawner.exits(timeout_s=timeout_s))
+        if self._keeper.held:
+            self._keeper.release_own_errors(self._read_failures())
+
+    def _may_keep(self) -> bool:
+        """Whether the ranks start again, in the same processes where that may be."""
+        is_ending = self._signals.count or self._job.hang is not None or self._job.stop.reason is not None
+        return self._settings.restarts_in_process and not is_ending and self._job.may_restart()
 
     def _result(self) -> RunProcsResult:
         self._job.live.end()
@@ -301,7 +311,7 @@ class RankProcesses(ProcessContext):
         if any(failure.cause is not Cause.OWN_ERROR for failure in failures):
             found = {self._global_rank(rank): read_calls(folder) for rank, folder in self._folders().items()}
             self._job.calls = {rank: calls for rank, calls in found.items() if calls is not None}
-        self._remove_empty_files()
+        remove_empty_files(self._folders().values())
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:
             result.return_values = dict.fromkeys(range(self.nprocs))
@@ -333,18 +343,6 @@ class RankProcesses(ProcessContext):
             if end.code != 0
         ]
 
-    def _remove_empty_files(self) -> None:
-        """Remove what stood ready beside the error files and was not needed."""
-        for folder in self._folders().values():
-            with suppress(OSError):
-                (folder / CALLS_REQUEST).unlink(missing_ok=True)
-            with suppress(OSError):
-                (folder / MARKS_FILE).unlink(missing_ok=True)
-            for name in (STACK_FILE, FAULT_FILE):
-                with suppress(OSError):
-                    if not (folder / name).stat().st_size:
-                        (folder / name).unlink()
-
     def close_processes(self, death_signal: signal.Signals) -> None:
         """End the ranks: `death_signal`, the grace time of this job, SIGKILL; then what they have left behind."""
         if self._is_closed or not self._pids:
@@ -353,8 +351,13 @@ class RankProcesses(ProcessContext):
         if self._signals.count and self._job.store is not None:
             self._job.store.note_stop(death_signal.name)
         self._stopped = set(self._pids) - set(self._exits)
-        self._job.stop.end_at_once()
         try:
+            if self._may_keep() and self._keeper.may_keep(self._read_failures()):
+                if not self._keeper.park(self._running(), self._collect):
+                    self._kill()
+            else:
+                self._job.stop.end_at_once()
+                self._keeper.release(self._collect, timeout_s=SETTLE_S)
             self._stop(death_signal)
         except SignalException:  # a second signal: no more patience
             self._kill()
@@ -392,4 +395,4 @@ class RankProcesses(ProcessContext):
     def _wait_for_exits(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while self._is_running() and time.monotonic() < deadline:
-            self._collect(timeout_s=min(0.1, timeout_s))
+            self._collect(min(0.1, timeout_s))

@@ -14,6 +14,7 @@ from paraplan.launch.goodput import JobClock
 from paraplan.launch.live.ranks import LiveRanks
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.preemption import StopRequest
+from paraplan.launch.ranks.spawning import Keeping
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.stragglers.watch import Case
@@ -49,6 +50,10 @@ class AttemptSettings:
     has_gpus: bool = False
     follows_steps: bool = False
     health_s: float | None = None
+    keeping: Keeping | None = None
+    """Spares that stand by; None where no process is kept, not for spares either."""
+    restarts_in_process: bool = False
+    """Ranks that are healthy stay in their processes when the ranks start again."""
 
 
 @dataclass
@@ -81,6 +86,8 @@ class JobRecord:
     stop: StopRequest = field(default_factory=StopRequest)
     copies: CopySlots | None = None
     live: LiveRanks = field(default_factory=LiveRanks)
+    may_restart: Callable[[], bool] = lambda: False
+    """Whether the ranks start again if they end now."""
 
     def end_sharing(self) -> None:
         """Give back what ranks and launcher shared, at the end of the job. What ranks have told stays."""

@@ -16,6 +16,7 @@ from paraplan.launch.faults.failures import Cause, NodeFailure, RankFailure, fir
 from paraplan.launch.faults.gpu_errors import abort_reason, advice
 from paraplan.launch.faults.memory_kills import MemoryKillScope
 from paraplan.launch.ranks import bootstrap
+from paraplan.launch.ranks.limits import advice_on_limits
 from paraplan.launch.ranks.spawning import signal_name
 from paraplan.launch.ranks.stacks import Stack, is_library
 from paraplan.launch.torch_private.texts import OUT_OF_GPU_MEMORY
@@ -119,7 +120,8 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     if first.record is not None and first.record.is_out_of_gpu_memory:
         head += _memory_advice(first.record.message, context)
     else:
-        hint = advice("\n".join([first.record.message if first.record else "", *first.log_tail]))
+        said = "\n".join([first.record.message if first.record else "", *first.log_tail])
+        hint = advice(said) or advice_on_limits(said)
         head += [f"hint: {hint}"] if hint and timeouts is None else []
     head.append(_where(first, context))
     others = [failure for failure in failures if failure is not first]

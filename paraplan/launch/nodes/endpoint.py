@@ -47,6 +47,14 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def host_of(endpoint: str) -> str:
+    """Return the host of what may be an endpoint: `HOST:PORT`, `HOST` or `[IPV6]:PORT`."""
+    text = endpoint.strip()
+    host, colon, _ = text.rpartition(":")
+    is_whole = not colon or text.endswith("]") or (":" in host and not host.startswith("["))
+    return (text if is_whole else host).strip("[]")
+
+
 def meaning_of(host: str) -> str:
     """Return ` (10.0.0.1 on this node)` for a name, "" for an address or a name that is unknown."""
     addresses = addresses_of(host)

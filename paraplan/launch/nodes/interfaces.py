@@ -7,19 +7,23 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from paraplan.launch.nodes.native_calls import run_interruptibly
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+_IPV6_TABLE = Path("/proc/net/if_inet6")
 _NCCL_FILES = (Path("/etc/nccl.conf"), Path.home() / ".nccl.conf")
 
 
 def interface_towards(host: str) -> str | None:
     """Return the name of the interface whose address packets to `host` carry; None for loopback or where unknown."""
     address = address_towards(host)
-    if address is None or ipaddress.ip_address(address).is_loopback:
+    if address is None or is_loopback(address):
         return None
+    if ":" in address:
+        return _interface_of_ipv6(address)
     for _, name in socket.if_nameindex():
         if _address_of(name) == address:
             return name
@@ -27,13 +31,16 @@ def interface_towards(host: str) -> str | None:
 
 
 def address_towards(host: str) -> str | None:
-    """Return this node's IPv4 address for packets to `host`, None where it has no way there. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            run_interruptibly(lambda: probe.connect((host, 9)))
-            return str(probe.getsockname()[0])
-        except (OSError, UnicodeError):
-            return None
+    """Return this node's address for packets to `host`, None where it has no way there. Sends nothing.
+
+    Of a host with addresses of both kinds the first is taken to which there is a way, IPv4 before IPv6.
+    """
+    for there in sorted(addresses_of(host), key=lambda address: ":" in address):
+        family = socket.AF_INET6 if ":" in there else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # the first: a kernel without IPv6
+            probe.connect((there, 9))
+            return str(probe.getsockname()[0]).partition("%")[0]
+    return None
 
 
 def addresses_of(host: str) -> list[str]:
@@ -63,6 +70,17 @@ def _address_of(name: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    """Return the interface that has an address of IPv6, by the kernel's table: address, four numbers, name a line."""
+    digits = ipaddress.ip_address(address).packed.hex()
+    with suppress(OSError):
+        for line in _IPV6_TABLE.read_text().splitlines():
+            words = line.split()
+            if words[0] == digits:
+                return words[-1]
+    return None
 
 
 def interface_variables(

@@ -21,6 +21,7 @@ from paraplan.launch.nodes.endpoint import (
     await_answer,
     describe_silence,
     find_listener,
+    host_of,
     is_own_address,
     meaning_of,
 )
@@ -195,14 +196,15 @@ def open_static_store(
     torch waits for the number of nodes alone. Raises `NoRendezvousError` with the nodes that are missing and those that
     are here, and for a rank that two nodes have.
     """
+    endpoint = str(Endpoint(host, port))
     patience = max(timeout, _OWN_STORE) if is_master else timeout
     store = open_store(host, port, is_master=is_master, timeout=patience, doors=doors)
-    require_same_nnodes(store, NodeRange(num_nodes, num_nodes), endpoint=f"{host}:{port}", seal=doors.seal)
+    require_same_nnodes(store, NodeRange(num_nodes, num_nodes), endpoint=endpoint, seal=doors.seal)
     mine = f"{socket.gethostname()} {time.time_ns()}"
     owner = store.compare_set(f"paraplan/here/{node_rank}", "", mine).decode()
     if owner != mine:
         raise NoRendezvousError(
-            f"--node-rank {node_rank} is taken at {host}:{port} by {owner.rpartition(' ')[0]}",
+            f"--node-rank {node_rank} is taken at {endpoint} by {owner.rpartition(' ')[0]}",
             hint="give each node a --node-rank of its own",
         )
     deadline = time.monotonic() + timeout.total_seconds()
@@ -211,7 +213,7 @@ def open_static_store(
     while missing:
         missing = run_interruptibly(partial(_absent, store, missing))
         if missing and time.monotonic() > says_at:
-            say(f"waiting at {host}:{port} for {_nodes_in_words(sorted(missing))} of {num_nodes}")
+            say(f"waiting at {endpoint} for {_nodes_in_words(sorted(missing))} of {num_nodes}")
             contradiction = find_contradiction(store, seal=doors.seal)
             if contradiction is not None:
                 say(contradiction)
@@ -222,7 +224,7 @@ def open_static_store(
                 for rank in range(num_nodes)
                 if rank not in missing
             }
-            raise _missing_error(f"{host}:{port}", sorted(missing), here, timeout.total_seconds())
+            raise _missing_error(endpoint, sorted(missing), here, timeout.total_seconds())
         if missing:
             time.sleep(_POLL_S)
     return store
@@ -270,7 +272,7 @@ def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], 
     return NoRendezvousError(
         f"{len(missing)} of {len(missing) + len(here)} nodes did not reach {endpoint} within {timeout_s:g} s: "
         f"missing {_nodes_in_words(missing)}; here {'is' if len(here) == 1 else 'are'} {present}",
-        hint=_loopback_hint(endpoint.rpartition(":")[0]) or _HINT,
+        hint=_loopback_hint(host_of(endpoint)) or _HINT,
     )
 
 
@@ -280,7 +282,7 @@ def _nodes_in_words(ranks: Sequence[int]) -> str:
 
 def rendezvous_warnings(spec: LaunchSpec, nodes: NodeRange) -> tuple[str, ...]:
     """Return what may make a rendezvous of several nodes fail."""
-    host = _endpoint_host(_endpoint(spec))
+    host = host_of(_endpoint(spec))
     if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d") or not host:
         return ()
     addresses = addresses_of(host)
@@ -293,11 +295,7 @@ def rendezvous_warnings(spec: LaunchSpec, nodes: NodeRange) -> tuple[str, ...]:
 
 
 def _endpoint(spec: LaunchSpec) -> str:
-    return spec.rdzv_endpoint or f"{spec.master_addr}:{spec.master_port or DEFAULT_MASTER_PORT}"
-
-
-def _endpoint_host(endpoint: str) -> str:
-    return (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+    return spec.rdzv_endpoint or str(Endpoint(spec.master_addr, spec.master_port or DEFAULT_MASTER_PORT))
 
 
 def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = ()) -> NoRendezvousError:
@@ -313,7 +311,7 @@ def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Seq
             hint="give another --master-port or --rdzv-endpoint; without them one node takes a free port by itself",
         )
     endpoint = _endpoint(spec)
-    host = _endpoint_host(endpoint)
+    host = host_of(endpoint)
     addresses = addresses_of(host)
     if not addresses:
         return NoRendezvousError(f"this node knows no address of {host}", hint="give the first node's address")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
@@ -37,6 +38,12 @@ _MAX_CALLS = 200
 
 _STEP_MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
 """Environment variable of ranks that note the times of their steps, see `step_marks`."""
+
+CHANNEL_VARIABLE = "PARAPLAN_RANK_CHANNEL"
+"""Environment variable of a rank with an interpreter of its own that is kept: the descriptor of its channel."""
+
+STAND_BY = "--stand-by"
+"""First argument of a rank that waits for a place."""
 
 FAULT_FILE = "fault.txt"
 """Name of the file beside the error file that gets the Python stacks of a crash (SIGSEGV, SIGABRT, ...)."""
@@ -148,8 +155,11 @@ def _is_user_error(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.ParaplanError)
 
 
-def watch_process(recorder: FailureRecorder) -> None:
-    """Record errors of threads, and write the stacks of a crash beside the error file."""
+def watch_process(recorder: FailureRecorder, marks: Any = None) -> Any:
+    """Record errors of threads, and write the stacks of a crash beside the error file.
+
+    Return what notes the times of steps, None where nothing does; `marks` is what did so in an earlier run.
+    """
     import faulthandler
 
     previous = threading.excepthook
@@ -172,15 +182,24 @@ def watch_process(recorder: FailureRecorder) -> None:
             threading.Thread(target=_answer_requests, args=(folder,), daemon=True, name="paraplan").start()
         if _STEP_MARKS_VARIABLE in os.environ:
             with suppress(Exception):  # a disk that is full, another system: the script runs all the same
-                steps = _module_beside("step_marks.py")
-                marks = steps.StepMarks(
-                    os.path.join(folder, steps.MARKS_FILE),  # noqa: PTH118
-                    load_profiling=lambda: _module_beside("../torch_private/profiling.py"),
-                )
-                _module_beside("../torch_private/step_hooks.py").mark_steps(marks)
+                return _mark_steps(folder, marks)
+    if marks is not None:
+        marks.is_on = False
+    return marks
 
 
-def _module_beside(name: str) -> Any:
+def _mark_steps(folder: str, marks: Any) -> Any:
+    steps = module_beside("step_marks.py")
+    path = os.path.join(folder, steps.MARKS_FILE)  # noqa: PTH118
+    if marks is not None:
+        marks.open(path)
+        return marks
+    marks = steps.StepMarks(path, load_profiling=lambda: module_beside("../torch_private/profiling.py"))
+    module_beside("../torch_private/step_hooks.py").mark_steps(marks)
+    return marks
+
+
+def module_beside(name: str) -> Any:
     """Return a module of this package, which an interpreter that runs this file alone may not have."""
     from importlib.util import module_from_spec, spec_from_file_location
 
@@ -232,15 +251,18 @@ def _open_to_append(folder: str, name: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
-def run_target(target: Target, recorder: FailureRecorder) -> NoReturn:
+def run_target(
+    target: Target, recorder: FailureRecorder, *, hold: Callable[[int], None] = lambda code: None
+) -> NoReturn:
     """Run `target` as the `__main__` of this process, then end the process as Python would.
 
     Uncaught errors are recorded and printed without the frames of this file; a `ParaplanError` is left to the
-    launcher, which prints its message and hint once for all ranks.
+    launcher, which prints its message and hint once for all ranks. `hold` gets the exit code after one; it may raise.
     """
     main = ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"], __cached__=None)
-    sys.modules["paraplan_rank_bootstrap"] = sys.modules["__main__"]  # dropped, its globals would be cleared under us
+    # dropped, its globals would be cleared under us
+    sys.modules.setdefault("paraplan_rank_bootstrap", sys.modules["__main__"])
     sys.modules["__main__"] = main
     try:
         _run_as_main(target, main)
@@ -256,10 +278,14 @@ def run_target(target: Target, recorder: FailureRecorder) -> NoReturn:
         sys.excepthook = lambda kind, value, _: show(kind, value.with_traceback(traceback), traceback)
         raise  # the interpreter prints it, and ends by SIGINT itself
     except BaseException as error:  # this frame stands where the interpreter's own handler stands
+        if getattr(error, "is_interruption", False):
+            raise
         exit_code = _show_uncaught(error, recorder)
     else:
         _note_accelerate()
         exit_code = 0
+    if exit_code:
+        hold(exit_code)
     sys.exit(exit_code)
 
 
@@ -331,17 +357,37 @@ def _is_archive(path: str) -> bool:
     return False
 
 
+def target_of(command: Sequence[str]) -> Target:
+    """Return what an interpreter's command `python -u [-m] NAME ARGUMENTS...` runs."""
+    words = list(command[1:])
+    options = set()
+    while words and words[0] in ("-u", "-m"):
+        options.add(words.pop(0))
+    name, *arguments = words
+    return Target(name, tuple(arguments), is_module="-m" in options)
+
+
 def main() -> NoReturn:
-    """Run `bootstrap.py [-m] NAME ARGUMENTS...` in a rank with an interpreter of its own."""
+    """Run `bootstrap.py [-m] NAME ARGUMENTS...` in a rank with an interpreter of its own.
+
+    `bootstrap.py --stand-by MODULES...` imports these, and waits for a run.
+    """
     own_folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     if sys.path and sys.path[0] == own_folder:
         del sys.path[0]
-    is_module = sys.argv[1] == "-m"
-    name, *arguments = sys.argv[2:] if is_module else sys.argv[1:]
     sys.orig_argv[:] = [argument for argument in sys.orig_argv if argument != __file__]
+    is_spare = sys.argv[1] == STAND_BY
+    target = None if is_spare else target_of(["python", *sys.argv[1:]])
+    descriptor = os.environ.pop(CHANNEL_VARIABLE, None)
+    if descriptor is not None:
+        os.set_inheritable(int(descriptor), False)
+        channel = module_beside("channel.py").open_channel(int(descriptor))
+        modules = sys.argv[2:] if is_spare else ()
+        module_beside("rerun.py").keep_rank(channel, target, sys.modules[__name__], modules=modules, is_forked=False)
+    assert target is not None
     recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     watch_process(recorder)
-    run_target(Target(name, tuple(arguments), is_module), recorder)
+    run_target(target, recorder)
 
 
 if __name__ == "__main__":

@@ -4,47 +4,25 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import os
 import sys
 import threading
 from types import ModuleType
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
-from paraplan.launch.ranks.bootstrap import Target
+from paraplan.launch.ranks.run_state import empty, unbuffered
 from paraplan.launch.ranks.spawner import RankStart
-
-_INTERPRETER_OPTIONS = {"-u", "-m"}
-
-
-def target_of(command: tuple[str, ...]) -> Target:
-    """Return what an interpreter's command `python -u [-m] NAME ARGUMENTS...` runs."""
-    words = list(command[1:])
-    options = set()
-    while words and words[0] in _INTERPRETER_OPTIONS:
-        options.add(words.pop(0))
-    name, *arguments = words
-    return Target(name, tuple(arguments), is_module="-m" in options)
 
 
 def enter_rank(start: RankStart) -> None:
     """Give this process the environment, the streams and the random state of a fresh rank."""
     os.environ.clear()
     os.environ.update(start.environment)
-    sys.stdout, sys.stderr = _unbuffered(1, sys.stdout), _unbuffered(2, sys.stderr)
+    sys.stdout, sys.stderr = unbuffered(1, sys.stdout), unbuffered(2, sys.stderr)
     vars(sys).update(__stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.orig_argv[:] = [sys.executable, "-u", *start.command[1 + start.command[1:].count("-u") :]]
     _forget_shared_state(start)
     gc.enable()
-
-
-def _unbuffered(descriptor: int, stream: TextIO) -> TextIO:
-    """Return what `python -u` has in the place of `stream`: text that is written through to a raw file."""
-    raw = io.FileIO(descriptor, "wb", closefd=False)
-    raw.name = stream.name
-    text = io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)
-    text.mode = "w"  # type: ignore[misc]  # as the interpreter sets it
-    return text
 
 
 def _forget_shared_state(start: RankStart) -> None:
@@ -82,19 +60,10 @@ def leave_rank(code: object, *, inherited_modules: frozenset[str]) -> NoReturn:
     flush_streams()
     for name, module in reversed(list(sys.modules.items())):
         if isinstance(module, ModuleType) and (name == "__main__" or name not in inherited_modules):
-            _empty(module)
+            empty(module)
     gc.collect()
     flush_streams()
     os._exit(int(code or 0) & 0xFF)
-
-
-def _empty(module: ModuleType) -> None:
-    """Drop a module's objects in the order of the interpreter: names with an underscore first."""
-    names = [name for name in vars(module) if name != "__builtins__"]
-    for private in (True, False):
-        for name in names:
-            if (name.startswith("_") and not name.startswith("__")) == private:
-                vars(module)[name] = None
 
 
 def flush_streams() -> None:

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -34,15 +34,21 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a forked rank is to run: `command` as the arguments of an interpreter (`[-m] name ...`), and its threads."""
+    """What a forked rank is to run: `command` as the arguments of an interpreter (`[-m] name ...`), and its threads.
+
+    One that is kept has a `channel` to the spawner. A spare runs nothing yet: it imports `modules`, and stands by.
+    """
 
     command: tuple[str, ...]
     environment: dict[str, str]
     num_threads: int | None
+    channel: Any = None
+    is_spare: bool = False
+    modules: tuple[str, ...] = ()
 
 
 @dataclass
-class _Ranks:
+class Ranks:
     """The ranks of one attempt by process id; processes that were started here and not reaped yet."""
 
     running: dict[int, int] = field(default_factory=dict)
@@ -63,27 +69,10 @@ def die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _enter_program(parent: int, cpus: list[int]) -> None:
-    die_with(parent)
-    _keep_on(cpus)
-
-
 def _keep_on(cpus: list[int]) -> None:
     if cpus:
         with contextlib.suppress(OSError):  # CPUs that have been taken from this container since they were read
             os.sched_setaffinity(0, cpus)
-
-
-def close_all_but(kept: int) -> None:
-    """Close what this process has inherited beside its standard streams: ranks are not to get it either."""
-    try:
-        numbers = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
-    except OSError:
-        return
-    for number in numbers:
-        if number > _STDERR and number != kept:
-            with contextlib.suppress(OSError):  # the folder's own, which is closed by now
-                os.close(number)
 
 
 class Spawner:
@@ -92,7 +81,7 @@ class Spawner:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._received = b""
-        self._ranks = _Ranks()
+        self.ranks = Ranks()
         self._owned_paths: list[str] = []
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -108,12 +97,13 @@ class Spawner:
         actions: dict[str, Callable[[dict[str, Any]], RankStart | None]] = {
             "start": self._start,
             "signal": self._signal,
+            **self.actions(),
             "clear": self._clear,
             "own": lambda message: self._owned_paths.append(message["path"]),
             "end": lambda _: self._end(0),
         }
         while True:
-            ready, _, _ = select.select([self._channel.fileno(), self._wake_read], [], [])
+            ready = self.wait()
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
             self._reap()
@@ -133,7 +123,8 @@ class Spawner:
         *lines, self._received = (self._received + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def _send(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
+        """Tell the launcher."""
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionError):
@@ -142,40 +133,85 @@ class Spawner:
     def _start(self, message: dict[str, Any]) -> RankStart | None:
         pids: dict[int, int] = {}
         copies: list[Any] = []
+        placed: dict[str, list[int]] = {"stayed": [], "spares": []}
         for rank in message["ranks"]:
-            environment = message["environment"] | rank["environment"]
             streams: list[int | None] = []
             try:
                 streams += [
                     self._open_stream(number, rank[name], rank[f"copy_{name}"], copies)
                     for number, name in ((1, "stdout"), (2, "stderr"))
                 ]
-                if message["fork"]:
-                    parent = os.getpid()
-                    signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # one for the rank waits until it can end by it
-                    pid = os.fork()
-                    if pid == 0:
-                        self._become_rank(parent, streams, others=[copy.source for copy in copies])
-                        _keep_on(rank["cpus"])
-                        return RankStart(tuple(rank["command"]), environment, message["num_threads"])
-                else:
-                    program = self._open_program(rank["command"], environment, streams, cpus=rank["cpus"])
-                    pid = program.pid
-                    self._ranks.programs[pid] = program
+                here = self.place(rank, message, streams, placed)
+                others = [copy.source for copy in copies]
+                started = self.begin(rank, message, streams, others) if here is None else here
             except (OSError, ValueError) as error:
                 self._close(copy.source for copy in copies)
                 self._kill_all()
-                self._send(event="start_failed", rank=rank["rank"], error=str(error))
+                self.send(event="start_failed", rank=rank["rank"], error=str(error))
                 return None
             finally:  # in the rank, too
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
                 self._close(stream for stream in streams if stream is not None)
-            pids[rank["rank"]] = pid
-            self._ranks.running[pid] = rank["rank"]
-            self._ranks.sessions.add(pid)
+            if isinstance(started, RankStart):
+                return started
+            pids[rank["rank"]] = started
+            self.ranks.running[started] = rank["rank"]
+            self.ranks.sessions.add(started)
         self._start_copier(copies)
-        self._send(event="started", pids=pids)
-        return None
+        self.send(event="started", pids=pids, **placed)
+        return self.after_start(message)
+
+    def begin(
+        self,
+        rank: dict[str, Any],
+        message: dict[str, Any],
+        streams: list[int | None],
+        others: list[int],
+        *,
+        passed: tuple[int, ...] = (),
+    ) -> RankStart | int:
+        """Start a process for a rank; return its id, and in a process that is forked what it is to run.
+
+        `passed` are descriptors that it gets beside its streams, `others` those that are not for it.
+        """
+        environment = message["environment"] | rank["environment"]
+        if message["fork"]:
+            parent = os.getpid()
+            signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # one for the rank waits until it can end by it
+            pid = os.fork()
+            if pid == 0:
+                self._become_rank(parent, streams, others=others)
+                _keep_on(rank["cpus"])
+                return RankStart(tuple(rank["command"]), environment, message["num_threads"])
+            return pid
+        program = self._open_program(rank["command"], environment, streams, cpus=rank["cpus"], passed=passed)
+        self.ranks.programs[program.pid] = program
+        return int(program.pid)
+
+    # what follows is for a spawner that keeps ranks
+
+    def actions(self) -> dict[str, Callable[[dict[str, Any]], RankStart | None]]:
+        """Return what else the launcher may ask for."""
+        return {}
+
+    def wait(self, *, more: Iterable[int] = (), timeout_s: float | None = None) -> list[int]:
+        """Wait for the launcher, a signal or `more` descriptors; return those that are ready."""
+        return select.select([self._channel.fileno(), self._wake_read, *more], [], [], timeout_s)[0]
+
+    def place(
+        self, rank: dict[str, Any], message: dict[str, Any], streams: list[int | None], placed: dict[str, list[int]]
+    ) -> int | None:
+        """Have a process that stands by run a rank; return its id, None where none does."""
+
+    def after_start(self, message: dict[str, Any]) -> RankStart | None:
+        """Do what is due once ranks run; return what a process is to run that was forked for it."""
+
+    def standing_by(self) -> set[int]:
+        """Return the processes that are no ranks now, and stay."""
+        return set()
+
+    def forget(self, pid: int) -> None:
+        """Take note that a process has ended."""
 
     def _open_stream(self, number: int, path: str, copy_path: str, copies: list[Any]) -> int | None:
         """Return the descriptor that a rank has as stream `number`: a file, what is copied to one, or None: ours."""
@@ -197,13 +233,13 @@ class Spawner:
         pid = os.fork()
         if pid == 0:
             serve_copies(copies, close=[self._channel.fileno(), self._wake_read, self._wake_write])
-        self._ranks.copier = pid
+        self.ranks.copier = pid
         self._close(copy.source for copy in copies)
 
     def _wait_for_copier(self, timeout_s: float) -> None:
         """Wait until what the ranks have written is copied: the copier ends with the last writer."""
         deadline = time.monotonic() + timeout_s
-        while self._ranks.copier is not None and time.monotonic() < deadline:
+        while self.ranks.copier is not None and time.monotonic() < deadline:
             self._reap()
             time.sleep(0.002)
 
@@ -227,16 +263,23 @@ class Spawner:
         os.close(self._wake_write)
 
     def _open_program(
-        self, command: list[str], environment: dict[str, str], streams: list[int | None], *, cpus: list[int]
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        streams: list[int | None],
+        *,
+        cpus: list[int],
+        passed: tuple[int, ...],
     ) -> Any:
         parent = os.getpid()
         return subprocess.Popen(
             command,
             env=environment,
+            pass_fds=passed,
             stdout=streams[0],
             stderr=streams[1],
             start_new_session=True,
-            preexec_fn=lambda: _enter_program(parent, cpus),  # safe: this process has one thread
+            preexec_fn=lambda: (die_with(parent), _keep_on(cpus)),  # type: ignore[func-returns-value]  # safe: this process has one thread
         )
 
     def _reap(self) -> None:
@@ -249,18 +292,19 @@ class Spawner:
                 return
             now_ns = time.time_ns()
             code = os.waitstatus_to_exitcode(status)
-            program = self._ranks.programs.pop(pid, None)
+            program = self.ranks.programs.pop(pid, None)
             if program is not None:
                 program.returncode = code
-            if pid == self._ranks.copier:
-                self._ranks.copier = None
-            rank = self._ranks.running.pop(pid, None)
+            if pid == self.ranks.copier:
+                self.ranks.copier = None
+            self.forget(pid)
+            rank = self.ranks.running.pop(pid, None)
             if rank is not None:
-                self._send(event="exit", rank=rank, code=code, time_ns=now_ns, max_rss_kib=usage.ru_maxrss)
+                self.send(event="exit", rank=rank, code=code, time_ns=now_ns, max_rss_kib=usage.ru_maxrss)
 
     def _signal(self, message: dict[str, Any]) -> None:
         only = message["only_leaders_of"]
-        for pid, rank in self._ranks.running.items():  # not reaped yet, so their ids name no other process
+        for pid, rank in self.ranks.running.items():  # not reaped yet, so their ids name no other process
             if only is None:
                 _signal_group(pid, message["signal"])
             elif rank in only:
@@ -268,7 +312,7 @@ class Spawner:
 
     def _clear(self, message: dict[str, Any]) -> None:
         """End what ranks that are gone have left behind: all of it, or only what stayed in their sessions."""
-        sessions = None if message["everything"] else self._ranks.sessions
+        sessions = None if message["everything"] else self.ranks.sessions
         first = self._leftovers(sessions)
         for number, timeout_s in ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + timeout_s
@@ -283,31 +327,31 @@ class Spawner:
                 self._reap()
                 left = self._leftovers(sessions)
         self._wait_for_copier(0.3 if self._leftovers(None) else _COPIER_S)  # a daemon that is left may write on
-        self._ranks.sessions = set(self._ranks.running)
-        self._send(event="cleared", num_processes=len(first))
+        self.ranks.sessions = set(self.ranks.running)
+        self.send(event="cleared", num_processes=len(first))
 
     def _kill_all(self) -> None:
-        for pid in self._ranks.running:
+        for pid in self.ranks.running:
             _signal_group(pid, signal.SIGKILL)
         for _ in range(100):  # each killed process may hand its own children up to this one
-            left = _leftovers({self._ranks.copier or 0: -1}, None)
+            left = _leftovers({self.ranks.copier}, None)
             if not left:
                 break
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._ranks.running.clear()
+            self.ranks.running.clear()
             self._reap()
             time.sleep(0.01)
         self._wait_for_copier(_COPIER_S)
-        self._ranks = _Ranks()
+        self.ranks = Ranks()
 
     def _leftovers(self, sessions: set[int] | None) -> list[int]:
-        known = self._ranks.running if self._ranks.copier is None else {**self._ranks.running, self._ranks.copier: -1}
+        known = {*self.ranks.running, *self.standing_by(), self.ranks.copier}
         return _leftovers(known, sessions)
 
     def _end(self, status: int) -> NoReturn:
-        if status or self._ranks.running:
+        if status or self.ranks.running or self.standing_by():
             self._kill_all()
         for path in self._owned_paths:
             shutil.rmtree(path, ignore_errors=True)
@@ -326,13 +370,13 @@ def _signal_group(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _leftovers(running: dict[int, int], sessions: set[int] | None) -> list[int]:
-    """Return the children of this process that are not ranks: orphans of ranks, handed up by the kernel."""
+def _leftovers(known: Collection[int | None], sessions: set[int] | None) -> list[int]:
+    """Return the children of this process that are not `known`: orphans of ranks, handed up by the kernel."""
     own = os.getpid()
     return [
         pid
         for pid, (parent, session) in _process_table().items()
-        if parent == own and pid not in running and (sessions is None or session in sessions)
+        if parent == own and pid not in known and (sessions is None or session in sessions)
     ]
 
 

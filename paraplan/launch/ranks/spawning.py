@@ -18,6 +18,7 @@ from typing import Any
 
 from paraplan.errors import UsageError
 from paraplan.launch.ranks import spawner
+from paraplan.launch.ranks.kept import KeepingSpawner
 
 
 class StartError(UsageError):
@@ -44,6 +45,17 @@ class RankCommand:
     copy_stdout: str = ""
     copy_stderr: str = ""
     cpus: tuple[int, ...] = ()
+    plain: Sequence[str] = ()
+    """The interpreter's command without the bootstrap, for a process that stands by."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """That ranks are kept, and how many spares stand by with these `modules` imported; `command` starts one."""
+
+    num_spares: int = 0
+    command: Sequence[str] = ()
+    modules: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,25 @@ class RankExit:
     max_rss_bytes: int
 
 
+@dataclass(frozen=True)
+class RankEvent:
+    """What a rank that is kept says of itself.
+
+    `held`: the script has failed with this exit code, and the process waits. `parked`: it stands by. `refused`: it
+    ends, since a script cannot run again in it, for this reason.
+    """
+
+    kind: str
+    local_rank: int
+    code: int
+    time_ns: int
+    reason: str = ""
+
+
+_STDERR = 2
+_KEPT_EVENTS = ("held", "parked", "refused")
+
+
 class SpawnerHandle:
     """A running spawner. One attempt of ranks at a time; `close` ends it, and leaves nothing behind."""
 
@@ -65,6 +96,11 @@ class SpawnerHandle:
         self._program = program
         self._received = b""
         self._exits: list[RankExit] = []
+        self._events: list[RankEvent] = []
+        self.stayed: frozenset[int] = frozenset()
+        """Local ranks that the last start has left in their processes."""
+        self.took_spares: frozenset[int] = frozenset()
+        """Local ranks that were started in spare processes then."""
 
     @property
     def can_fork_ranks(self) -> bool:
@@ -82,19 +118,29 @@ class SpawnerHandle:
         environment: Mapping[str, str],
         fork: bool,
         num_threads: int | None,
+        keeping: Keeping | None = None,
         timeout_s: float = 120.0,
     ) -> dict[int, int]:
-        """Start `ranks`; return their process ids by local rank. Raises `StartError` with none of them left running."""
+        """Start `ranks`; return their process ids by local rank. Raises `StartError` with none of them left running.
+
+        With `keeping` processes that stand by are taken where there are some: see `stayed` and `took_spares`.
+        """
         self._exits.clear()
+        self._events.clear()
         self._send(
             do="start",
             fork=fork,
             environment=dict(environment),
             num_threads=num_threads,
+            keep=keeping is not None,
+            num_spares=0 if keeping is None else keeping.num_spares,
+            spare_command=[] if keeping is None else list(keeping.command),
+            modules=[] if keeping is None else list(keeping.modules),
             ranks=[
                 {
                     "rank": rank.local_rank,
                     "command": list(rank.command),
+                    "plain": list(rank.plain),
                     "environment": dict(rank.environment),
                     "stdout": rank.stdout,
                     "stderr": rank.stderr,
@@ -111,12 +157,26 @@ class SpawnerHandle:
                 f"local rank {answer['rank']} cannot be started: {answer['error']}",
                 hint="check the path of the program and the log folder",
             )
+        self.stayed, self.took_spares = frozenset(answer["stayed"]), frozenset(answer["spares"])
         return {int(rank): pid for rank, pid in answer["pids"].items()}
 
+    def park(self, ranks: Sequence[int]) -> None:
+        """Have these local ranks leave their script and stand by; `events` tells of each."""
+        self._send(do="park", ranks=list(ranks))
+
+    def release(self, ranks: Sequence[int]) -> None:
+        """Let these local ranks end, which are held after an error; their exits follow."""
+        self._send(do="release", ranks=list(ranks))
+
+    def events(self) -> list[RankEvent]:
+        """Return what kept ranks have said since the last call, as far as `exits` has read it."""
+        events, self._events = self._events, []
+        return events
+
     def exits(self, *, timeout_s: float = 0.0) -> list[RankExit]:
-        """Return the exits since the last call; wait up to `timeout_s` for a first one."""
+        """Return the exits since the last call; wait up to `timeout_s` for a first one, or a first event."""
         deadline = time.monotonic() + timeout_s
-        while not self._exits:
+        while not (self._exits or self._events):
             rest_s = max(0.0, deadline - time.monotonic())
             if not self._receive(rest_s) and rest_s == 0.0:
                 break
@@ -186,7 +246,24 @@ class SpawnerHandle:
             for message in messages
             if message["event"] == "exit"
         ]
+        self._events += [
+            RankEvent(message["event"], message["rank"], message["code"], message["time_ns"], message.get("reason", ""))
+            for message in messages
+            if message["event"] in _KEPT_EVENTS
+        ]
         return messages
+
+
+def close_all_but(kept: int) -> None:
+    """Close what this process has inherited beside its standard streams: ranks are not to get it either."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
+    except OSError:
+        return
+    for number in numbers:
+        if number > _STDERR and number != kept:
+            with contextlib.suppress(OSError):  # the folder's own, which is closed by now
+                os.close(number)
 
 
 def fork_spawner() -> SpawnerHandle | spawner.RankStart:
@@ -199,8 +276,8 @@ def fork_spawner() -> SpawnerHandle | spawner.RankStart:
     pid = os.fork()
     if pid == 0:
         ours.close()
-        spawner.close_all_but(theirs.fileno())
-        return spawner.Spawner(theirs).serve()
+        close_all_but(theirs.fileno())
+        return KeepingSpawner(theirs).serve()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     theirs.close()
     return SpawnerHandle(ours, pid=pid)

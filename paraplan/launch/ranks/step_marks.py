@@ -88,16 +88,23 @@ class StepMarks:
 
         `load_profiling` returns the module that profiles, once that is asked for; None never does.
         """
+        self._load_profiling = load_profiling
+        self._thread = threading.get_ident()
+        self._queue_file = self._open_queue_file()
+        self.open(path)
+        os.register_at_fork(after_in_child=self._stop)
+        gc.callbacks.append(self._on_collection)
+
+    def open(self, path: str) -> None:
+        """Begin anew in a file `path`, for a script that begins. Raises OSError where it cannot be made."""
         with open(path, "w+b") as file:  # noqa: PTH123 (pathlib costs every rank an import)
             os.posix_fallocate(file.fileno(), 0, SIZE)  # to write where a full disk has no block is a SIGBUS
             self._ring = mmap.mmap(file.fileno(), SIZE)
         HEADER.pack_into(self._ring, 0, MAGIC, os.getpid(), 0)
-        self._folder, self._load_profiling = os.path.dirname(path), load_profiling  # noqa: PTH120
+        self._folder = os.path.dirname(path)  # noqa: PTH120
         self._profile: Any = None
         self._request = 0
         self._num_steps = 0
-        self._thread = threading.get_ident()
-        self._queue_file = self._open_queue_file()
         self.is_on = True
         self._depth = 0  # of waits, data loaders and gaps that contain each other: the outermost counts
         self._has_stepped = self._uses_optimizer = False
@@ -108,8 +115,6 @@ class StepMarks:
         self._waited_queue_s = 0.0
         self._kernel = (0.0, 0.0, 0, 0)
         self._reads_often = self._queue_file is not None
-        os.register_at_fork(after_in_child=self._stop)
-        gc.callbacks.append(self._on_collection)
 
     def _stop(self) -> None:
         self.is_on = False

@@ -20,16 +20,21 @@ _FUNCTIONAL = "torch.distributed._functional_collectives"
 
 def mark_steps(marks: Any) -> None:
     """Have torch call `marks` (a `StepMarks`); now, or once the script has imported it."""
-    if "torch" in sys.modules:
-        _try_to_hook(marks)
+    after_import("torch", lambda: _try_to_hook(marks))
+
+
+def after_import(name: str, then: Callable[[], object]) -> None:
+    """Call `then` once a module is imported; now where it is."""
+    if name in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, _AfterImport("torch", lambda: _try_to_hook(marks)))
+        sys.meta_path.insert(0, _AfterImport(name, then))
 
 
 class _AfterImport:
     """Finds one module as the others do, and calls `then` once it is imported."""
 
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
         self.name, self.then = name, then
         self.is_asking = False
 
