@@ -17,7 +17,8 @@ from paraplan.records import Record
 
 MOST_SEQUENCES = 4096
 # Replicas are asked about one by one, since memory does not always fall as they grow: shards are rounded up to rows.
-_NUMBERS_OF_REPLICAS = np.array([*range(1, 128), *range(128, 1024, 8), *range(1024, 16385, 64)])
+_NUMBERS_OF_REPLICAS = (np.arange(1, 128), np.array([*range(128, 1024, 8), *range(1024, 16385, 64)]))
+"""The usual ones, and those that are asked about where none of these is enough."""
 _WAYS = 64  # parts into which each round of a search divides what is open
 
 
@@ -79,20 +80,16 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
     sizes = _last_true(
         np.full(count, MOST_SEQUENCES), lambda kind, size: holds(kind, size, np.full(len(kind), replicas))
     )
-    numbers = np.tile(_NUMBERS_OF_REPLICAS, count)
-    kind = np.repeat(np.arange(count), len(_NUMBERS_OF_REPLICAS))
-    held = holds(kind, np.ones_like(kind), numbers).reshape(count, -1)
-    fewest = _NUMBERS_OF_REPLICAS[np.argmax(held, axis=1)]
-    found: list[bool] = np.asarray(held.any(axis=1)).tolist()
+    fewest = _first_true(count, lambda kind, dp: holds(kind, np.ones_like(kind), dp))
     return tuple(
         FitRow(
             zero_stage=stage,
             recompute=recompute,
             num_gpus=replicas * fixed,
             largest_micro_batch=int(size) or None,
-            fewest_gpus=int(dp) * fixed if any_held else None,
+            fewest_gpus=int(dp) * fixed or None,
         )
-        for (stage, recompute), size, dp, any_held in zip(kinds, sizes, fewest, found, strict=True)
+        for (stage, recompute), size, dp in zip(kinds, sizes, fewest, strict=True)
     )
 
 
@@ -122,6 +119,17 @@ def largest_layer(workload: Workload) -> LargestLayer:
         training_state_bytes=state_bytes,
         fits=state_bytes <= workload.usable_memory_bytes,
     )
+
+
+def _first_true(count: int, holds: Callable[[Ints, Ints], Mask]) -> Ints:
+    """Return for each of `count` questions the first number of replicas for which it holds, 0 where it never does."""
+    first = np.zeros(count, dtype=np.int64)
+    for numbers in _NUMBERS_OF_REPLICAS:
+        rows = np.flatnonzero(first == 0)
+        if len(rows):
+            answers = holds(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows))).reshape(len(rows), -1)
+            first[rows] = np.where(answers.any(axis=1), numbers[np.argmax(answers, axis=1)], 0)
+    return first
 
 
 def _last_true(most: Ints, holds: Callable[[Ints, Ints], Mask]) -> Ints:

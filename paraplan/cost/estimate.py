@@ -228,10 +228,13 @@ def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
     )
 
 
-def stage_memories(workload: Workload, plan: ParallelPlan) -> tuple[MemoryEstimate, ...]:
-    """Return the memory of each pipeline rank of a plan."""
+def stage_memories(
+    workload: Workload, plan: ParallelPlan, costs: BlockCosts | None = None
+) -> tuple[MemoryEstimate, ...]:
+    """Return the memory of each pipeline rank of a plan. `costs` are its `block_costs`, where they are known."""
     table = PlanTable.of_plans([plan])
-    return _stage_memories(workload, table, block_costs(workload, table), all_ranks(table, workload.model.num_blocks))
+    costs = costs or block_costs(workload, table)
+    return _stage_memories(workload, table, costs, all_ranks(table, workload.model.num_blocks))
 
 
 def _stage_memories(

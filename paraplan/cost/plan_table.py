@@ -174,27 +174,34 @@ class PlanTable:
 
     def plan(self, row: int) -> ParallelPlan:
         """Return one row as a record."""
+        return self._record({name: int(getattr(self, name)[row]) for name in COLUMNS})
+
+    def plans(self) -> list[ParallelPlan]:
+        """Return all rows as records."""
+        rows = zip(*(getattr(self, name).tolist() for name in COLUMNS), strict=True)
+        return [self._record(dict(zip(COLUMNS, row, strict=True))) for row in rows]
+
+    def _record(self, row: dict[str, int]) -> ParallelPlan:
         return ParallelPlan(
-            **{axis.name: int(getattr(self, axis.name)[row]) for axis in AXES},
-            zero_stage=int(self.zero_stage[row]),
-            zero_shards=int(self.shards[row]) or None,
-            devices_per_process=int(self.devices[row]),
-            sequence_parallel=bool(self.sequence_parallel[row]),
-            micro_batch_size=int(self.micro_batch_size[row]),
-            num_microbatches=int(self.num_microbatches[row]),
-            pipeline_schedule=SCHEDULES[self.schedule[row]],
-            virtual_pipeline_size=int(self.virtual[row]),
-            recompute=RECOMPUTES[self.recompute[row]],
-            offload=OFFLOADS[self.offload[row]],
-            stage_blocks=self._stage_blocks(row),
-            rank_order=RANK_ORDERS[self.order[row]],
+            **{axis.name: row[axis.name] for axis in AXES},
+            zero_stage=row["zero_stage"],
+            zero_shards=row["shards"] or None,
+            devices_per_process=row["devices"],
+            sequence_parallel=bool(row["sequence_parallel"]),
+            micro_batch_size=row["micro_batch_size"],
+            num_microbatches=row["num_microbatches"],
+            pipeline_schedule=SCHEDULES[row["schedule"]],
+            virtual_pipeline_size=row["virtual"],
+            recompute=RECOMPUTES[row["recompute"]],
+            offload=OFFLOADS[row["offload"]],
+            stage_blocks=self._stage_blocks(row["split"], num_stages=row["pp"] * row["virtual"]),
+            rank_order=RANK_ORDERS[row["order"]],
         )
 
-    def _stage_blocks(self, row: int) -> tuple[int, ...] | None:
-        if not self.split[row]:
+    def _stage_blocks(self, split: int, *, num_stages: int) -> tuple[int, ...] | None:
+        if not split:
             return None
-        num_stages = int(self.pp[row] * self.virtual[row])
-        return tuple(int(count) for count in np.diff(self.splits[self.split[row], : num_stages + 1]))
+        return tuple(int(count) for count in np.diff(self.splits[split, : num_stages + 1]))
 
 
 def _splits(cuts: Sequence[tuple[int, ...] | None]) -> tuple[Ints, list[int]]:

@@ -118,8 +118,10 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         return np.asarray(np.stack([getattr(slot, name) for slot in slots])[slowest, rows])
 
     microbatches = table.num_microbatches
-    whole = _slot(context, _all_blocks(table, costs))
-    bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
+    bubble = np.zeros(len(table))
+    if (table.pp > 1).any():
+        whole = _slot(context, _all_blocks(table, costs))
+        bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
     wire, exposed = data_parallel_s(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
     experts = exchanged_experts(table, costs, stages)

@@ -304,7 +304,7 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
         survey.find(is_plain(survey.workload, plans.column, stage))
     firsts, kind = plans.kinds
     examples = plans.table(firsts)
-    named = np.array([is_named(examples.plan(row)) for row in range(len(examples))])
+    named = np.array([is_named(plan) for plan in examples.plans()])
     survey.find(named[kind])
     if objective == "memory":
         return

@@ -32,6 +32,8 @@ _ROUNDING = 1 + 1e-9
 _FIRST_ROWS = 64
 _MOST_ROWS = 16_000
 """Plans whose time is priced at once."""
+_FEW_ROWS = 1000
+"""Up to so many plans, what a table costs is what the calls on its columns do, however many chunks these have."""
 _SORTED_ROWS = 4 * _MOST_ROWS
 
 
@@ -165,10 +167,12 @@ def memory_of(workload: Workload, table: PlanTable) -> tuple[Floats, Mask, Mask]
 
 
 def _alike(workload: Workload, table: PlanTable) -> Iterator[Ints]:
-    """Yield rows whose plans cost alike to price: equal chunks on all ranks, or so many of them."""
+    """Yield rows whose plans cost alike to price: equal chunks on all ranks or not, of many plans as many chunks."""
     is_even = (table.split == 0) & (workload.model.num_blocks % (table.pp * table.virtual) == 0)
     is_even &= len(workload.model.runs) == 1
-    kinds = np.where(is_even, 0, 1 + np.ceil(np.log2(table.virtual)).astype(np.int64))
+    kinds = (~is_even).astype(np.int64)
+    if len(table) > _FEW_ROWS:
+        kinds *= 1 + np.ceil(np.log2(table.virtual)).astype(np.int64)
     for kind in np.flatnonzero(np.bincount(kinds)):  # np.unique would import masked arrays
         rows = np.flatnonzero(kinds == kind)
         for first in range(0, len(rows), _MOST_ROWS):

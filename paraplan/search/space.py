@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.pipeline.simulation import round_size
-from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, OffloadCode, PlanTable, first_rows
+from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.compatibility import (
@@ -169,7 +169,7 @@ class PlanSpace:
         }
         if not self.fixed.allows(**plan.degrees, **chosen):
             return "something else is fixed"
-        return self._reason(PlanTable.of_plans([plan]), 0)
+        return self._reason(plan)
 
     def _chunk(self, rows: Sequence[_Rows]) -> Chunk:
         numbers = np.repeat([each.number for each in rows], [len(each.micro) for each in rows])
@@ -347,15 +347,15 @@ class PlanSpace:
         key = (id(choices), small, fill)
         if key not in self._known_reasons:
             columns_of, kind = self._kinds(choices)
-            examples: PlanTable | None = None
+            examples = list[ParallelPlan]()
             rows_of: dict[str, list[Ints]] = {}
             for number, columns in enumerate(columns_of):
                 asked = (small, fill, columns)
                 if asked not in self._asked:
-                    if examples is None:
+                    if not examples:
                         ones = np.ones(len(columns_of), dtype=np.int64)
-                        examples = self._table([_Rows(small, 0, np.array(columns_of), ones)], share=fill)
-                    self._asked[asked] = self._reason(examples, number)
+                        examples = self._table([_Rows(small, 0, np.array(columns_of), ones)], share=fill).plans()
+                    self._asked[asked] = self._reason(examples[number])
                 reason = self._asked[asked]
                 if reason is not None:
                     rows_of.setdefault(rule_of(reason), []).append(np.flatnonzero(kind == number))
@@ -373,18 +373,17 @@ class PlanSpace:
             self._known_kinds[id(choices)] = [tuple(row) for row in few[firsts].tolist()], kind
         return self._known_kinds[id(choices)]
 
-    def _reason(self, table: PlanTable, row: int) -> str | None:
-        found = self.executor.reason_of(table.plan(row), self.workload.training, self.workload.model.num_blocks)
+    def _reason(self, plan: ParallelPlan) -> str | None:
+        found = self.executor.reason_of(plan, self.workload.training, self.workload.model.num_blocks)
         if found is not None or self.executor.is_own:
             return found
-        count, pp, schedule = int(table.num_microbatches[row]), int(table.pp[row]), SCHEDULES[table.schedule[row]]
-        stages = self.workload.framework.data_parallel.zero_stages
-        if table.zero_stage[row] not in stages:
-            return f"{self.workload.framework.title} has no ZeRO-{int(table.zero_stage[row])}"
-        if pp > 1 and schedule not in self.workload.framework.pipeline.schedules:
-            return f"{self.workload.framework.title} has no {schedule} schedule"
-        if table.schedule[row] == _INTERLEAVED and count % round_size(count, pp):
+        framework, schedule = self.workload.framework, plan.pipeline_schedule
+        if plan.zero_stage not in framework.data_parallel.zero_stages:
+            return f"{framework.title} has no ZeRO-{plan.zero_stage}"
+        if plan.pp > 1 and schedule not in framework.pipeline.schedules:
+            return f"{framework.title} has no {schedule} schedule"
+        if schedule == "interleaved_1f1b" and plan.num_microbatches % round_size(plan.num_microbatches, plan.pp):
             return "interleaved stages need micro-batches in equal rounds, such as a multiple of pp"
-        if table.offload[row] == OffloadCode.PARAMETERS and table.zero_stage[row] < 3:
+        if plan.offload == "parameters" and plan.zero_stage < 3:
             return "parameter offload requires ZeRO-3"
         return None

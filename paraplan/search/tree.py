@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.estimate import estimate_plan, stage_memories
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.hardware.interconnect import InterconnectThresholds, Verdict, network_verdict, node_verdict
 from paraplan.plan.parallel import ParallelPlan
@@ -226,8 +228,9 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
     group = training.learns_from.group
     count = training.global_batch_size // group
     alone = ParallelPlan(micro_batch_size=group, num_microbatches=count, recompute="full")
-    memory = stage_memories(workload, alone)[0]
-    # Without an optimizer's state the peak is where the activations are.
+    costs = block_costs(workload, PlanTable.of_plans([alone]))
+    memory = stage_memories(workload, alone, costs)[0]
+    # Without an optimizer's state, which blocks know nothing of, the peak is where the activations are.
     without_state = replace(workload, training=training.replace(optimizer="sgd"))
     state = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_state_bytes
     model = workload.model
@@ -252,7 +255,7 @@ def tree_facts(workload: Workload, thresholds: InterconnectThresholds | None = N
         ddp_step_s=ddp_s,
         one_process_step_s=torch_data_parallel_s,
         has_gpus=has_gpus,
-        sequence_bytes=stage_memories(without_state, alone)[0].activation_bytes,
+        sequence_bytes=stage_memories(without_state, alone, costs)[0].activation_bytes,
         num_experts=model.num_experts,
     )
 

@@ -37,7 +37,8 @@ backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron
 _THIN = 16
 """Rows, columns or inner size up to which a product is one of vectors: tiles of tensor cores have 16 or more (PTX)."""
 
-_TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
+_TILES = np.array([(128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64)], dtype=float)
+"""Rows and columns of the tiles that libraries choose from, the largest first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,13 +277,12 @@ class KernelTimes:
             return constants.usual_last_wave
         # Arithmetic outside of tensor cores is slow enough that small tiles feed it too.
         small_tile_share = constants.small_tile_share if self._uses_tensor_cores() else 0.0
-        choices = []
-        for rows, columns in _TILES:
-            tiles = np.ceil(m / rows) * np.ceil(n / columns)
-            idle = np.ceil(tiles / count) * count * rows * columns / (m * n) - 1.0
-            reads = (1 / rows + 1 / columns) / (1 / _TILES[0][0] + 1 / _TILES[0][1]) - 1.0
-            choices.append((1.0 + constants.wave_share * idle) * (1.0 + small_tile_share * reads))
-        return np.asarray(np.min(choices, axis=0))
+        rows, columns = _TILES.T.reshape(2, -1, *(1 for _ in m.shape))
+        tiles = np.ceil(m / rows) * np.ceil(n / columns)
+        idle = np.ceil(tiles / count) * count * rows * columns / (m * n) - 1.0
+        reads = 1 / rows + 1 / columns
+        more_reads = reads / reads[0] - 1.0
+        return np.asarray(((1.0 + constants.wave_share * idle) * (1.0 + small_tile_share * more_reads)).min(axis=0))
 
     def _misalignment(self, *dimensions: Floats) -> Floats:
         """Return how much longer a 16-bit product takes whose operands' rows do not begin at multiples of 128 bytes."""
