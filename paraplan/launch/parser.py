@@ -171,9 +171,8 @@ def _add_preemption_options(ours: argparse._ArgumentGroup) -> None:
         "--spare-ranks",
         metavar="N",
         type=int,
-        default=0,
-        help="With --max-restarts: so many processes of each node stand by, with what the script imports, and take the "
-        "places of lost ranks. Default: 0.",
+        help="With --max-restarts: so many processes of each node stand by, with what ranks have imported, and take "
+        "the places of lost ones. Default: 1 with --restart-in-process, else 0.",
     )
     ours.add_argument(
         "--requeue", action="store_true", help="Have Slurm queue the job again (scontrol requeue) after status 75."

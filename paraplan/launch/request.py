@@ -193,17 +193,22 @@ def _check_hang_timeout(spec: LaunchSpec) -> None:
 
 def _check_keeping(spec: LaunchSpec, nodes: NodeRange) -> None:
     asked = "--restart-in-process" if spec.restart_in_process else f"--spare-ranks {spec.spare_ranks}"
-    if not spec.restart_in_process and spec.spare_ranks == 0:
+    if not spec.restart_in_process and not spec.spare_ranks:
         return
-    if spec.spare_ranks < 0:
+    if spec.num_spares < 0:
         raise ArgumentError(f"--spare-ranks {spec.spare_ranks} is no number of processes", hint="use 0 or more")
     if spec.max_restarts < 1 and nodes.min == nodes.max:
         raise ArgumentError(f"{asked} without --max-restarts: ranks never start again", hint="add --max-restarts 3")
-    if spec.no_python or spec.run_path:
-        raise ArgumentError(
-            f"{asked} is for scripts that paraplan's ranks run, which --no-python and --run-path do not have",
-            hint="leave one of them out",
-        )
+    for option, is_given in (
+        ("--no-python", spec.no_python),
+        ("--run-path", spec.run_path),
+        ("--numa-binding", spec.numa_binding),
+    ):
+        if is_given:
+            raise ArgumentError(
+                f"{asked} and {option}: a script runs again only where a rank itself runs it",
+                hint="leave one of them out",
+            )
     if sys.platform != "linux":
         raise ArgumentError(f"{asked} looks at processes through /proc, which only Linux has", hint="leave it out")
 

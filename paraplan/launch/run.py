@@ -155,7 +155,7 @@ def _settings(
 ) -> AttemptSettings:
     """Return how ranks start and stop, as far as the request and the spawner say so."""
     spec = request.spec
-    is_kept = spawner.can_fork_ranks and (spec.restart_in_process or spec.spare_ranks > 0)
+    is_kept = spawner.can_fork_ranks and (spec.restart_in_process or spec.num_spares > 0)
     return AttemptSettings(
         grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
         fork=fork,
@@ -180,7 +180,7 @@ def _keeping(spec: LaunchSpec) -> Keeping:
         modules = (*modules, "paraplan.runtime.job_start")
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
     command = (interpreter, "-u", bootstrap.__file__, bootstrap.STAND_BY, *modules)
-    return Keeping(num_spares=spec.spare_ranks, command=command, modules=modules)
+    return Keeping(num_spares=spec.num_spares, command=command, modules=modules)
 
 
 def _live_job(request: LaunchRequest, job: JobRecord, folder: RunFolder) -> LiveJob:

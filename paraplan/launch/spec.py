@@ -107,8 +107,8 @@ class LaunchSpec:
     """Every how many steps the state is copied to memory."""
     restart_in_process: bool = False
     """Whether healthy ranks run the script again in their processes."""
-    spare_ranks: int = 0
-    """Processes of each node that stand by for lost ranks."""
+    spare_ranks: int | None = None
+    """Processes of each node that stand by for lost ranks; None: one with `restart_in_process`, else none."""
     metrics: str | None = None
     no_logs: bool = False
     preflight: str = "look"
@@ -122,6 +122,11 @@ class LaunchSpec:
     fake_rank: int | None = None
     profile: str | None = None
     json: bool = False
+
+    @property
+    def num_spares(self) -> int:
+        """How many processes of each node stand by."""
+        return int(self.restart_in_process) if self.spare_ranks is None else self.spare_ranks
 
     @classmethod
     def of_namespace(cls, namespace: Namespace) -> LaunchSpec:

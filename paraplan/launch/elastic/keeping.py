@@ -76,23 +76,32 @@ class RankKeeper:
                 self.exits.setdefault(rank, RankExit(rank, -signal.SIGTERM, event.time_ns, 0))
             else:
                 self.reasons[rank] = event.reason
+                self._expect_exits([rank])
+
+    def _expect_exits(self, ranks: Iterable[int]) -> None:
+        """Have ranks that were held count as running until their processes have ended."""
+        for rank in ranks:
+            self.held.discard(rank)
+            self.exits.pop(rank, None)
 
     def release_own_errors(self, failures: Iterable[RankFailure]) -> None:
         """Let ranks end at once that failed by an error of their own: others notice by their connections."""
         own = [one.local_rank for one in failures if not self._is_healthy(one) and one.local_rank in self.held]
         if own:
-            self.held -= set(own)
             with self.hold():
                 self.spawner.release(own)
+            self._expect_exits(own)
 
     def release(self, collect: Callable[[float], None], *, timeout_s: float) -> None:
         """Let all ranks end that are held. `collect` takes exits for a number of seconds."""
-        if not self.held:
+        ranks = sorted(self.held)
+        if not ranks:
             return
         with self.hold():
-            self.spawner.release(sorted(self.held))
+            self.spawner.release(ranks)
+        self._expect_exits(ranks)
         deadline = time.monotonic() + timeout_s
-        while self.held and time.monotonic() < deadline:
+        while not self.exits.keys() >= {*ranks} and time.monotonic() < deadline:
             collect(_LOOK_S)
 
     def park(self, running: Iterable[int], collect: Callable[[float], None]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class FailureRecorder:
 
     def __init__(self, error_file: str | None) -> None:
         self.error_file = error_file
+        self.began_ns, self.files = time.time_ns(), list[int]()
         self._pid = os.getpid()
 
     def record(
@@ -75,7 +77,6 @@ class FailureRecorder:
         if not self.error_file or os.getpid() != self._pid:
             return False
         import json  # not at the top: only a failing rank pays for it
-        import time
 
         now_ns = time.time_ns()
         extra: dict[str, Any] = {
@@ -101,7 +102,7 @@ class FailureRecorder:
         except OSError:  # a full disk must not replace the error of the script
             return False
         if not in_thread:
-            note_collectives(os.path.dirname(self.error_file))  # noqa: PTH120
+            note_collectives(os.path.dirname(self.error_file), since_ns=self.began_ns)  # noqa: PTH120
         return True
 
     def _earlier_record(self) -> dict[str, Any] | None:
@@ -156,9 +157,9 @@ def _is_user_error(error: BaseException) -> bool:
 
 
 def watch_process(recorder: FailureRecorder, marks: Any = None) -> Any:
-    """Record errors of threads, and write the stacks of a crash beside the error file.
+    """Record errors of threads, and write the stacks of a crash beside the error file; return what notes steps.
 
-    Return what notes the times of steps, None where nothing does; `marks` is what did so in an earlier run.
+    `marks` is what did so in an earlier run; None for nothing.
     """
     import faulthandler
 
@@ -172,19 +173,19 @@ def watch_process(recorder: FailureRecorder, marks: Any = None) -> Any:
     threading.excepthook = record_thread
     if recorder.error_file:
         folder = os.path.dirname(recorder.error_file)  # noqa: PTH120
-        faulthandler.enable(file=_open_to_append(folder, FAULT_FILE), all_threads=True)
+        recorder.files = [_open_to_append(folder, name) for name in (FAULT_FILE, f"{STACK_FILE}.new")]
+        faulthandler.enable(file=recorder.files[0], all_threads=True)
         if STACK_SIGNAL:
             stack_file = os.path.join(folder, STACK_FILE)  # noqa: PTH118
-            descriptor = _open_to_append(folder, f"{STACK_FILE}.new")
-            faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
+            faulthandler.register(STACK_SIGNAL, file=recorder.files[1], all_threads=True, chain=False)
             os.replace(f"{stack_file}.new", stack_file)  # noqa: PTH105 (that it is there says that a signal may come)
         if WATCHED_VARIABLE in os.environ:
-            threading.Thread(target=_answer_requests, args=(folder,), daemon=True, name="paraplan").start()
+            threading.Thread(
+                target=_answer_requests, args=(folder, recorder.began_ns), daemon=True, name="paraplan"
+            ).start()
         if _STEP_MARKS_VARIABLE in os.environ:
             with suppress(Exception):  # a disk that is full, another system: the script runs all the same
                 return _mark_steps(folder, marks)
-    if marks is not None:
-        marks.is_on = False
     return marks
 
 
@@ -210,8 +211,11 @@ def module_beside(name: str) -> Any:
     return module
 
 
-def note_collectives(folder: str) -> None:
-    """Write which collectives this process has made last, where torch has recorded them, into `folder`."""
+def note_collectives(folder: str, *, since_ns: int) -> None:
+    """Write which collectives this process has made last, where torch has recorded them, into `folder`.
+
+    Those before `since_ns` are of an earlier run of the script in this process.
+    """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return
@@ -223,6 +227,7 @@ def note_collectives(folder: str) -> None:
         for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
             dump = getattr(native, name, None)
             found = json.loads(dump(True, False)).get("entries") or [] if dump is not None else []
+            found = [entry for entry in found if entry.get("time_created_ns", since_ns) >= since_ns]
             entries |= {f"{entry['process_group']} {entry['record_id']}": entry for entry in found}
         groups = {name: c10d.get_process_group_ranks(group) for group, name in c10d._world.pg_names.items()}
         path = os.path.join(folder, CALLS_FILE)  # noqa: PTH118
@@ -233,7 +238,7 @@ def note_collectives(folder: str) -> None:
         return
 
 
-def _answer_requests(folder: str) -> None:
+def _answer_requests(folder: str, since_ns: int) -> None:
     """Note the collectives whenever the launcher opens the pipe, also while the main thread waits for one."""
     path = os.path.join(folder, CALLS_REQUEST)  # noqa: PTH118
     try:
@@ -241,7 +246,7 @@ def _answer_requests(folder: str) -> None:
         while True:
             with open(path, "rb") as request:  # noqa: PTH123
                 request.read()
-            note_collectives(folder)
+            note_collectives(folder, since_ns=since_ns)
     except OSError:  # a folder that takes no pipes, or is gone
         return
 

@@ -6,6 +6,7 @@ It stands by between two runs; a spare does so from its start. What belongs to a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -56,16 +57,30 @@ class KeptRank:
         self._lock = threading.Lock()
         self._main = threading.get_ident()
         self._marks: Any = None
+        self._recorder: Any = None
         threading.Thread(target=self._listen, daemon=True, name="paraplan-orders").start()
+        atexit.register(
+            self._torch.forget_groups
+        )  # at its very end: torch may abort where groups outlive the interpreter
         self._state = self._state_module.RunState()
-        if not is_forked:
-            bootstrap.module_beside("../torch_private/step_hooks.py").after_import("torch", gc.freeze)
+        self._num_threads: int | None = None
+        bootstrap.module_beside("../torch_private/step_hooks.py").after_import("torch", self._note_torch)
 
-    def _recorder(self) -> Any:
+    def _note_torch(self) -> None:
+        """Note with how many threads torch begins; leave what is imported with it out of collections."""
+        self._num_threads = sys.modules["torch"].get_num_threads()
+        if not self._is_forked:  # for which the launcher does so
+            gc.freeze()
+
+    def _watch(self) -> Any:
         """Return what records the failures of a run that begins."""
-        recorder = self._bootstrap.FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        self._marks = self._bootstrap.watch_process(recorder, self._marks)
-        return recorder
+        before = [] if self._recorder is None else self._recorder.files
+        self._recorder = self._bootstrap.FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        self._marks = self._bootstrap.watch_process(self._recorder, self._marks)
+        if self._recorder.files:  # else those of the run before are written to still
+            for descriptor in before:
+                os.close(descriptor)
+        return self._recorder
 
     def run(self, target: Any) -> NoReturn:
         """Run `target`, and what the spawner has this process run after it. Raises SystemExit at the end."""
@@ -73,7 +88,7 @@ class KeptRank:
             self._is_asked, self._is_running = False, True
             try:
                 try:
-                    self._bootstrap.run_target(target, self._recorder(), hold=self._hold)
+                    self._bootstrap.run_target(target, self._watch(), hold=self._hold)
                 finally:
                     self._is_running = False
             except RunInterruptedError:  # which may have struck before that line
@@ -145,6 +160,9 @@ class KeptRank:
 
     def _leave_run(self) -> None:
         """Release what belongs to the run; end the process where a script cannot run again in it."""
+        self._recorder.error_file = None  # what fails from here on is no failure of the rank
+        if self._marks is not None:
+            self._marks.end_run()
         state, torch = self._state, self._torch
         reason = state.refusal()
         if reason is None:
@@ -155,8 +173,11 @@ class KeptRank:
                 torch.forget_groups()
                 state.end_exits()
                 torch.forget_run()
-                state.drop_modules()
-                reason = torch.free_gpus() or self._collected()
+                reason = state.running_thread()
+                if reason is None:
+                    state.drop_modules()
+                    gc.collect()
+                    reason = torch.free_gpus()
                 state.restore()
             except Exception as error:  # of a library that is not as it was when this was written
                 reason = f"{type(error).__name__}: {error}"
@@ -166,11 +187,6 @@ class KeptRank:
             os._exit(1)
         self._mute()
         self._channel.send(event="parked")
-
-    def _collected(self) -> str | None:
-        gc.collect()
-        thread = self._state.running_thread()
-        return None if thread is None else f"a thread of the script, {thread}, does not end"
 
     def _mute(self) -> None:
         """Let go of the files that the run has written to."""
@@ -207,5 +223,6 @@ class KeptRank:
         sys.stderr = self._state_module.unbuffered(2, sys.stderr)
         vars(sys).update(__stdout__=sys.stdout, __stderr__=sys.stderr)
         self._torch.seed_others()
-        self._torch.restore_settings(num_threads=order["num_threads"], seeds_anew=self._is_forked)
+        num_threads = self._num_threads if order["num_threads"] is None else order["num_threads"]
+        self._torch.restore_settings(num_threads=num_threads, seeds_anew=self._is_forked)
         return self._bootstrap.target_of(order["command"])

@@ -72,7 +72,7 @@ class RunState:
         os.umask(self._umask)
         self._builtins = dict(vars(builtins))
         self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._threads = set(threading.enumerate())
+        self._threads, self._modules = set(threading.enumerate()), frozenset(sys.modules) - {"__main__"}
         self._cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         self._streams = sys.stdin, sys.stdout, sys.stderr
         root = logging.getLogger()
@@ -109,7 +109,8 @@ class RunState:
 
     def drop_modules(self) -> None:
         """Empty the script and the modules that lie beside it, and have them imported again by the next run."""
-        own = [(name, module) for name, module in list(sys.modules.items()) if _is_of_script(name, module)]
+        new = [(name, module) for name, module in list(sys.modules.items()) if name not in self._modules]
+        own = [(name, module) for name, module in new if _is_of_script(name, module)]
         for name, module in own:
             if name != "__main__":
                 sys.modules.pop(name, None)
@@ -117,6 +118,7 @@ class RunState:
                 vars(sys.modules.get(parent, module)).pop(child, None)
         for _, module in own:
             empty(module)
+        sys.modules["__main__"] = ModuleType("__main__")  # libraries look at its attributes
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             vars(sys).pop(name, None)
         _drop_loggers()
@@ -159,14 +161,14 @@ class RunState:
         root.setLevel(self._root[2])
 
     def running_thread(self) -> str | None:
-        """Return the name of a thread that runs code of the script and does not end soon; None where there is none."""
+        """Return which thread runs code of the script and does not end soon, in words; None where there is none."""
         deadline = time.monotonic() + _ENDS_WITHIN_S
         while True:
             frames = sys._current_frames()
             new = [thread for thread in threading.enumerate() if thread not in self._threads]
             own = [one.name for one in new if any(map(_is_of_user, _frames(frames.get(one.ident or 0))))]
             if not own or time.monotonic() > deadline:
-                return own[0] if own else None
+                return f"a thread of the script, {own[0]}, does not end" if own else None
             time.sleep(0.02)
 
 

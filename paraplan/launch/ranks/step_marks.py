@@ -116,6 +116,12 @@ class StepMarks:
         self._kernel = (0.0, 0.0, 0, 0)
         self._reads_often = self._queue_file is not None
 
+    def end_run(self) -> None:
+        """Note nothing more until `open`: the script is left, and a profile that runs ends."""
+        self.is_on = False
+        if self._profile is not None:
+            self._profile.end_early()
+
     def _stop(self) -> None:
         self.is_on = False
 

@@ -28,7 +28,8 @@ def restore_settings(*, num_threads: int | None, seeds_anew: bool) -> None:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.autograd.set_detect_anomaly(False)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # to ask for less imports the compiler
+        torch.use_deterministic_algorithms(False)
     torch.clear_autocast_cache()
     for device in ("cpu", "cuda"):
         torch.set_autocast_enabled(device, False)
