@@ -55,7 +55,7 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str, Accurac
         fitted_table(fitted),
         sentence(step_time["sweeps"], step_time["batch_sweeps"]),
         interval_sentence(accuracy),
-        fits_sentence([row for _, row in rows]) + left_out,
+        fits_sentence(summary["fits"]) + left_out,
     ]
     return scores, "\n".join(sentences), accuracy
 
@@ -127,13 +127,19 @@ def interval_sentence(accuracy: AccuracyTable) -> str:
     )
 
 
-def fits_sentence(rows: list[RunPrediction]) -> str:
+def fits_sentence(fits: dict[str, int]) -> str:
     """Return in words how often a run that ended, or ran out of memory, was predicted to."""
-    told = [(row.fits, row.predicted_fits) for row in rows if row.fits is not None and row.predicted_fits is not None]
-    ran, failed = ([predicted for fits, predicted in told if fits is kind] for kind in (True, False))
+    alarms = fits["ran"] - fits["ran_predicted"]
+    told, failed = fits["out_of_memory_predicted"], fits["out_of_memory"]
+    sentence = (
+        f"Fits or not: of {failed} runs that ran out of memory {told} ({told / max(1, failed):.0%}) were predicted to, "
+        f"of {fits['ran']} that ran {alarms} ({alarms / max(1, fits['ran']):.0%}) too.\n"
+    )
+    if not fits["ended_otherwise"]:
+        return sentence
     return (
-        f"Fits or not: of {len(failed)} runs that ran out of memory {failed.count(False)} were predicted to, of "
-        f"{len(ran)} that ran {ran.count(False)} ({ran.count(False) / max(1, len(ran)):.0%}) too.\n"
+        f"{sentence}\nOf {fits['ended_otherwise']} more that failed memory is not the reason: in the same sweep a run "
+        "with no less on each GPU ended well.\n"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from paraplan.accuracy.fine_tuning import has_only_modelled_features, is_fine_tuning
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
@@ -14,7 +15,7 @@ from paraplan.plan.training import ComputePrecision
 from paraplan.records import Record
 from paraplan.units import GIB
 
-MemoryReading = Literal["max_allocated", "max_reserved", "nvidia-smi", "not stated"]
+MemoryReading = Literal["max_allocated", "max_reserved", "allocated or reserved", "nvidia-smi", "not stated"]
 
 
 class RunPrediction(Record):
@@ -112,6 +113,8 @@ def _reading(metric: str) -> MemoryReading:
     if "nvidia-smi" in words or "nvml" in words:
         return "not stated" if "unknown" in words else "nvidia-smi"
     is_named = any(known in words for known in ("allocated", "active", "reserved"))
+    if "allocated or reserved" in words:
+        return "allocated or reserved"
     if not words or "unknown" in words or (not is_named and ("not stated" in words or "as printed" in words)):
         return "not stated"
     return "max_reserved" if "reserved" in words else "max_allocated"
@@ -119,6 +122,8 @@ def _reading(metric: str) -> MemoryReading:
 
 def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading, rank: str) -> int:
     """Return the peak in the unit of a measurement; what is not stated is taken as `nvidia-smi` shows it.
+
+    Of torch's two readings the larger one stands for either.
 
     `rank` is the run's `memory_rank`. `nvidia-smi` shows one machine: the first has the first pipeline stages.
     """
@@ -129,10 +134,12 @@ def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading,
     if reading == "max_allocated":
         return max(stage.total_bytes for stage in stages)
     on_device = max(stage.device_bytes for stage in stages)
-    if reading != "max_reserved":
+    if reading in ("nvidia-smi", "not stated"):
         return on_device
     return on_device - workload.constants.device_bytes(
-        0, num_gpus=workload.cluster.num_gpus, context_bytes=workload.framework.storage.context_bytes
+        0,
+        communicators_bytes=int(workload.communicators_bytes(PlanTable.of_plans([estimate.plan]).axes)[0]),
+        context_bytes=workload.framework.storage.context_bytes,
     )
 
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow
 from paraplan.accuracy.prediction import RunPrediction
 from paraplan.cost.plan_table import Floats
 from paraplan.records import Record
@@ -74,12 +74,18 @@ class SweepScore(Record):
 
 
 class FitScore(Record):
-    """Of runs that ran and of runs that ran out of memory: how many, and for how many it was predicted."""
+    """Of runs that ran and of runs that ran out of memory: how many, and for how many it was predicted.
+
+    Runs that keep something in the host's memory in a way that no plan says are left out.
+    """
 
     ran: int
     ran_predicted: int
     out_of_memory: int
+    """Failed runs, but those that something else ended."""
     out_of_memory_predicted: int
+    ended_otherwise: int = 0
+    """Failed runs beside which one ran with no less on each GPU: tables that do not tell crashes apart have them."""
 
 
 def summarize(errors: Sequence[float]) -> ErrorSummary:
@@ -138,16 +144,50 @@ def score_sweeps(pairs: Iterable[tuple[MeasuredRun, RunPrediction]], *, at_one_b
     )
 
 
-def score_fits(predictions: Iterable[RunPrediction]) -> FitScore:
+def score_fits(pairs: Iterable[tuple[MeasuredRun | UnusableRow, RunPrediction]]) -> FitScore:
     """Return for how many runs it was predicted whether they run or run out of memory."""
-    known = [row for row in predictions if row.skipped is None and row.fits is not None]
-    right = [row.fits for row in known if row.fits == row.predicted_fits]
+    known = [
+        (run, row)
+        for run, row in pairs
+        if isinstance(run, MeasuredRun) and row.skipped is None and row.fits is not None and not _is_offloaded(run)
+    ]
+    ran: dict[tuple[object, ...], list[MeasuredRun]] = {}
+    for run, row in known:
+        if row.fits:
+            ran.setdefault(_memory_key(run), []).append(run)
+    failed = [
+        row
+        for run, row in known
+        if not row.fits and not any(_holds_no_less(other, run) for other in ran.get(_memory_key(run), ()))
+    ]
+    fitting = [row for _, row in known if row.fits]
     return FitScore(
-        ran=sum(bool(row.fits) for row in known),
-        ran_predicted=right.count(True),
-        out_of_memory=sum(not row.fits for row in known),
-        out_of_memory_predicted=right.count(False),
+        ran=len(fitting),
+        ran_predicted=sum(row.predicted_fits is True for row in fitting),
+        out_of_memory=len(failed),
+        out_of_memory_predicted=sum(row.predicted_fits is False for row in failed),
+        ended_otherwise=len(known) - len(fitting) - len(failed),
     )
+
+
+def _is_offloaded(run: MeasuredRun) -> bool:
+    return "offload" in run.nonstandard_features.lower()
+
+
+def _memory_key(run: MeasuredRun) -> tuple[object, ...]:
+    """Return what has to be equal for the memory of two runs to be compared without predicting it."""
+    shapes = (run.model_name, run.params_b, run.layers, run.hidden, run.seq_len, run.vocab)
+    software = (run.framework, run.precision, run.recompute, run.nonstandard_features)
+    return (run.gpu, run.num_gpus, *shapes, *software)
+
+
+def _holds_no_less(one: MeasuredRun, other: MeasuredRun) -> bool:
+    """Return whether each GPU of a run holds at least as much as in another: no more split, in batches no smaller."""
+    degrees = all((getattr(one, name) or 1) <= (getattr(other, name) or 1) for name in ("tp", "pp", "cp"))
+    is_whole = all(
+        (getattr(one, name) or 0) <= (getattr(other, name) or 0) for name in ("zero_stage", "sequence_parallel")
+    )
+    return degrees and is_whole and (one.micro_batch or 1) >= (other.micro_batch or 1)
 
 
 def rank_correlation(first: Floats, second: Floats) -> float:

@@ -81,7 +81,7 @@ class Validation:
     @property
     def fits(self) -> FitScore:
         """How often it was predicted rightly whether a run fits."""
-        return score_fits(prediction for _, prediction in self.rows)
+        return score_fits(self.rows)
 
     def factors(self) -> list[SourceFactors]:
         """Return which one factor would explain most of the errors of each source that is scored."""

@@ -253,11 +253,11 @@ def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
         chosen = candidate.plan == result.best.plan
         table.add_row(
             (">" if chosen else " ") + ("*" if candidate.in_tree else ""),
-            words_of(candidate),
+            words_of(candidate) + ("" if candidate.fits else ": too large"),
             format_seconds(candidate.step_time_s),
             format_count(float(f"{candidate.tokens_per_s_per_gpu:.3g}")),
             f"{candidate.mfu:.1%}",
-            format_bytes(candidate.peak_memory_bytes) + ("" if candidate.fits else ", too large"),
+            format_bytes(candidate.peak_memory_bytes),
             style="bold green" if chosen else "" if candidate.fits else "dim",
         )
     return table

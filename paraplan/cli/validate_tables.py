@@ -66,7 +66,8 @@ def print_fits(console: Console, fits: FitScore) -> None:
     if fits.out_of_memory:
         failed = f"{fits.out_of_memory_predicted} of {fits.out_of_memory} runs that ran out of memory"
         ran = f", and {fits.ran_predicted} of {fits.ran} that ran" if fits.ran else ""
-        console.print(f"Fits or not: {failed} were predicted to{ran}\n")
+        others = f"; {fits.ended_otherwise} more failed, where one with no less on each GPU ran"
+        console.print(f"Fits or not: {failed} were predicted to{ran}{others if fits.ended_otherwise else ''}\n")
 
 
 def print_factors(console: Console, found: Sequence[SourceFactors]) -> None:

@@ -75,7 +75,7 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
         sharded = np.where(dp * plan.cp > 1, stage_of[kind], 0)
         table = replace(table, zero_stage=sharded, recompute=recompute_of[kind], micro_batch_size=micro_batch, dp=dp)
         table = replace(table, ep=np.gcd(table.ep, dp * plan.cp))  # fewer ranks share out the experts among fewer
-        return fits(workload, peak_memory(workload, table))
+        return fits(workload, table, peak_memory(workload, table))
 
     sizes = _last_true(
         np.full(count, MOST_SEQUENCES), lambda kind, size: holds(kind, size, np.full(len(kind), replicas))

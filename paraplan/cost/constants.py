@@ -6,7 +6,7 @@ from typing import Self
 
 from paraplan.plan.training import Fp8Recipe
 from paraplan.records import Record
-from paraplan.units import GIB
+from paraplan.units import GIB, MIB
 
 
 class CostConstants(Record):
@@ -54,8 +54,11 @@ class CostConstants(Record):
     root and quotient, 16 for the step and 12 for clipping (counted in torch/optim/adamw.py)."""
     context_bytes: int = GIB // 2
     """The CUDA context."""
-    communicator_bytes: int = GIB // 2
-    """NCCL's buffers among several GPUs."""
+    communicator_bytes: int = 688 * MIB
+    """NCCL's buffers of one communicator of more than two ranks: 4 A100 with NVLink, one all-reduce in each group
+    (NVIDIA/nccl issue 964)."""
+    pair_communicator_bytes: int = 544 * MIB
+    """The same of two ranks."""
     allocated_per_reserved: float = 0.94
     """Allocated over reserved memory of torch's allocator (SimuMax)."""
     memory_margin: float = 0.0
@@ -96,26 +99,24 @@ class CostConstants(Record):
 
     def for_cpu(self) -> CostConstants:
         """Return the constants of ranks without a GPU: nothing that CUDA's libraries keep, no buffers of NCCL."""
-        return self.replace(context_bytes=0, communicator_bytes=0, counts_matmul_workspaces=False)
+        return self.replace(
+            context_bytes=0, communicator_bytes=0, pair_communicator_bytes=0, counts_matmul_workspaces=False
+        )
 
-    def beside_allocator_bytes(self, num_gpus: int) -> int:
-        """Return what a rank holds outside of torch's allocator: the CUDA context, and NCCL's buffers among several."""
-        return self.context_bytes + (self.communicator_bytes if num_gpus > 1 else 0)
-
-    def usable_memory_bytes(self, total_bytes: int, *, num_gpus: int) -> int:
+    def usable_memory_bytes(self, total_bytes: int, *, communicators_bytes: int) -> int:
         """Return what training may allocate of a GPU that reports `total_bytes`.
 
-        What torch's allocator does not see comes off, and the allocator reserves more than is allocated
-        (SimuMax: reserved = allocated / 0.94). `memory_margin` of the rest is kept free.
+        What torch's allocator does not see comes off, the CUDA context and NCCL's communicators, and the allocator
+        reserves more than is allocated (SimuMax: reserved = allocated / 0.94). `memory_margin` of the rest is kept
+        free.
         """
-        available = (total_bytes - self.beside_allocator_bytes(num_gpus)) * self.allocated_per_reserved
+        available = (total_bytes - self.context_bytes - communicators_bytes) * self.allocated_per_reserved
         return int(available * (1 - self.memory_margin))
 
-    def device_bytes(self, cached_bytes: float, *, num_gpus: int, context_bytes: int | None = None) -> int:
+    def device_bytes(self, cached_bytes: float, *, communicators_bytes: int, context_bytes: int | None = None) -> int:
         """Return what `nvidia-smi` shows of a rank whose allocator took `cached_bytes`, its own rounding not counted.
 
         `context_bytes` is the CUDA context where software has another than this record's.
         """
         context = self.context_bytes if context_bytes is None else context_bytes
-        communicators = self.communicator_bytes if num_gpus > 1 else 0
-        return round(cached_bytes / self.allocated_per_reserved) + context + communicators
+        return round(cached_bytes / self.allocated_per_reserved) + context + communicators_bytes

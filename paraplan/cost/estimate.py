@@ -170,9 +170,9 @@ def step_times(workload: Workload, table: PlanTable) -> StepTime:
     return step_time(workload, table, costs, stages)
 
 
-def fits(workload: Workload, peak_bytes: Floats) -> Mask:
-    """Return which peaks stay within the usable memory of a GPU."""
-    return peak_bytes <= workload.usable_memory_bytes
+def fits(workload: Workload, table: PlanTable, peak_bytes: Floats) -> Mask:
+    """Return which plans' peaks stay within the usable memory of a GPU."""
+    return peak_bytes <= workload.usable_bytes(table.axes)
 
 
 def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | None:
@@ -222,7 +222,7 @@ def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
         plan=plan,
         memory=memory,
         step=_step_record(workload, plan, time),
-        usable_memory_bytes=workload.usable_memory_bytes,
+        usable_memory_bytes=int(workload.usable_bytes(table.axes)[0]),
         host_bytes_per_node=ranks_of_node * max(stage.host_bytes for stage in memory),
         host_memory_bytes=workload.cluster.host_memory_bytes,
     )
@@ -244,20 +244,36 @@ def _stage_memories(
     held = RankMemory.of(workload, table.select(rows), costs.select(rows), ranks)
     memory = peak_of(held)
     cached, on_host = cached_bytes(held, memory), host_bytes(held)
+    communicators_bytes = int(workload.communicators_bytes(table.axes)[0])
     return tuple(
-        _memory_record(workload, rank, memory, cached=float(cached[rank]), on_host=float(on_host[rank]))
+        _memory_record(
+            workload,
+            rank,
+            memory,
+            cached=float(cached[rank]),
+            on_host=float(on_host[rank]),
+            communicators_bytes=communicators_bytes,
+        )
         for rank in ranks.rank.tolist()
     )
 
 
 def _memory_record(
-    workload: Workload, stage: int, memory: StageMemory, *, cached: float, on_host: float
+    workload: Workload,
+    stage: int,
+    memory: StageMemory,
+    *,
+    cached: float,
+    on_host: float,
+    communicators_bytes: int,
 ) -> MemoryEstimate:
     parts = {name: round(float(getattr(memory, name)[stage])) for name in MEMORY_PARTS}
     total = sum(parts.values())
     at_least, at_most = (
         workload.constants.device_bytes(
-            held, num_gpus=workload.cluster.num_gpus, context_bytes=workload.framework.storage.context_bytes
+            held,
+            communicators_bytes=communicators_bytes,
+            context_bytes=workload.framework.storage.context_bytes,
         )
         for held in (total, cached)
     )

@@ -88,6 +88,11 @@ class PlanTable:
     ep: Ints
     splits: Ints = field(default_factory=lambda: np.zeros((1, 1), dtype=np.int64))
 
+    @property
+    def axes(self) -> dict[str, Ints]:
+        """The degree of each axis, by its name."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
+
     @classmethod
     def of_plans(cls, plans: Iterable[ParallelPlan]) -> Self:
         """Return the table of `plans`."""

@@ -96,10 +96,9 @@ class MicroBatchTime(NamedTuple):
         sends = self.tensor_parallel_s + self.context_parallel_s + self.expert_parallel_s + self.send_s
         return np.asarray(self.compute_s + self.recompute_s + sends)
 
-    @property
-    def of_rank(self) -> RankSeconds:
-        """The seconds that a schedule looks at."""
-        return RankSeconds(self.forward_s, self.total_s - self.forward_s, self.weight_s, self.end_s)
+    def of_rank(self, shares: Floats) -> RankSeconds:
+        """Return the seconds that a schedule looks at; `shares` `[V, N]` are those of its chunks in the blocks."""
+        return RankSeconds(self.forward_s, self.total_s - self.forward_s, self.weight_s, self.end_s, shares)
 
 
 def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> StepTime:
@@ -121,7 +120,8 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     bubble = np.zeros(len(table))
     if (table.pp > 1).any():
         whole = _slot(context, _all_blocks(table, costs))
-        bubble = bubble_s(table, [slot.of_rank for slot in slots], whole.total_s + whole.send_s * (table.pp - 1))
+        ranks = [slot.of_rank(stage.chunk_shares(table.virtual)) for slot, stage in zip(slots, stages, strict=True)]
+        bubble = bubble_s(table, ranks, whole.total_s + whole.send_s * (table.pp - 1))
     wire, exposed = data_parallel_s(workload, table, costs, stages, of_slowest("compute_s"))
     parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
     experts = exchanged_experts(table, costs, stages)

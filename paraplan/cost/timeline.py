@@ -17,7 +17,7 @@ from paraplan.cost.pipeline.simulation import (
     simulate_pipeline,
 )
 from paraplan.cost.pipeline.stages import all_ranks
-from paraplan.cost.plan_table import PlanTable
+from paraplan.cost.plan_table import Floats, PlanTable
 from paraplan.cost.step import MicroBatchTime, micro_batch_times
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import Axis, ParallelPlan
@@ -79,10 +79,13 @@ class StepTimeline:
 def step_timeline(workload: Workload, estimate: PlanEstimate) -> StepTimeline:
     """Return the timeline of one step of an estimated plan; without a pipeline it has one rank, which all are like."""
     plan = estimate.plan
-    slots = _slots(workload, plan)
-    timeline = _timeline(plan, slots)
+    slots, shares = _slots(workload, plan)
+    timeline = _timeline(plan, slots, shares)
     ranks = tuple(
-        tuple(_slice(workload, plan, slots[rank], operation) for operation in operations)
+        tuple(
+            _slice(workload, plan, slots[rank], shares[rank][operation.virtual_stage // plan.pp, 0], operation)
+            for operation in operations
+        )
         for rank, operations in enumerate(timeline.ranks)
     )
     step, end_s = estimate.step, timeline.end_s
@@ -102,21 +105,25 @@ def pipeline_timeline(workload: Workload, plan: ParallelPlan) -> Timeline | None
     """Return every rank's operations of one step with their start and end, None for a plan without a pipeline.
 
     Seconds are those of the estimate: of each rank's blocks, with recomputation, what tensor parallelism adds and the
-    sends that are waited for. The chunks of a rank take equal shares of its time, embedding and head apart.
+    sends that are waited for. The chunks of a rank share its time by their blocks, embedding and head apart.
     """
-    return None if plan.pipeline_schedule is None else _timeline(plan, _slots(workload, plan))
+    return None if plan.pipeline_schedule is None else _timeline(plan, *_slots(workload, plan))
 
 
-def _slots(workload: Workload, plan: ParallelPlan) -> list[MicroBatchTime]:
+def _slots(workload: Workload, plan: ParallelPlan) -> tuple[list[MicroBatchTime], list[Floats]]:
+    """Return the seconds of each rank and the shares of its chunks in them."""
     table = PlanTable.of_plans([plan])
     costs = block_costs(workload, table)
-    return micro_batch_times(workload, table, costs, all_ranks(table, workload.model.num_blocks).apart())
+    stages = all_ranks(table, workload.model.num_blocks).apart()
+    return micro_batch_times(workload, table, costs, stages), [stage.chunk_shares(table.virtual) for stage in stages]
 
 
-def _timeline(plan: ParallelPlan, slots: list[MicroBatchTime]) -> Timeline:
+def _timeline(plan: ParallelPlan, slots: list[MicroBatchTime], shares: list[Floats]) -> Timeline:
     ends = (0, plan.num_stages - 1)
     chunks = [
-        slots[stage % plan.pp].of_rank.chunk(plan.virtual_pipeline_size, has_end=stage in ends)
+        slots[stage % plan.pp]
+        .of_rank(shares[stage % plan.pp])
+        .chunk(shares[stage % plan.pp][stage // plan.pp], has_end=stage in ends)
         for stage in range(plan.num_stages)
     ]
     names = ("forward_s", "backward_s", "weight_s")
@@ -131,8 +138,12 @@ def _timeline(plan: ParallelPlan, slots: list[MicroBatchTime]) -> Timeline:
     )
 
 
-def _slice(workload: Workload, plan: ParallelPlan, slot: MicroBatchTime, operation: PipelineOperation) -> Slice:
+def _slice(
+    workload: Workload, plan: ParallelPlan, slot: MicroBatchTime, share: float, operation: PipelineOperation
+) -> Slice:
     """Return an operation with its transfers: those of tensor, context and expert parallelism, then the send.
+
+    `share` is the part of the rank's blocks in the operation's chunk.
 
     The ranks that exchange rows of experts are among those of dp, where they are shown.
     """
@@ -147,7 +158,7 @@ def _slice(workload: Workload, plan: ParallelPlan, slot: MicroBatchTime, operati
             slot.send_s / 2,
         ),
     }.get(operation.kind, ())
-    lengths = tuple(float(each[0]) / plan.virtual_pipeline_size for each in seconds) if seconds else (0.0,) * 4
+    lengths = tuple(float(each[0]) * share for each in seconds) if seconds else (0.0,) * 4
     tp_s, cp_s, ep_s, pp_s = lengths
     # Of tensor parallelism, sequence parallelism makes gathers and scatters, which move the same bytes each way.
     split: tuple[Collective, ...] = ("all_gather", "reduce_scatter") if plan.sequence_parallel else ("all_reduce",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
@@ -11,7 +12,7 @@ import numpy as np
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
+from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, PlanTable
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
@@ -128,8 +129,28 @@ class Workload:
 
     @property
     def usable_memory_bytes(self) -> int:
-        """What training may allocate on the smallest GPU."""
-        return self.constants.usable_memory_bytes(self.cluster.gpu_memory_bytes, num_gpus=self.cluster.num_gpus)
+        """What training may allocate on the smallest GPU, with one communicator of all; `usable_bytes` is of a plan."""
+        return self.constants.usable_memory_bytes(
+            self.cluster.gpu_memory_bytes, communicators_bytes=int(self._of_group(np.array(self.cluster.num_gpus)))
+        )
+
+    def communicators_bytes(self, columns: Mapping[str, Ints]) -> Ints:
+        """Return what NCCL keeps in the GPU's memory under each plan: each axis that is used has a communicator.
+
+        `columns` are dp, tp, pp, cp and ep.
+        """
+        groups = (columns["dp"] * columns["cp"], *(columns[name] for name in ("tp", "pp", "cp", "ep")))
+        return np.asarray(sum(self._of_group(size) for size in groups))
+
+    def usable_bytes(self, columns: Mapping[str, Ints]) -> Floats:
+        """Return what training may allocate on the smallest GPU under each plan, by the same columns."""
+        constants = self.constants
+        available = self.cluster.gpu_memory_bytes - constants.context_bytes - self.communicators_bytes(columns)
+        return np.asarray(np.floor(available * constants.allocated_per_reserved * (1 - constants.memory_margin)))
+
+    def _of_group(self, size: Ints) -> Ints:
+        pair, many = self.constants.pair_communicator_bytes, self.constants.communicator_bytes
+        return np.asarray(np.where(size > 2, many, np.where(size == 2, pair, 0)))
 
     @property
     def memory_bandwidth_bytes_per_s(self) -> float:

@@ -78,7 +78,7 @@ class EvaluatedPlans:
         priced = self.priced
         if objective == "memory" or not TOLERANCE[objective]:
             return priced.peak_bytes if objective == "memory" else priced.seconds
-        return priced.seconds * worth(self.workload, priced.table.offload, priced.peak_bytes)
+        return priced.seconds * worth(priced.table.offload, priced.peak_bytes / self.usable)
 
     def settled(self, objective: Objective) -> Floats:
         """Return the values once the best of them is of a plan that fits and is priced in all of its stages.
@@ -105,7 +105,12 @@ class EvaluatedPlans:
     def fitting_candidates(self, rows: list[int]) -> tuple[Candidate, ...]:
         """Return those of `rows` that fit by all that is known of their stages."""
         found = (self.candidate(row) for row in rows)
-        return tuple(one for one in found if one.peak_memory_bytes <= self.workload.usable_memory_bytes)
+        return tuple(one for row, one in zip(rows, found, strict=True) if one.peak_memory_bytes <= self.usable[row])
+
+    @cached_property
+    def usable(self) -> Floats:
+        """What each of the priced plans may allocate."""
+        return self.workload.usable_bytes(self.priced.table.axes)
 
     def candidate(self, row: int, baseline: Baseline | None = None) -> Candidate:
         """Return a row as it stands in the table of plans."""
@@ -181,7 +186,7 @@ class Choice:
     @cached_property
     def roomier(self) -> PlanEstimate | None:
         """The fastest plan without offload that leaves `SPARE` of the memory, where the one to use is nearly full."""
-        plans, usable = self.plans, self.plans.workload.usable_memory_bytes
+        plans, usable = self.plans, self.best.usable_memory_bytes
         if self.best.peak_memory_bytes <= (1 - SPARE / 2) * usable:
             return None
         priced, most = plans.priced, (1 - SPARE) * usable
@@ -207,8 +212,8 @@ class Choice:
             return None
         if priced.table.offload[first] and not priced.table.offload[self.row]:
             return f"chosen over {other}, predicted {gain}, because it needs no offload"
-        usable = self.plans.workload.usable_memory_bytes
-        if not is_memory and priced.peak_bytes[first] > ROOMY * usable >= priced.peak_bytes[self.row]:
+        shares = priced.peak_bytes / self.plans.usable
+        if not is_memory and shares[first] > ROOMY >= shares[self.row]:
             return f"chosen over {other}, predicted {gain}, because it leaves room in memory"
         error = (
             "nearly equal" if is_memory else f"a difference under {TOLERANCE[self.objective]:.0%} is within the error"
@@ -280,9 +285,9 @@ def is_plain(workload: Workload, column: Callable[[str], Ints], stage: int) -> M
     return np.asarray(np.logical_and.reduce([of_data, plain, *others]))
 
 
-def worth(workload: Workload, offload: Ints, peak_bytes: Floats) -> Floats:
+def worth(offload: Ints, memory_share: Floats) -> Floats:
     """Return by what a plan's time counts for its faults."""
-    return 1 + faults(offload, peak_bytes / workload.usable_memory_bytes)
+    return 1 + faults(offload, memory_share)
 
 
 def has_other_stages(workload: Workload, table: PlanTable) -> Mask:
@@ -323,7 +328,8 @@ def _surest_s(survey: Survey, among: Mask | None = None) -> float:
     """Return the least time of the plans that were priced, with what their faults are worth."""
     timed = np.isfinite(survey.seconds)
     rows = np.flatnonzero(timed if among is None else timed & among)
-    values = survey.seconds[rows] * worth(survey.workload, survey.plans.column("offload")[rows], survey.peaks[rows])
+    shares = survey.peaks[rows] / survey.usable[rows]
+    values = survey.seconds[rows] * worth(survey.plans.column("offload")[rows], shares)
     return float(values.min(initial=np.inf))
 
 

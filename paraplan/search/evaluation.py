@@ -160,7 +160,7 @@ def memory_of(workload: Workload, table: PlanTable) -> tuple[Floats, Mask, Mask]
         part = table.select(rows)
         costs = block_costs(workload, part)
         peaks[rows] = peak_memory(workload, part, costs)
-        fitting[rows] = fits(workload, peaks[rows])
+        fitting[rows] = fits(workload, part, peaks[rows])
         inside = np.flatnonzero(fitting[rows])
         beyond[rows[inside]] = exceeds_host(workload, part.select(inside), costs.select(inside))
     return peaks, fitting, beyond
@@ -228,6 +228,11 @@ class Survey:
         self.peaks = np.full(len(self.plans), np.nan)
         self._fits = np.zeros(len(self.plans), dtype=bool)
         self.seconds = np.full(len(self.plans), np.inf)
+
+    @cached_property
+    def usable(self) -> Floats:
+        """What each plan may allocate."""
+        return self.workload.usable_bytes(self.plans.axes)[self.plans.degrees]
 
     def run(self) -> None:
         """Price the plans that may be among the best of their kind, and their kind among the best."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from small_run import run
 
+from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import RunPrediction, predict_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, training_of_run, workload_of_run
 from paraplan.accuracy.scoring import score_fits
@@ -22,6 +23,7 @@ MEGATRON_CORE = load_framework("megatron-core")
 MEGATRON_DEEPSPEED = load_framework("megatron-deepspeed")
 
 MakeWorkload = Callable[..., Workload]
+RunAndPrediction = tuple[MeasuredRun, RunPrediction]
 
 
 @pytest.mark.parametrize(
@@ -75,21 +77,46 @@ def test_a_batch_smaller_than_one_micro_batch_a_rank_is_a_contradiction() -> Non
         plan_of_run(run(dp=None, tp=None, pp=None, cp=None, num_gpus=8, micro_batch=1, global_batch=2), MEGATRON_CORE)
 
 
-def test_fits_counts_what_ran_and_what_ran_out_of_memory() -> None:
-    def prediction(*, fits: bool | None, said: bool, skipped: str | None = None) -> RunPrediction:
-        values = {"id": "a", "source": "s", "gpu": "g", "framework": "f"}
-        return RunPrediction(**values, fits=fits, predicted_fits=said, skipped=skipped)
+def of_run(made: MeasuredRun, *, fits: bool | None, said: bool = True, skipped: str | None = None) -> RunAndPrediction:
+    values = {"id": made.id, "source": made.source, "gpu": made.gpu, "framework": made.framework}
+    return made, RunPrediction(**values, fits=fits, predicted_fits=said, skipped=skipped)
 
+
+def test_fits_counts_what_ran_and_what_ran_out_of_memory() -> None:
     score = score_fits(
         [
-            prediction(fits=True, said=True),
-            prediction(fits=True, said=False),
-            prediction(fits=False, said=False),
-            prediction(fits=None, said=True),
-            prediction(fits=False, said=False, skipped="no such GPU"),
+            of_run(run(micro_batch=1), fits=True),
+            of_run(run(micro_batch=1), fits=True, said=False),
+            of_run(run(micro_batch=4), fits=False, said=False),
+            of_run(run(micro_batch=4), fits=False),
+            of_run(run(micro_batch=4), fits=None),
+            of_run(run(micro_batch=4), fits=False, said=False, skipped="no such GPU"),
+            of_run(run(micro_batch=4, nonstandard_features="optimizer offloaded"), fits=False),
         ]
     )
-    assert (score.ran, score.ran_predicted, score.out_of_memory, score.out_of_memory_predicted) == (2, 1, 1, 1)
+    assert (score.ran, score.ran_predicted, score.out_of_memory, score.out_of_memory_predicted) == (2, 1, 2, 1)
+    assert score.ended_otherwise == 0
+
+
+@pytest.mark.parametrize(
+    ("ended_well", "otherwise"),
+    [
+        ({"tp": 2, "micro_batch": 2}, 1),
+        ({"tp": 1, "micro_batch": 4}, 1),
+        ({"tp": 4, "micro_batch": 2}, 0),
+        ({"tp": 2, "micro_batch": 1}, 0),
+        ({"tp": 2, "micro_batch": 2, "zero_stage": 1}, 0),
+        ({"tp": 2, "micro_batch": 2, "recompute": "full"}, 0),
+        ({"tp": 2, "micro_batch": 2, "seq_len": 512}, 0),
+    ],
+)
+def test_what_failed_where_no_less_on_each_gpu_ran_did_not_run_out_of_memory(
+    ended_well: dict[str, object], otherwise: int
+) -> None:
+    failed = run(tp=2, micro_batch=2, zero_stage=0, recompute="none")
+    other = failed.replace(**ended_well)
+    score = score_fits([of_run(failed, fits=False), of_run(other, fits=True)])
+    assert (score.ended_otherwise, score.out_of_memory) == (otherwise, 1 - otherwise)
 
 
 def test_a_run_that_no_gpu_holds_is_predicted_to_run_out_of_memory(workload: MakeWorkload) -> None:

@@ -6,7 +6,7 @@ from small_run import run
 
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import RunPrediction
-from paraplan.accuracy.scoring import rank_correlation, score, score_fits, score_sweeps, summarize
+from paraplan.accuracy.scoring import rank_correlation, score, score_sweeps, summarize
 
 
 def prediction(error: float, *, source: str = "paper", **values: object) -> RunPrediction:
@@ -80,17 +80,6 @@ def test_three_plans_are_no_sweep_and_a_plan_measured_twice_is_one() -> None:
 def test_equal_values_share_their_rank() -> None:
     assert rank_correlation(np.array([1.0, 1.0, 2.0]), np.array([1.0, 1.0, 2.0])) == pytest.approx(1)
     assert rank_correlation(np.array([1.0, 1.0]), np.array([1.0, 2.0])) == 0
-
-
-def test_runs_out_of_memory_are_right_where_they_were_predicted_not_to_fit() -> None:
-    rows = [
-        prediction(0.0, fits=True, predicted_fits=True),
-        prediction(0.0, fits=True, predicted_fits=False),
-        prediction(0.0, fits=False, predicted_fits=False),
-        prediction(0.0),
-    ]
-    figures = score_fits(rows)
-    assert (figures.ran, figures.ran_predicted, figures.out_of_memory, figures.out_of_memory_predicted) == (2, 1, 1, 1)
 
 
 def test_plans_with_one_prediction_share_their_regret_whatever_the_order_of_rows() -> None:

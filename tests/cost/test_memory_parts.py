@@ -337,3 +337,28 @@ def test_flagscale_keeps_the_activated_gate_and_keys_for_all_heads(workload: Mak
     plain, own = (block_bytes(replace(made, framework=framework)) for framework in (MEGATRON_2022, FLAGSCALE))
     # Two bytes for each of the gate's 14,336 features, and for the 24 heads of 128 that 8 of keys and of values lack.
     assert own - plain == S * 2 * (14336 + 2 * 24 * 128)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "pairs", "larger"),
+    [
+        ({"dp": 8}, 0, 1),
+        ({"tp": 8}, 0, 1),
+        ({"dp": 2, "tp": 4}, 1, 1),
+        ({"dp": 2, "tp": 2, "pp": 2}, 3, 0),
+        ({"dp": 2, "cp": 2, "tp": 2}, 2, 1),
+    ],
+)
+def test_each_axis_in_use_has_a_communicator_in_the_gpus_memory(
+    workload: MakeWorkload, degrees: dict[str, int], pairs: int, larger: int
+) -> None:
+    made = workload(global_batch_size=16)
+    schedule = {"pipeline_schedule": "1f1b", "num_microbatches": 8} if "pp" in degrees else {}
+    plan = ParallelPlan(**degrees, micro_batch_size=1, **schedule)
+    estimate = evaluate_plan(made, plan)
+    beside = pairs * 544 * MIB + larger * 688 * MIB
+    usable = (made.cluster.gpu_memory_bytes - made.constants.context_bytes - beside) * 0.94
+    assert estimate.usable_memory_bytes == int(usable)
+    none = replace(made, constants=made.constants.replace(communicator_bytes=0, pair_communicator_bytes=0))
+    shown, without = estimate.memory[0].device_bytes, evaluate_plan(none, plan).memory[0].device_bytes
+    assert shown - without == beside

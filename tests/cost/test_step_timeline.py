@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import estimate_plan, evaluate_plan
 from paraplan.cost.timeline import pipeline_timeline, step_timeline
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -38,6 +39,27 @@ def test_a_course_takes_as_long_as_the_estimate_says(fields: dict[str, Any], wor
     step = estimate_plan(load, made).step
     assert timeline is not None
     assert timeline.end_s == pytest.approx(step.step_time_s - step.data_parallel_s - step.optimizer_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(("blocks", "chunks"), [(16, 4), (17, 4), (18, 3), (14, 3), (7, 2)])
+def test_a_course_of_unequal_chunks_takes_as_long_as_the_estimate_says(
+    blocks: int, chunks: int, workload: MakeWorkload
+) -> None:
+    made = plan(pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=chunks, num_microbatches=16)
+    load = workload("gpt2", global_batch_size=made.global_batch_size)
+    (run,) = load.model.runs
+    load = replace(load, model=load.model.replace(runs=(run.replace(count=blocks),)))
+    timeline, step = pipeline_timeline(load, made), evaluate_plan(load, made).step
+    assert timeline is not None
+    assert timeline.end_s == pytest.approx(step.step_time_s - step.data_parallel_s - step.optimizer_s, rel=0.05)
+
+
+def test_a_chunk_takes_as_long_as_its_blocks(workload: MakeWorkload) -> None:
+    load = workload("gpt2", global_batch_size=16)
+    timeline = pipeline_timeline(load, plan(pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2))
+    assert timeline is not None
+    seconds = {each.virtual_stage: each.end_s - each.start_s for each in timeline.ranks[1] if each.kind == "forward"}
+    assert seconds[1] == pytest.approx(2 * seconds[5]), "two of the twelve blocks, and one"
 
 
 def test_chunks_of_a_rank_take_as_long_as_its_blocks(workload: MakeWorkload) -> None:

@@ -32,12 +32,12 @@ def test_a_plan_file_keeps_the_parts_of_its_prediction_and_a_smaller_plan(tmp_pa
 
 
 def test_a_roomier_plan_is_the_fastest_of_all_that_were_priced() -> None:
-    training = paraplan.TrainingSpec(global_batch_size=64, seq_length=2048, precision="fp16")
-    cluster = paraplan.load_cluster("dgx-1-v100")
-    answer = paraplan.recommend(paraplan.Workload.of(paraplan.load_model("llama-2-13b"), training, cluster))
+    training = paraplan.TrainingSpec(global_batch_size=64, seq_length=1792, precision="fp16")
+    job = paraplan.Workload.of(paraplan.load_model("llama-3-8b"), training, paraplan.load_cluster("dgx-1-v100"))
+    answer = paraplan.recommend(job, objective="fastest")
     best, roomier = answer.result.best, answer.result.roomier
     assert best.peak_memory_bytes > 0.95 * best.usable_memory_bytes
     assert roomier is not None
     assert roomier.peak_memory_bytes <= 0.9 * best.usable_memory_bytes
     assert roomier.plan.offload == "none"
-    assert roomier.step.step_time_s < 1.2 * best.step.step_time_s  # the best of each kind leaves room at 1.4 of it
+    assert roomier.step.step_time_s < 1.2 * best.step.step_time_s

@@ -175,9 +175,12 @@ def _runs(table: PlanTable, ranks: list[RankSeconds], all_ranks_s: Floats) -> St
     first, second, before_last, last = (ranks[place] for place in (0, 1, -2, -1))
     num_stages = table.pp * table.virtual
     between = np.maximum(num_stages - 2, 0)
-    ends = first.chunk(table.virtual, has_end=True), last.chunk(table.virtual, has_end=True)
+    last_share = last.shares[table.virtual - 1, np.arange(len(table))]
+    ends = first.chunk(first.shares[0], has_end=True), last.chunk(last_share, has_end=True)
     # Inner chunks of the first and the last rank are like those of the ranks between.
-    larger, smaller = (each.chunk(table.virtual, has_end=False) for each in (second, before_last))
+    held = np.arange(len(before_last.shares))[:, None] < table.virtual
+    larger = second.chunk(second.shares.max(axis=0), has_end=False)
+    smaller = before_last.chunk(np.where(held, before_last.shares, np.inf).min(axis=0), has_end=False)
     rest = all_ranks_s - ends[0].total_s - ends[1].total_s
     number = _number_of_larger(larger.total_s, smaller.total_s, rest, between)
     parts = (ends[0], larger, smaller, ends[1])

@@ -60,15 +60,17 @@ class RankSeconds(PassSeconds):
     end_s: Floats
     """The part of the embedding, or of the head and the loss, which belongs to one chunk: a third of it is forward, a
     third the gradient of its weights."""
+    shares: Floats
+    """`[V, N]`: each chunk's part of the rank's blocks, 0 beyond the chunks of a plan."""
 
-    def chunk(self, virtual: Ints | int, *, has_end: Mask | bool) -> PassSeconds:
-        """Return one of `virtual` chunks, with the embedding or the head, or without."""
+    def chunk(self, share: Floats, *, has_end: Mask | bool) -> PassSeconds:
+        """Return a chunk with a part of the blocks, with the embedding or the head, or without."""
         third = self.end_s / 3
         own = third * np.where(has_end, 1.0, 0.0)
         return PassSeconds(
-            forward_s=(self.forward_s - third) / virtual + own,
-            backward_s=(self.backward_s - 2 * third) / virtual + 2 * own,
-            weight_s=(self.weight_s - third) / virtual + own,
+            forward_s=(self.forward_s - third) * share + own,
+            backward_s=(self.backward_s - 2 * third) * share + 2 * own,
+            weight_s=(self.weight_s - third) * share + own,
         )
 
 

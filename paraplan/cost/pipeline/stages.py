@@ -63,6 +63,14 @@ class StageBlocks:
         """Blocks of this rank."""
         return np.asarray((self.high - self.low).sum(axis=0))
 
+    def chunk_shares(self, virtual: Ints) -> Floats:
+        """Return `[V, N]`, the part of this rank's blocks in each of its `virtual` chunks, 0 beyond them."""
+        most = int(virtual.max(initial=1))
+        equal = np.where(np.arange(most)[:, None] < virtual, 1 / virtual, 0.0)
+        if len(self.low) < most:
+            return equal
+        return np.where(self.num_blocks > 0, (self.high - self.low) / np.maximum(self.num_blocks, 1), equal)
+
     def _distinct(self, costs: BlockCosts) -> tuple[Ints, Ints]:
         """Return the first plan of each kind that cuts and divides its blocks alike, and the kind of each plan."""
         if id(costs.key) not in self._found:
