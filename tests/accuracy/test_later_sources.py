@@ -14,19 +14,36 @@ from paraplan.resources import profiles_folder
 
 RUNS = profiles_folder() / "runs" / "later_sources.csv"
 FINE_TUNING = profiles_folder() / "runs" / "later_fine_tuning.csv"
+NEWEST = profiles_folder() / "runs" / "newest_sources.csv"
 LOCATOR = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.md$|https://\S+$")
 
 
-def test_their_errors_are_those_that_the_page_tells() -> None:
+@pytest.mark.parametrize(("title", "runs"), [("Sources that came later", RUNS), ("Sources predicted blind", NEWEST)])
+def test_their_errors_are_those_that_the_page_tells(title: str, runs: Path) -> None:
     page = (Path(paraplan.__file__).parent / "docs" / "accuracy.md").read_text()
-    section = page.partition("## Sources that came later")[2].partition("\n## ")[0]
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [^*|]+ \| (\d+) \| ([\d.]+) % \|", section, re.MULTILINE)
     told = [(int(count), float(error)) for count, error in rows]
-    score = validate({RUNS.name: RUNS.read_text()}, everything=True).scored.to_dict()["step_time"]
+    score = validate({runs.name: runs.read_text()}, everything=True).scored.to_dict()["step_time"]
     found = [(source["rows"], round(source["mape"] * 100, 1)) for source in score["by_source"].values()]
     assert sorted(told) == sorted(found)
     mean = float(re.search(r"\*\*([\d.]+) %\*\*", section)[1])  # type: ignore[index]
     assert round(score["mean_of_sources"] * 100, 1) == mean
+
+
+def test_errors_without_guesses_are_those_that_the_page_tells() -> None:
+    page = (Path(paraplan.__file__).parent / "docs" / "accuracy.md").read_text()
+    section = page.partition("## Sources predicted blind\n")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| [^*|]+ \|(?:[^|]+\|){4} ([\d.]+) % \|", section, re.MULTILINE)
+    lines = NEWEST.read_text().splitlines()
+    header, *rows = csv.reader(lines)
+    quality = header.index("quality")
+    kept = [lines[0], *(line for line, row in zip(lines[1:], rows, strict=True) if row[quality] != "C")]
+    score = validate({NEWEST.name: "\n".join(kept)}, everything=True).scored.to_dict()["step_time"]
+    found = [round(source["mape"] * 100, 1) for source in score["by_source"].values()]
+    assert sorted(map(float, told)) == sorted(found)
+    mean, count = re.search(r"\*\*([\d.]+) %\*\* \| (\d+) rows", section).groups()  # type: ignore[union-attr]
+    assert (round(score["mean_of_sources"] * 100, 1), score["rows"]) == (float(mean), int(count))
 
 
 def test_errors_of_later_fine_tuning_are_those_that_the_page_tells() -> None:
@@ -39,7 +56,7 @@ def test_errors_of_later_fine_tuning_are_those_that_the_page_tells() -> None:
         assert sorted(map(float, told)) == sorted(round(source["mape"] * 100, 1) for source in sources)
 
 
-@pytest.mark.parametrize("runs", [RUNS, FINE_TUNING])
+@pytest.mark.parametrize("runs", [RUNS, FINE_TUNING, NEWEST])
 def test_every_run_says_where_it_was_published(runs: Path) -> None:
     with runs.open(newline="") as lines:
         for row in csv.DictReader(lines):
