@@ -4,9 +4,9 @@
 
 Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
 the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
-The residuals of the scored rows, and those of `profiles/runs/later_sources.csv` of quality A and B, go into
-`profiles/accuracy.json`, from which predictions get their intervals; how many rows of sources left out these hold is
-printed.
+The residuals of the scored rows, and those of `profiles/runs/later_sources.csv` and `newest_sources.csv` of
+quality A and B, go into `profiles/accuracy.json`, from which predictions get their intervals; how many rows of sources
+left out these hold is printed.
 Tables may state columns in their notes (`columns_of_notes.py`). Rows without a measured step time or peak are counted.
 """
 
@@ -32,7 +32,8 @@ from paraplan.accuracy.scoring import ErrorSummary, Score, score
 
 README = Path(__file__).parent.parent / "README.md"
 PAGE = README.parent / "paraplan" / "docs" / "accuracy.md"
-LATER = README.parent / "profiles" / "runs" / "later_sources.csv"
+RUNS = README.parent / "profiles" / "runs"
+LATER = (RUNS / "later_sources.csv", RUNS / "newest_sources.csv")
 ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
@@ -44,7 +45,7 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str, Accurac
     """
     texts = {f"{number}-{Path(file).name}": with_columns(Path(file).read_text()) for number, file in enumerate(files)}
     rows, summary = predicted(texts)
-    later, _ = predicted({LATER.name: without_poor_rows(LATER.read_text())}, "--all")
+    later, _ = predicted({path.name: without_poor_rows(path.read_text()) for path in LATER}, "--all")
     standard, others = ([row for scored, row in rows if scored == kind] for kind in (True, False))
     step_time = summary["step_time"]
     scores = score(standard, "step_time_error"), score(standard, "memory_error"), score(others, "memory_error")

@@ -94,7 +94,7 @@ def test_an_estimate_says_what_its_range_rests_on(workload: MakeWorkload) -> Non
     assert found is not None
     assert found.low_s < estimate.step.step_time_s < found.high_s
     assert (found.basis, found.is_validated_gpu) == (ALL, True)
-    other = workload("llama-3-8b", profile="rtx-4090-x8", seq_length=4096, global_batch_size=64)
+    other = workload("llama-3-8b", profile="l40s-x8", seq_length=4096, global_batch_size=64)
     beside = step_interval(other, estimate_plan(other, plan))
     assert beside is not None
     assert not beside.is_validated_gpu
