@@ -89,7 +89,8 @@ class StepMarks:
         `load_profiling` returns the module that profiles, once that is asked for; None never does.
         """
         self._load_profiling = load_profiling
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
+        """The thread whose time is kept."""
         self._queue_file = self._open_queue_file()
         self.open(path)
         os.register_at_fork(after_in_child=self._stop)
@@ -106,15 +107,16 @@ class StepMarks:
         self._request = 0
         self._num_steps = 0
         self.is_on = True
-        self._depth = 0  # of waits, data loaders and gaps that contain each other: the outermost counts
+        self.depth = 0
+        """How many waits, data loaders and gaps contain each other: the outermost counts."""
         self._has_stepped = self._uses_optimizer = False
         self._began_s: float | None = None
-        self._wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
+        self.wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
         self._loader_cpu_s = self._waited_cpu_s = self._gc_began_s = 0.0
-        self._num_waits = 0
+        self.num_waits = 0
         self._waited_queue_s = 0.0
         self._kernel = (0.0, 0.0, 0, 0)
-        self._reads_often = self._queue_file is not None
+        self.reads_often = self._queue_file is not None
 
     def end_run(self) -> None:
         """Note nothing more until `open`: the script is left, and a profile that runs ends."""
@@ -133,24 +135,24 @@ class StepMarks:
 
     def is_here(self) -> bool:
         """Whether the calling thread is the one whose time is kept, outside of what is kept already."""
-        return self.is_on and not self._depth and threading.get_ident() == self._thread
+        return self.is_on and not self.depth and threading.get_ident() == self.thread
 
     def wait_begins(self) -> tuple[float, float]:
         """Return when this wait in a collective begins; to be followed by `wait_ends`."""
-        self._depth += 1
-        return time.perf_counter(), self._read_queue() if self._reads_often else 0.0
+        self.depth += 1
+        return time.perf_counter(), self._read_queue() if self.reads_often else 0.0
 
     def wait_ends(self, began: tuple[float, float]) -> None:
         """Add a wait in a collective."""
-        if self._reads_often:
+        if self.reads_often:
             self._waited_queue_s += self._read_queue() - began[1]
-        self._wait_s += time.perf_counter() - began[0]
-        self._num_waits += 1
-        self._depth -= 1
+        self.wait_s += time.perf_counter() - began[0]
+        self.num_waits += 1
+        self.depth -= 1
 
     def gap_begins(self) -> tuple[float, float, float]:
         """Return when the graph of a backward pass is done, and what follows is the end of its collectives."""
-        is_own = threading.get_ident() == self._thread  # that of a GPU's graph is done in a thread of autograd's
+        is_own = threading.get_ident() == self.thread  # that of a GPU's graph is done in a thread of autograd's
         return *self.wait_begins(), time.thread_time() if is_own else -1.0
 
     def gap_ends(self, began: tuple[float, float, float]) -> None:
@@ -161,46 +163,46 @@ class StepMarks:
 
     def load_begins(self) -> tuple[float, float]:
         """Return when the data loader is asked for a batch."""
-        self._depth += 1
+        self.depth += 1
         return time.perf_counter(), time.thread_time()
 
     def load_ends(self, began: tuple[float, float]) -> None:
         """Add the time in a data loader."""
         self._loader_s += time.perf_counter() - began[0]
         self._loader_cpu_s += time.thread_time() - began[1]
-        self._depth -= 1
+        self.depth -= 1
 
     def backward_begins(self) -> tuple[float, float]:
         """Return the time and the waits so far; a step ends here if an optimizer has stepped since the last pass."""
         if self._has_stepped or not self._uses_optimizer:
             self._end_step()
             self._has_stepped = False
-        return time.perf_counter(), self._wait_s
+        return time.perf_counter(), self.wait_s
 
     def backward_ends(self, began: tuple[float, float]) -> None:
         """Add the time of a backward pass without the waits in it."""
-        self._backward_s += time.perf_counter() - began[0] - (self._wait_s - began[1])
+        self._backward_s += time.perf_counter() - began[0] - (self.wait_s - began[1])
 
     def optimizer_begins(self) -> tuple[float, float]:
         """Return the time and the waits so far."""
-        return time.perf_counter(), self._wait_s
+        return time.perf_counter(), self.wait_s
 
     def optimizer_ends(self, began: tuple[float, float]) -> None:
         """Add the time of an optimizer's step without the waits in it."""
-        self._optimizer_s += time.perf_counter() - began[0] - (self._wait_s - began[1])
+        self._optimizer_s += time.perf_counter() - began[0] - (self.wait_s - began[1])
         self._has_stepped = self._uses_optimizer = True
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        if not self.is_on or threading.get_ident() != self._thread:
+        if not self.is_on or threading.get_ident() != self.thread:
             return
         now_s = time.perf_counter()
         if phase == "start":
             self._gc_began_s = now_s
-        elif not self._depth:  # in a wait it costs nobody anything
+        elif not self.depth:  # in a wait it costs nobody anything
             self._gc_s += now_s - self._gc_began_s
 
     def _end_step(self) -> None:
-        if not self.is_on or threading.get_ident() != self._thread:
+        if not self.is_on or threading.get_ident() != self.thread:
             return
         if self._profile is not None or REQUEST.unpack_from(self._ring, REQUEST_AT)[0] != self._request:
             self._go_on_profiling()
@@ -214,7 +216,7 @@ class StepMarks:
                 self._num_steps,
                 time.time(),
                 now_s - self._began_s,
-                self._wait_s,
+                self.wait_s,
                 self._loader_s,
                 self._backward_s,
                 self._optimizer_s,
@@ -224,16 +226,16 @@ class StepMarks:
                 self._gc_s,
                 kernel[2] - before[2],
                 kernel[3] - before[3],
-                self._num_waits,
+                self.num_waits,
             )
             HEADER.pack_into(self._ring, 0, MAGIC, os.getpid(), self._num_steps)
             # two readings of each wait
             affordable = _SHARE_OF_READINGS * (now_s - self._began_s) / (2 * _READING_S)
-            self._reads_often = self._queue_file is not None and self._num_waits < affordable
+            self.reads_often = self._queue_file is not None and self.num_waits < affordable
         self._began_s, self._kernel = now_s, kernel
-        self._wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
+        self.wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
         self._loader_cpu_s = self._waited_cpu_s = self._waited_queue_s = 0.0
-        self._num_waits = 0
+        self.num_waits = 0
 
     def _read_kernel(self) -> tuple[float, float, int, int]:
         """Return the CPU time of the main thread, its time in the run queue, its page faults, its lost turns."""

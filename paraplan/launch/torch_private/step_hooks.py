@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
@@ -123,19 +125,29 @@ def _leave_untraced(codes: Iterable[CodeType]) -> None:
 
 
 def _waiting(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that waits for a collective, with marks. A step may make hundreds: it is written to be short."""
     import torch
 
-    is_compiling = torch.compiler.is_compiling
+    is_compiling, clock, thread_id = torch.compiler.is_compiling, time.perf_counter, threading.get_ident
 
     @functools.wraps(plain)
     def wait(*arguments: Any, **options: Any) -> Any:
-        if is_compiling() or not marks.is_here():
+        if marks.depth or not marks.is_on or thread_id() != marks.thread or is_compiling():
             return plain(*arguments, **options)
-        began = marks.wait_begins()
+        if marks.reads_often:
+            began = marks.wait_begins()
+            try:
+                return plain(*arguments, **options)
+            finally:
+                marks.wait_ends(began)
+        marks.depth = 1
+        began_s = clock()
         try:
             return plain(*arguments, **options)
         finally:
-            marks.wait_ends(began)
+            marks.wait_s += clock() - began_s
+            marks.num_waits += 1
+            marks.depth = 0
 
     return wait
 
