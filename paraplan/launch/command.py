@@ -145,7 +145,8 @@ def _fork(*, preload_runtime: bool = False) -> SpawnerHandle | RankStart:
 
 def _run_rank(start: RankStart) -> NoReturn:
     from paraplan.launch.ranks import bootstrap, rerun
-    from paraplan.launch.ranks.forked import enter_rank, leave_rank
+    from paraplan.launch.ranks.forked import enter_rank
+    from paraplan.launch.ranks.run_state import leave_process
 
     inherited = frozenset(sys.modules)
     enter_rank(start)
@@ -159,4 +160,4 @@ def _run_rank(start: RankStart) -> NoReturn:
         bootstrap.run_target(target, recorder)
     except SystemExit as end:
         code = end.code
-    leave_rank(code, inherited_modules=inherited)
+    leave_process(code, inherited_modules=inherited)

@@ -70,3 +70,21 @@ def test_ranks_stay_in_their_processes_while_a_node_is_lost_and_another_comes(
     assert text.count("ranks 0-1 stay in their processes\n") == 2
     assert "a node joined: restarting all ranks" in text
     assert len({line.split()[-1] for line in text.splitlines() if line.startswith("rank ")}) == 2
+
+
+def test_a_rank_that_is_lost_on_one_node_leaves_all_others_of_both_in_their_processes(
+    tmp_path: Path, three_hosts: Hosts, script: WriteScript, start_node: StartNode
+) -> None:
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{free_port()}"]
+    words = ["--nnodes", 2, "--nproc-per-node", 2, *rendezvous, "--max-restarts", 2, "--no-logs"]
+    kill = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 3: time.sleep(0.5); os.kill(os.getpid(), 9)'
+    text = TRAIN.replace("    while True:", f"    {kill}\n    while True:")
+    words += ["--restart-in-process", script(text), tmp_path / "stop"]
+    first, second = start_node(0, *words), start_node(1, *words)
+    said_after(first, 0, "stay in their processes")
+    said_after(second, 0, "stays in its process")
+    (tmp_path / "stop").touch()
+    (status, text), (other_status, other_text) = first.end(), second.end()
+    assert (status, other_status) == (0, 0), text + other_text
+    assert "ranks 0-1 stay in their processes\n" in text
+    assert "rank 2 stays in its process; rank 3 takes a spare process\n" in other_text

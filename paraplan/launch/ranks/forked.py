@@ -1,16 +1,12 @@
-"""What a forked rank does before its script and after it, so that it is like a process of its own."""
+"""What a forked rank does before its script, so that it is like a process of its own."""
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import sys
-import threading
-from types import ModuleType
-from typing import NoReturn
 
-from paraplan.launch.ranks.run_state import empty, unbuffered
+from paraplan.launch.ranks.run_state import unbuffered
 from paraplan.launch.ranks.spawner import RankStart
 
 
@@ -39,37 +35,3 @@ def _forget_shared_state(start: RankStart) -> None:
         torch.default_generator.seed()
         if start.num_threads is not None:
             torch.set_num_threads(start.num_threads)
-
-
-def leave_rank(code: object, *, inherited_modules: frozenset[str]) -> NoReturn:
-    """End this process as `sys.exit(code)` does, without taking apart what it shares with the launcher.
-
-    Python takes all modules apart at its end: with torch in them that is a quarter of a second for each rank, and
-    copies every page that the ranks have shared. Here threads are joined, exit functions run, and the script's own
-    modules are emptied, so that open files are written and finalizers called; those of `inherited_modules` are left
-    alone. Once CUDA has started, Python's own end is taken: tools that watch CUDA write their results from there.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        sys.exit(code)  # type: ignore[arg-type]
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)  # noqa: T201 (as the interpreter does with the words of a SystemExit)
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter, too, calls first
-    atexit._run_exitfuncs()
-    flush_streams()
-    for name, module in reversed(list(sys.modules.items())):
-        if isinstance(module, ModuleType) and (name == "__main__" or name not in inherited_modules):
-            empty(module)
-    gc.collect()
-    flush_streams()
-    os._exit(int(code or 0) & 0xFF)
-
-
-def flush_streams() -> None:
-    """Write out what stands in the buffers of the standard streams, as far as they still take it."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, ValueError, OSError):
-            continue  # replaced by something else, closed, or a pipe without a reader

@@ -6,7 +6,6 @@ It stands by between two runs; a spare does so from its start. What belongs to a
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import os
@@ -38,10 +37,17 @@ def keep_rank(channel: Any, target: Any, bootstrap: Any, *, modules: Sequence[st
 
     `bootstrap` is the module that runs targets.
     """
+    inherited = frozenset(sys.modules)
     kept = KeptRank(channel, bootstrap, is_forked=is_forked)
-    if target is None:
-        kept.stand_by(modules)
-    kept.run(target)
+    try:
+        if target is None:
+            kept.stand_by(modules)
+        kept.run(target)
+    except SystemExit as end:
+        if is_forked:  # for which the launcher's part of it has the end
+            raise
+        code = end.code
+    kept.leave(code, inherited_modules=inherited)
 
 
 class KeptRank:
@@ -59,12 +65,14 @@ class KeptRank:
         self._marks: Any = None
         self._recorder: Any = None
         threading.Thread(target=self._listen, daemon=True, name="paraplan-orders").start()
-        atexit.register(
-            self._torch.forget_groups
-        )  # at its very end: torch may abort where groups outlive the interpreter
         self._state = self._state_module.RunState()
         self._num_threads: int | None = None
         bootstrap.module_beside("../torch_private/step_hooks.py").after_import("torch", self._note_torch)
+
+    def leave(self, code: object, *, inherited_modules: frozenset[str]) -> NoReturn:
+        """End this process; the interpreter's own end may abort while threads of gloo or NCCL still run."""
+        self._state_module.leave_process(code, inherited_modules=inherited_modules)
+        raise SystemExit(code)  # which it has done itself
 
     def _note_torch(self) -> None:
         """Note with how many threads torch begins; leave what is imported with it out of collections."""

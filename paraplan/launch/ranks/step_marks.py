@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import resource
 import struct
 import threading
 import time
@@ -47,9 +48,11 @@ FIELDS = (
 CAPACITY = 1024
 """Records in the ring: the launcher looks several times a second."""
 
-_READING_S = 4e-6
-"""What a look at the run queue costs: 3.8 us on a 2-core virtual machine."""
+_READING_S = 25e-6
+"""What a look at the run queue costs in a step, whose passes have emptied the caches: 25 us after 5 ms of matmuls, on a
+2-core virtual machine, where it is 1.4 us again and again."""
 
+_RUSAGE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 _SHARE_OF_READINGS = 0.004
 """The share of a step that looks at the run queue may take; where a step has more waits, only its end is looked at."""
 
@@ -66,9 +69,12 @@ ANSWER = struct.Struct("=qq240s")
 STATES = ("", "began", "done", "failed", "late")
 """States of an answer. late: the step came after the time by which the profile was to begin."""
 
+_COUNT_WORD, _REQUEST_WORD = 2, 3  # in words of eight bytes: the end of the header, the number of a request
+
 REQUEST_AT = HEADER.size
 ANSWER_AT = REQUEST_AT + REQUEST.size
 RECORDS_AT = ANSWER_AT + ANSWER.size
+_FIRST_VALUE = RECORDS_AT // 8
 SIZE = RECORDS_AT + CAPACITY * RECORD.size
 
 
@@ -89,7 +95,8 @@ class StepMarks:
         `load_profiling` returns the module that profiles, once that is asked for; None never does.
         """
         self._load_profiling = load_profiling
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
+        """The thread whose time is kept."""
         self._queue_file = self._open_queue_file()
         self.open(path)
         os.register_at_fork(after_in_child=self._stop)
@@ -101,20 +108,23 @@ class StepMarks:
             os.posix_fallocate(file.fileno(), 0, SIZE)  # to write where a full disk has no block is a SIGBUS
             self._ring = mmap.mmap(file.fileno(), SIZE)
         HEADER.pack_into(self._ring, 0, MAGIC, os.getpid(), 0)
+        # to write numbers one by one costs less than to pack them
+        self._words, self._values = memoryview(self._ring).cast("q"), memoryview(self._ring).cast("d")
         self._folder = os.path.dirname(path)  # noqa: PTH120
         self._profile: Any = None
         self._request = 0
         self._num_steps = 0
         self.is_on = True
-        self._depth = 0  # of waits, data loaders and gaps that contain each other: the outermost counts
+        self.depth = 0
+        """How many waits, data loaders and gaps contain each other: the outermost counts."""
         self._has_stepped = self._uses_optimizer = False
         self._began_s: float | None = None
-        self._wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
+        self.wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
         self._loader_cpu_s = self._waited_cpu_s = self._gc_began_s = 0.0
-        self._num_waits = 0
+        self.num_waits = 0
         self._waited_queue_s = 0.0
         self._kernel = (0.0, 0.0, 0, 0)
-        self._reads_often = self._queue_file is not None
+        self.reads_often = self._queue_file is not None
 
     def end_run(self) -> None:
         """Note nothing more until `open`: the script is left, and a profile that runs ends."""
@@ -133,24 +143,24 @@ class StepMarks:
 
     def is_here(self) -> bool:
         """Whether the calling thread is the one whose time is kept, outside of what is kept already."""
-        return self.is_on and not self._depth and threading.get_ident() == self._thread
+        return self.is_on and not self.depth and threading.get_ident() == self.thread
 
     def wait_begins(self) -> tuple[float, float]:
         """Return when this wait in a collective begins; to be followed by `wait_ends`."""
-        self._depth += 1
-        return time.perf_counter(), self._read_queue() if self._reads_often else 0.0
+        self.depth += 1
+        return time.perf_counter(), self._read_queue() if self.reads_often else 0.0
 
     def wait_ends(self, began: tuple[float, float]) -> None:
         """Add a wait in a collective."""
-        if self._reads_often:
+        if self.reads_often:
             self._waited_queue_s += self._read_queue() - began[1]
-        self._wait_s += time.perf_counter() - began[0]
-        self._num_waits += 1
-        self._depth -= 1
+        self.wait_s += time.perf_counter() - began[0]
+        self.num_waits += 1
+        self.depth -= 1
 
     def gap_begins(self) -> tuple[float, float, float]:
         """Return when the graph of a backward pass is done, and what follows is the end of its collectives."""
-        is_own = threading.get_ident() == self._thread  # that of a GPU's graph is done in a thread of autograd's
+        is_own = threading.get_ident() == self.thread  # that of a GPU's graph is done in a thread of autograd's
         return *self.wait_begins(), time.thread_time() if is_own else -1.0
 
     def gap_ends(self, began: tuple[float, float, float]) -> None:
@@ -161,93 +171,83 @@ class StepMarks:
 
     def load_begins(self) -> tuple[float, float]:
         """Return when the data loader is asked for a batch."""
-        self._depth += 1
+        self.depth += 1
         return time.perf_counter(), time.thread_time()
 
     def load_ends(self, began: tuple[float, float]) -> None:
         """Add the time in a data loader."""
         self._loader_s += time.perf_counter() - began[0]
         self._loader_cpu_s += time.thread_time() - began[1]
-        self._depth -= 1
+        self.depth -= 1
 
     def backward_begins(self) -> tuple[float, float]:
         """Return the time and the waits so far; a step ends here if an optimizer has stepped since the last pass."""
         if self._has_stepped or not self._uses_optimizer:
             self._end_step()
             self._has_stepped = False
-        return time.perf_counter(), self._wait_s
+        return time.perf_counter(), self.wait_s
 
     def backward_ends(self, began: tuple[float, float]) -> None:
         """Add the time of a backward pass without the waits in it."""
-        self._backward_s += time.perf_counter() - began[0] - (self._wait_s - began[1])
+        self._backward_s += time.perf_counter() - began[0] - (self.wait_s - began[1])
 
     def optimizer_begins(self) -> tuple[float, float]:
         """Return the time and the waits so far."""
-        return time.perf_counter(), self._wait_s
+        return time.perf_counter(), self.wait_s
 
     def optimizer_ends(self, began: tuple[float, float]) -> None:
         """Add the time of an optimizer's step without the waits in it."""
-        self._optimizer_s += time.perf_counter() - began[0] - (self._wait_s - began[1])
+        self._optimizer_s += time.perf_counter() - began[0] - (self.wait_s - began[1])
         self._has_stepped = self._uses_optimizer = True
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        if not self.is_on or threading.get_ident() != self._thread:
+        if not self.is_on or threading.get_ident() != self.thread:
             return
         now_s = time.perf_counter()
         if phase == "start":
             self._gc_began_s = now_s
-        elif not self._depth:  # in a wait it costs nobody anything
+        elif not self.depth:  # in a wait it costs nobody anything
             self._gc_s += now_s - self._gc_began_s
 
     def _end_step(self) -> None:
-        if not self.is_on or threading.get_ident() != self._thread:
+        if not self.is_on or threading.get_ident() != self.thread:
             return
-        if self._profile is not None or REQUEST.unpack_from(self._ring, REQUEST_AT)[0] != self._request:
+        if self._profile is not None or self._words[_REQUEST_WORD] != self._request:
             self._go_on_profiling()
         now_s, kernel = time.perf_counter(), self._read_kernel()
         if self._began_s is not None:
             before = self._kernel
             self._num_steps += 1
-            RECORD.pack_into(
-                self._ring,
-                RECORDS_AT + (self._num_steps - 1) % CAPACITY * RECORD.size,
-                self._num_steps,
-                time.time(),
-                now_s - self._began_s,
-                self._wait_s,
-                self._loader_s,
-                self._backward_s,
-                self._optimizer_s,
-                kernel[0] - before[0] - self._waited_cpu_s,
-                self._loader_cpu_s,
-                kernel[1] - before[1] - self._waited_queue_s,
-                self._gc_s,
-                kernel[2] - before[2],
-                kernel[3] - before[3],
-                self._num_waits,
-            )
-            HEADER.pack_into(self._ring, 0, MAGIC, os.getpid(), self._num_steps)
+            values, at = self._values, _FIRST_VALUE + (self._num_steps - 1) % CAPACITY * len(FIELDS)
+            values[at], values[at + 1], values[at + 2] = self._num_steps, time.time(), now_s - self._began_s
+            values[at + 3], values[at + 4] = self.wait_s, self._loader_s
+            values[at + 5], values[at + 6] = self._backward_s, self._optimizer_s
+            values[at + 7], values[at + 8] = kernel[0] - before[0] - self._waited_cpu_s, self._loader_cpu_s
+            values[at + 9], values[at + 10] = kernel[1] - before[1] - self._waited_queue_s, self._gc_s
+            values[at + 11], values[at + 12] = kernel[2] - before[2], kernel[3] - before[3]
+            values[at + 13] = self.num_waits
+            self._words[_COUNT_WORD] = self._num_steps
             # two readings of each wait
             affordable = _SHARE_OF_READINGS * (now_s - self._began_s) / (2 * _READING_S)
-            self._reads_often = self._queue_file is not None and self._num_waits < affordable
+            self.reads_often = self._queue_file is not None and self.num_waits < affordable
         self._began_s, self._kernel = now_s, kernel
-        self._wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
+        self.wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
         self._loader_cpu_s = self._waited_cpu_s = self._waited_queue_s = 0.0
-        self._num_waits = 0
+        self.num_waits = 0
 
     def _read_kernel(self) -> tuple[float, float, int, int]:
         """Return the CPU time of the main thread, its time in the run queue, its page faults, its lost turns."""
-        import resource
-
-        usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))
+        usage = resource.getrusage(_RUSAGE)
         return time.thread_time(), self._read_queue(), usage.ru_majflt, usage.ru_nivcsw
 
     def _read_queue(self) -> float:
         """Return how long the main thread has waited for a core so far."""
-        if self._queue_file is not None:
-            with suppress(OSError, ValueError, IndexError):
-                return int(os.pread(self._queue_file, 64, 0).split()[1]) / 1e9
-        return 0.0
+        if self._queue_file is None:
+            return 0.0
+        try:
+            return int(os.pread(self._queue_file, 64, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
     def _go_on_profiling(self) -> None:
         """Begin a profile that is asked for, or go on with it: a step of the script ends here. It never raises."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
@@ -123,19 +125,29 @@ def _leave_untraced(codes: Iterable[CodeType]) -> None:
 
 
 def _waiting(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that waits for a collective, with marks. A step may make hundreds: it is written to be short."""
     import torch
 
-    is_compiling = torch.compiler.is_compiling
+    is_compiling, clock, thread_id = torch.compiler.is_compiling, time.perf_counter, threading.get_ident
 
     @functools.wraps(plain)
     def wait(*arguments: Any, **options: Any) -> Any:
-        if is_compiling() or not marks.is_here():
+        if marks.depth or not marks.is_on or thread_id() != marks.thread or is_compiling():
             return plain(*arguments, **options)
-        began = marks.wait_begins()
+        if marks.reads_often:
+            began = marks.wait_begins()
+            try:
+                return plain(*arguments, **options)
+            finally:
+                marks.wait_ends(began)
+        marks.depth = 1
+        began_s = clock()
         try:
             return plain(*arguments, **options)
         finally:
-            marks.wait_ends(began)
+            marks.wait_s += clock() - began_s
+            marks.num_waits += 1
+            marks.depth = 0
 
     return wait
 
@@ -162,22 +174,29 @@ def _backward(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return `torch.autograd.backward` with marks: where the graph is done, DDP and FSDP wait for their collectives."""
     import torch
 
-    state = {"is_inside": False, "is_functional_hooked": False}
-    is_compiling = torch.compiler.is_compiling
+    is_inside = is_functional_hooked = False
+    is_compiling, thread_id = torch.compiler.is_compiling, threading.get_ident
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    modules = sys.modules
 
     @functools.wraps(plain)
     def backward(tensors: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal is_inside, is_functional_hooked
         # a pass inside of another one is of that one's time
-        if is_compiling() or state["is_inside"] or not marks.is_here():
+        if is_inside or marks.depth or not marks.is_on or thread_id() != marks.thread or is_compiling():
             return plain(tensors, *arguments, **options)
-        if not state["is_functional_hooked"] and _FUNCTIONAL in sys.modules:  # which not every script imports
-            state["is_functional_hooked"] = True
+        if not is_functional_hooked and _FUNCTIONAL in modules:  # which not every script imports
+            is_functional_hooked = True
             _hook_functional(marks)
-        state["is_inside"] = True
+        is_inside = True
         gaps: list[tuple[float, float, float]] = []
         handle = None
-        with suppress(Exception):  # what torch refuses, it refuses in its own words
-            handle = _when_graph_is_done(tensors, lambda: gaps.append(marks.gap_begins()))
+        try:
+            node = _first_node(tensors)
+            if node is not None:  # it is told before what DDP and FSDP have put behind the pass
+                handle = node.register_prehook(lambda _: queue_callback(lambda: gaps.append(marks.gap_begins())))
+        except Exception:  # noqa: S110  # what torch refuses, it refuses in its own words
+            pass
         began = marks.backward_begins()
         try:
             return plain(tensors, *arguments, **options)
@@ -187,27 +206,21 @@ def _backward(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
             marks.backward_ends(began)
             if handle is not None:
                 handle.remove()
-            state["is_inside"] = False
+            is_inside = False
 
     return backward
 
 
-def _when_graph_is_done(tensors: Any, then: Callable[[], None]) -> Any:
-    """Have a backward pass from `tensors` call `then` before what DDP and FSDP have put behind it; return a handle.
+def _first_node(tensors: Any) -> Any:
+    """Return the node of the graph that a backward pass from `tensors` begins with.
 
     None where the pass is compiled, or has no graph.
     """
-    import torch
-
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.compiled_autograd_enabled:
         return None
-    first = tensors if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence) else tensors[0]
-    node = getattr(first, "grad_fn", None) or getattr(first, "node", None)
-    if node is None:
-        return None
-    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-    return node.register_prehook(lambda _: queue_callback(then))
+    first = tensors[0] if isinstance(tensors, (list, tuple)) else tensors
+    return getattr(first, "grad_fn", None) or getattr(first, "node", None)
 
 
 def _hook_functional(marks: Any) -> None:
