@@ -135,11 +135,18 @@ class Workload:
         )
 
     def communicators_bytes(self, columns: Mapping[str, Ints]) -> Ints:
-        """Return what NCCL keeps in the GPU's memory under each plan: each axis that is used has a communicator.
+        """Return what NCCL keeps in the GPU's memory under each plan, by the communicators that it has.
 
-        `columns` are dp, tp, pp, cp and ep.
+        Each axis in use has one, the ranks of one replica where tp and pp make it, for the norm of gradients, and all
+        ranks where several axes are in use, for barriers (Megatron-LM's parallel_state.py and clip_grads.py, nanotron's
+        context.py and trainer.py). `columns` are dp, tp, pp, cp and ep.
         """
-        groups = (columns["dp"] * columns["cp"], *(columns[name] for name in ("tp", "pp", "cp", "ep")))
+        shards = columns["dp"] * columns["cp"]
+        replica = columns["tp"] * columns["pp"]
+        has_both = (columns["tp"] > 1) & (columns["pp"] > 1)
+        is_mixed = (shards > 1) & (replica > 1) | has_both
+        groups = [shards, *(columns[name] for name in ("tp", "pp", "cp", "ep"))]
+        groups += [np.where(has_both, replica, 1), np.where(is_mixed, shards * replica, 1)]
         return np.asarray(sum(self._of_group(size) for size in groups))
 
     def usable_bytes(self, columns: Mapping[str, Ints]) -> Floats:

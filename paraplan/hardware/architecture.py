@@ -51,6 +51,9 @@ class ArchitectureProfile(Record):
     """Regular expressions for the names of its GPUs, by compute capability, for tables that tell names alone."""
     flash_attention: tuple[FlashAttentionSpeed, ...] = Field(min_length=1)
     """Attention speed by generation of the kernels."""
+    driver_reserved_bytes: int = Field(default=0, ge=0)
+    """Of the total that NVML tells, what the driver keeps (`Reserved` in `nvidia-smi -q`) and CUDA does not give, where
+    no GPU profile says it. 0 where totals are those of drivers that took it off already."""
     torch_workspace_bytes: int = 0
     """The cuBLAS workspace that torch keeps for each thread that multiplies."""
     engine_workspace_bytes: int = 0

@@ -41,6 +41,9 @@ class Cluster(Record):
 
     @property
     def gpu_memory_bytes(self) -> int:
-        """Memory of the smallest GPU: the driver's figure where it is known, else the data sheet's."""
+        """What CUDA gives of the smallest GPU's memory: its total less what the driver keeps.
+
+        The total is the driver's figure where it is known, else the profile's.
+        """
         reported = [gpu.memory_total_bytes for gpu in self.node.gpus if gpu.memory_total_bytes is not None]
-        return min(reported, default=self.gpu.memory_bytes)
+        return min(reported, default=self.gpu.memory_bytes) - self.gpu.reserved_bytes

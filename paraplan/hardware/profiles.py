@@ -80,6 +80,7 @@ class GpuProfile(Record):
     compute_capability: str | None = None
     num_multiprocessors: int | None = Field(default=None, gt=0)
     memory_bytes: int = Field(gt=0, description="what the driver reports as total")
+    driver_reserved_bytes: int | None = Field(default=None, ge=0, description="of it, what CUDA does not give")
     memory_bandwidth_bytes_per_s: float = Field(gt=0)
     peak_flops_per_s: dict[Precision, float] = Field(description="dense matmul peak with fp32 accumulation")
     reached_matmul_flops_per_s: float | None = Field(
@@ -103,6 +104,13 @@ class GpuProfile(Record):
     """How good the weakest part of the source is; None where nobody said."""
     architecture_profile: ArchitectureProfile | None = Field(default=None, exclude=True, repr=False)
     """What GPUs of the architecture share, filled in from `profiles/architectures` where a profile is loaded."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the driver keeps of the total: as this profile says, else as its architecture does."""
+        if self.driver_reserved_bytes is not None or self.architecture_profile is None:
+            return self.driver_reserved_bytes or 0
+        return self.architecture_profile.driver_reserved_bytes
 
     @property
     def shared(self) -> ArchitectureProfile:

@@ -344,12 +344,13 @@ def test_flagscale_keeps_the_activated_gate_and_keys_for_all_heads(workload: Mak
     [
         ({"dp": 8}, 0, 1),
         ({"tp": 8}, 0, 1),
-        ({"dp": 2, "tp": 4}, 1, 1),
-        ({"dp": 2, "tp": 2, "pp": 2}, 3, 0),
-        ({"dp": 2, "cp": 2, "tp": 2}, 2, 1),
+        ({"dp": 2, "tp": 4}, 1, 2),
+        ({"dp": 2, "tp": 2, "pp": 2}, 3, 2),
+        ({"dp": 2, "cp": 2, "tp": 2}, 2, 2),
+        ({"tp": 2, "pp": 4}, 1, 3),
     ],
 )
-def test_each_axis_in_use_has_a_communicator_in_the_gpus_memory(
+def test_each_group_that_ranks_are_in_has_a_communicator_in_the_gpus_memory(
     workload: MakeWorkload, degrees: dict[str, int], pairs: int, larger: int
 ) -> None:
     made = workload(global_batch_size=16)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from paraplan.api.machines import load_cluster
 from paraplan.errors import ProfileError
 from paraplan.hardware.architecture import LinkRates, architecture_of, list_architectures, load_architecture
 from paraplan.hardware.catalogue.profile_files import list_gpus, list_machines, list_networks, load_gpu
+from paraplan.units import MIB
 
 
 def test_every_bundled_gpu_has_an_architecture_with_its_capability() -> None:
@@ -78,3 +80,14 @@ def test_an_own_architecture_is_a_file_beside_the_gpu(tmp_path: Path) -> None:
 def test_profiles_whose_source_is_memory_say_so() -> None:
     for profile in (*list_gpus(), *list_machines(), *list_networks()):
         assert ("from memory" in profile.source) == (profile.source_kind == "memory"), profile.name
+
+
+def test_cuda_gives_less_than_the_driver_tells() -> None:
+    """By one machine's nvidia-smi and deviceQuery: 81,559 and 81,106 MiB of an H100, 81,920 and 81,158 of an A100."""
+    given = {"dgx-h100": 81106, "dgx-a100": 81158, "rtx-3090-x2": 24154, "l40s-x8": 45589}
+    for name, mebibytes in given.items():
+        assert load_cluster(name).gpu_memory_bytes == mebibytes * MIB, name
+    other = load_cluster("hgx-h800")
+    assert other.gpu.driver_reserved_bytes is None
+    assert other.gpu.memory_bytes - other.gpu_memory_bytes == load_architecture("Hopper").driver_reserved_bytes
+    assert load_cluster("dgx-1-v100").gpu_memory_bytes == 32510 * MIB, "its total is an older driver's"
