@@ -319,7 +319,8 @@ class KernelTimes:
             measured = self._attention_rate(backward=backward)
             if measured is not None:
                 return np.asarray((0.5 if attention.is_causal else 1.0) * flops / measured)
-            efficiency = (speed.backward if backward else speed.forward) * constants.flash_attention_factor
+            width = (attention.qk_head_dim + attention.v_head_dim) / 2
+            efficiency = speed.peak_share(width, backward=backward) * constants.flash_attention_factor
             efficiency *= self.framework.kernels.attention_speedup
             reach = min(self.training.seq_length, attention.window or self.training.seq_length)
             computed = 0.5 * (1.0 + speed.causal_tokens / reach) if attention.is_causal else 1.0
