@@ -65,6 +65,19 @@ def test_spares_alone_take_places_when_all_ranks_begin_anew(launch_forked: Forke
     assert len(set(processes(ended.stdout).values())) == 4
 
 
+def test_no_signal_is_blocked_in_ranks_that_stay_and_in_spares(
+    launch_forked: ForkedLaunch, script: WriteScript
+) -> None:
+    looks = """
+    print("blocked:", signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2}), flush=True)
+    """
+    words = ("--restart-in-process", "--max-restarts", 1, "--no-logs", "--nproc-per-node", 2)
+    ended = launch_forked(*words, script(TRAIN.replace("for step in", f"{looks.strip()}\n    for step in")))
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 0 stays in its process; rank 1 takes a spare process" in ended.stderr
+    assert re.findall(r"blocked: (.*)", ended.stdout) == ["set()"] * 4
+
+
 def test_a_script_that_runs_again_finds_what_it_finds_in_a_new_process(
     launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ class RunState:
         os.umask(self._umask)
         self._builtins = dict(vars(builtins))
         self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._threads, self._modules = set(threading.enumerate()), frozenset(sys.modules) - {"__main__"}
         self._cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         self._streams = sys.stdin, sys.stdout, sys.stderr
@@ -127,11 +128,12 @@ class RunState:
             getattr(getattr(states, kind, None), "_shared_state", {}).clear()
 
     def restore_signals(self) -> None:
-        """Set handlers of signals back, and stop timers."""
+        """Set handlers of signals back, and which are blocked, and stop timers."""
         for number, handler in self._handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 with contextlib.suppress(OSError, ValueError):  # of SIGKILL, SIGSTOP and those of the C library
                     signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         for name in _ITIMERS:
             if hasattr(signal, name):
                 signal.setitimer(getattr(signal, name), 0)
