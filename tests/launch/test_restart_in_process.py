@@ -78,6 +78,30 @@ def test_no_signal_is_blocked_in_ranks_that_stay_and_in_spares(
     assert re.findall(r"blocked: (.*)", ended.stdout) == ["set()"] * 4
 
 
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_ranks_meet_again_where_one_was_lost_before_its_first_group(
+    deaths: int, launch_forked: ForkedLaunch, script: WriteScript
+) -> None:
+    path = script(
+        f"""
+        import os, signal, time
+        import torch.distributed as dist
+
+        if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < {deaths}:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.barrier(dist.new_group([0, 1, 2]))
+        print("met", flush=True)
+        """
+    )
+    ended = launch_forked(*STAYS, "--nproc-per-node", 3, path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("ranks 0, 2 stay in their processes; rank 1 begins in a new one") == deaths
+    assert ended.stdout.count("met") == 3
+
+
 def test_a_script_that_runs_again_finds_what_it_finds_in_a_new_process(
     launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
