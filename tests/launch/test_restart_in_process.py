@@ -69,7 +69,8 @@ def test_no_signal_is_blocked_in_ranks_that_stay_and_in_spares(
     launch_forked: ForkedLaunch, script: WriteScript
 ) -> None:
     looks = """
-    print("blocked:", signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2}), flush=True)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
+    sys.stdout.write(f"blocked: {blocked}\\n")
     """
     words = ("--restart-in-process", "--max-restarts", 1, "--no-logs", "--nproc-per-node", 2)
     ended = launch_forked(*words, script(TRAIN.replace("for step in", f"{looks.strip()}\n    for step in")))
@@ -108,7 +109,7 @@ def test_a_script_that_runs_again_finds_what_it_finds_in_a_new_process(
     (tmp_path / "beside.py").write_text("state = []\n")
     path = script(
         f"""
-        import atexit, builtins, gc, logging, os, random, signal, sys, threading, warnings
+        import atexit, builtins, gc, logging, multiprocessing, os, random, signal, sys, threading, warnings
         import torch
         import torch.distributed as dist
         import beside
@@ -123,6 +124,7 @@ def test_a_script_that_runs_again_finds_what_it_finds_in_a_new_process(
             "hook": sys.excepthook is sys.__excepthook__, "timer": signal.getitimer(signal.ITIMER_REAL)[0],
             "umask": os.umask(0o22), "recursion": sys.getrecursionlimit(), "stdout": sys.stdout is sys.__stdout__,
             "threads": torch.get_num_threads(), "excepthook": threading.excepthook.__module__,
+            "start": multiprocessing.get_start_method(allow_none=True),
         }}
         print(rank, attempt, sorted(found.items(), key=str), flush=True)
         beside.state.append(1)
@@ -142,6 +144,7 @@ def test_a_script_that_runs_again_finds_what_it_finds_in_a_new_process(
         sys.excepthook = lambda *_: None
         os.umask(0o77)
         sys.setrecursionlimit(5000)
+        multiprocessing.set_start_method("spawn", force=True)
         sys.stdout = open(os.devnull, "w")
         atexit.register(lambda: open({str(tmp_path)!r} + f"/left-{{rank}}", "a").write("x"))
         dist.init_process_group("gloo")

@@ -30,11 +30,10 @@ _ENDS_WITHIN_S = 1.0
 _OUTLIVE_RUNS = ("colossalai", "deepspeed", "fairscale", "horovod", "jax", "megatron", "mpi4py", "ray", "tensorflow")
 _OWN_PROCESSES = ("wandb",)
 _PACKAGE = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
-_LIBRARIES = tuple(
-    {_PACKAGE + os.sep}
-    | {os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()}
-    | {path + os.sep for path in sysconfig.get_paths().values()}
-)
+_INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+"""Not the whole prefix: a project may be its own virtual environment, or lie in /usr/local."""
+
+_LIBRARIES = tuple({path + os.sep for path in (_PACKAGE, *_INSTALLED, *map(os.path.realpath, _INSTALLED))})
 _PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -78,6 +77,7 @@ class RunState:
         self._streams = sys.stdin, sys.stdout, sys.stderr
         root = logging.getLogger()
         self._root = list(root.handlers), list(root.filters), root.level
+        self._start_method = _start_method()
         self._exits: list[Callable[..., Any]] = []
         self._register = atexit.register
         vars(atexit)["register"] = self._note_exit
@@ -158,6 +158,8 @@ class RunState:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self._cpus)
         sys.stdin, sys.stdout, sys.stderr = self._streams
+        if _start_method() != self._start_method:  # which may be set once
+            sys.modules["multiprocessing"].set_start_method(self._start_method, force=True)
         root = logging.getLogger()
         root.handlers[:], root.filters[:] = self._root[:2]
         root.setLevel(self._root[2])
@@ -172,6 +174,12 @@ class RunState:
             if not own or time.monotonic() > deadline:
                 return f"a thread of the script, {own[0]}, does not end" if own else None
             time.sleep(0.02)
+
+
+def _start_method() -> str | None:
+    """Return how multiprocessing is to start processes; None where nobody has said."""
+    multiprocessing: Any = sys.modules.get("multiprocessing")
+    return None if multiprocessing is None else multiprocessing.get_start_method(allow_none=True)
 
 
 def _is_of_user(frame: FrameType) -> bool:
