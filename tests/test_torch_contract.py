@@ -148,6 +148,12 @@ CONTRACTS = (
     Contract(f"{_C10D}:_resolve_process_group", "counting functional collectives"),
     Contract(f"{_C10D}:_abort_process_group", "ranks that stay: groups whose peers are gone", ("group",)),
     Contract(f"{_C10D}:_world.pg_map", "ranks that stay: groups that are aborted"),
+    Contract(f"{_C10D}:_world.group_count", "ranks that stay: a group that was being made"),
+    Contract(f"{_C10D}:_unregister_all_process_groups", "ranks that stay: a group that was being made"),
+    *(
+        Contract(f"{_C10D}:_world.{name}", "ranks that stay: a group that was being made")
+        for name in ("pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
+    ),
     Contract("torch.utils.data._utils.signal_handling:_SIGCHLD_handler_set", "ranks that stay: data loaders"),
     Contract("torch.nn.modules.module:_global_forward_hooks", "ranks that stay: hooks that the script has set"),
     Contract("torch.nn.modules.module:_global_forward_pre_hooks", "as above"),

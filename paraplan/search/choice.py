@@ -313,12 +313,11 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
     survey.find(named[kind])
     if objective == "memory":
         return
-    roomy_bytes = ROOMY * survey.workload.usable_memory_bytes
-    survey.find(plans.column("offload") == 0, at_most_s=_surest_s(survey), most_bytes=roomy_bytes)
+    survey.find(plans.column("offload") == 0, at_most_s=_surest_s(survey), most_share=ROOMY)
     levels = _levels(survey.workload, plans.column)
     for level in np.flatnonzero(np.bincount(levels)):  # np.unique would import masked arrays
         at_most_s = (1 + TOLERANCE[objective]) * _surest_s(survey)
-        survey.find(levels == level, at_most_s=at_most_s, most_bytes=roomy_bytes)
+        survey.find(levels == level, at_most_s=at_most_s, most_share=ROOMY)
         survey.find(levels == level, at_most_s=at_most_s)
         if _surest_s(survey, levels == level) <= at_most_s:
             return

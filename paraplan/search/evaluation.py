@@ -121,26 +121,26 @@ class Plans:
 
 @dataclass
 class TooLarge:
-    """The plans that do not fit: how many, how much they need, and the one that comes nearest.
+    """The plans that do not fit: how many, how much the nearest lacks, and the nearest.
 
     `num_beyond_host` more fit the GPUs, but offload more than a node holds; `beyond_host` is the first of them.
     """
 
     count: int = 0
-    least_bytes: float = float("inf")
+    least_lacking_bytes: float = float("inf")
     nearest: ParallelPlan | None = None
     num_beyond_host: int = 0
     beyond_host: ParallelPlan | None = None
     _first_row: int = sys.maxsize
 
-    def add(self, table: PlanTable, peaks: Floats, weights: Ints) -> None:
+    def add(self, table: PlanTable, lacking_bytes: Floats, weights: Ints) -> None:
         """Count the plans of a table, each as often as `weights` says."""
         if not len(table):
             return
         self.count += int(weights.sum())
-        if float(peaks.min()) < self.least_bytes:
-            self.least_bytes = float(peaks.min())
-            self.nearest = table.plan(int(np.argmin(peaks)))
+        if float(lacking_bytes.min()) < self.least_lacking_bytes:
+            self.least_lacking_bytes = float(lacking_bytes.min())
+            self.nearest = table.plan(int(np.argmin(lacking_bytes)))
 
     def add_beyond_host(self, table: PlanTable, rows: Ints, weights: Ints) -> None:
         """Count plans that fit the GPUs alone, and remember the first of them in the order of the space."""
@@ -273,12 +273,12 @@ class Survey:
         rows = rows[first_rows(kind[rows])[0]]
         return rows[np.argsort(order[rows], kind="stable")][: self.num_kinds]
 
-    def find(self, among: Mask, *, at_most_s: float = np.inf, most_bytes: float = np.inf) -> float:
-        """Price plans until the fastest of `among` that needs `most_bytes` or less is known; return its seconds.
+    def find(self, among: Mask, *, at_most_s: float = np.inf, most_share: float = 1.0) -> float:
+        """Price plans until the fastest of `among` that needs `most_share` of what it may allocate, or less, is known.
 
-        It may stay unknown where it takes more than `at_most_s`.
+        Return its seconds. It may stay unknown where it takes more than `at_most_s`.
         """
-        known = among & (self.peaks <= most_bytes)
+        known = among & (self.peaks <= most_share * self.usable)
         best = float(self.seconds[known].min(initial=np.inf))
         rows = np.flatnonzero(among & (self.plans.least_s < min(best, at_most_s)))
         is_new = np.isnan(self.peaks[rows])
@@ -287,7 +287,7 @@ class Survey:
         while len(rows) and not is_stopped():
             batch, rows = _least_first(rows, self.plans.least_s, size)
             self._price(batch)
-            found = self.seconds[batch[self.peaks[batch] <= most_bytes]]
+            found = self.seconds[batch[self.peaks[batch] <= most_share * self.usable[batch]]]
             best = min(best, float(found.min(initial=np.inf)))
             rows = rows[self.plans.least_s[rows] < min(best, at_most_s)]
             size = min(4 * size, _MOST_ROWS)
@@ -314,7 +314,9 @@ class Survey:
             "not priced before the search was stopped" if is_partial else "cannot be as fast as the plans shown"
         )
         reasons[unpriced_because] += self._count(np.flatnonzero(unpriced))
-        reasons[f"need more than the {format_bytes(self.workload.usable_memory_bytes)} usable"] += self.too_large.count
+        reasons[f"need more than is usable, at most {format_bytes(self.workload.usable_memory_bytes)}"] += (
+            self.too_large.count
+        )
         if self.too_large.num_beyond_host:
             host = format_bytes(self.workload.cluster.host_memory_bytes or 0)
             reasons[f"offload needs more than the {host} of a node"] += self.too_large.num_beyond_host
@@ -351,7 +353,8 @@ class Survey:
             peaks, fitting, beyond = memory_of(self.workload, table)
             self.peaks[part], self._fits[part] = peaks, fitting & ~beyond
             self.num_priced += int(weights.sum())
-            self.too_large.add(table.select(~fitting), peaks[~fitting], weights[~fitting])
+            lacking = peaks - self.usable[part]
+            self.too_large.add(table.select(~fitting), lacking[~fitting], weights[~fitting])
             self.too_large.add_beyond_host(table.select(beyond), part[beyond], weights[beyond])
         return rows[self._fits[rows]]
 

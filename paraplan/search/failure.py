@@ -29,7 +29,7 @@ def nothing_fits(
     workload: Workload, space: PlanSpace, too_large: TooLarge, *, with_ways_out: bool = True
 ) -> NoPlanFitsError:
     """Return the error for a workload whose `space` has no plan that fits."""
-    cluster, usable = workload.cluster, workload.usable_memory_bytes
+    cluster = workload.cluster
     ways_out = None
     if with_ways_out and (too_large.nearest or too_large.beyond_host):
         ways_out = ", or ".join(_ways_out(workload, executor=space.executor, fixed=space.fixed))
@@ -39,8 +39,9 @@ def nothing_fits(
         on_host = estimate_plan(workload, too_large.beyond_host)
         needed, limit = format_bytes_apart(on_host.host_bytes_per_node, cluster.host_memory_bytes or 0)
         plans = "1 plan fits" if too_large.num_beyond_host == 1 else f"{too_large.num_beyond_host:,} plans fit"
+        usable = format_bytes(on_host.usable_memory_bytes)
         return NothingFitsError(
-            f"{what}; with offload {plans} their {format_bytes(usable)}, but not the {limit} of a node: "
+            f"{what}; with offload {plans} their {usable}, but not the {limit} of a node: "
             f"{on_host.plan.describe()} needs {needed} there",
             hint=ways_out,
             nearest=on_host,
@@ -57,8 +58,8 @@ def nothing_fits(
         )
     nearest = estimate_plan(workload, too_large.nearest)
     fullest = max(nearest.memory, key=lambda stage: stage.total_bytes)
-    lacking = format_bytes(fullest.total_bytes - usable)
-    needed, limit = format_bytes_apart(fullest.total_bytes, usable)
+    lacking = format_bytes(fullest.total_bytes - nearest.usable_memory_bytes)
+    needed, limit = format_bytes_apart(fullest.total_bytes, nearest.usable_memory_bytes)
     where = f" on stage {fullest.pipeline_stage}" if nearest.plan.pp > 1 else ""
     return NothingFitsError(
         f"{what} with {limit} usable each; the nearest, {nearest.plan.describe()}, needs {needed}, {lacking} too "

@@ -65,13 +65,51 @@ def test_spares_alone_take_places_when_all_ranks_begin_anew(launch_forked: Forke
     assert len(set(processes(ended.stdout).values())) == 4
 
 
+def test_no_signal_is_blocked_in_ranks_that_stay_and_in_spares(
+    launch_forked: ForkedLaunch, script: WriteScript
+) -> None:
+    looks = """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
+    sys.stdout.write(f"blocked: {blocked}\\n")
+    """
+    words = ("--restart-in-process", "--max-restarts", 1, "--no-logs", "--nproc-per-node", 2)
+    ended = launch_forked(*words, script(TRAIN.replace("for step in", f"{looks.strip()}\n    for step in")))
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 0 stays in its process; rank 1 takes a spare process" in ended.stderr
+    assert re.findall(r"blocked: (.*)", ended.stdout) == ["set()"] * 4
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_ranks_meet_again_where_one_was_lost_before_its_first_group(
+    deaths: int, launch_forked: ForkedLaunch, script: WriteScript
+) -> None:
+    path = script(
+        f"""
+        import os, signal, time
+        import torch.distributed as dist
+
+        if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < {deaths}:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.barrier(dist.new_group([0, 1, 2]))
+        print("met", flush=True)
+        """
+    )
+    ended = launch_forked(*STAYS, "--nproc-per-node", 3, path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("ranks 0, 2 stay in their processes; rank 1 begins in a new one") == deaths
+    assert ended.stdout.count("met") == 3
+
+
 def test_a_script_that_runs_again_finds_what_it_finds_in_a_new_process(
     launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
     (tmp_path / "beside.py").write_text("state = []\n")
     path = script(
         f"""
-        import atexit, builtins, gc, logging, os, random, signal, sys, threading, warnings
+        import atexit, builtins, gc, logging, multiprocessing, os, random, signal, sys, threading, warnings
         import torch
         import torch.distributed as dist
         import beside
@@ -86,6 +124,7 @@ def test_a_script_that_runs_again_finds_what_it_finds_in_a_new_process(
             "hook": sys.excepthook is sys.__excepthook__, "timer": signal.getitimer(signal.ITIMER_REAL)[0],
             "umask": os.umask(0o22), "recursion": sys.getrecursionlimit(), "stdout": sys.stdout is sys.__stdout__,
             "threads": torch.get_num_threads(), "excepthook": threading.excepthook.__module__,
+            "start": multiprocessing.get_start_method(allow_none=True),
         }}
         print(rank, attempt, sorted(found.items(), key=str), flush=True)
         beside.state.append(1)
@@ -105,6 +144,7 @@ def test_a_script_that_runs_again_finds_what_it_finds_in_a_new_process(
         sys.excepthook = lambda *_: None
         os.umask(0o77)
         sys.setrecursionlimit(5000)
+        multiprocessing.set_start_method("spawn", force=True)
         sys.stdout = open(os.devnull, "w")
         atexit.register(lambda: open({str(tmp_path)!r} + f"/left-{{rank}}", "a").write("x"))
         dist.init_process_group("gloo")

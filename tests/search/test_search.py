@@ -19,6 +19,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.search.constraints import Constraints
 from paraplan.search.degrees import all_degrees
+from paraplan.search.failure import NothingFitsError
 from paraplan.search.lower_bound import least_step_s
 from paraplan.search.rank_orders import ORDERS
 from paraplan.search.results import TOLERANCE, SearchResult, complexity
@@ -26,6 +27,7 @@ from paraplan.search.search import search
 from paraplan.search.space import PlanSpace
 from paraplan.search.stage_splits import BalancedSplits
 from paraplan.search.what_fits import fewest_gpus, fewest_nodes, largest_batch, longest_sequence
+from paraplan.units import format_bytes
 
 MEGATRON_CORE = load_framework("megatron-core")
 PARAPLAN = load_framework("paraplan")
@@ -166,6 +168,18 @@ def test_where_nothing_fits_the_nearest_plan_and_what_it_lacks_are_named(workloa
     assert search(workload("llama-2-7b", profile="rtx-3090-x2", num_nodes=nodes)).best.fits
     with pytest.raises(NoPlanFitsError):
         search(workload("llama-2-7b", profile="rtx-3090-x2", num_nodes=nodes // 2))
+
+
+def test_what_the_nearest_plan_lacks_is_counted_with_its_own_communicators(workload: MakeWorkload) -> None:
+    made = workload("llama-2-13b", profile="a40-x4-bridged", global_batch_size=16, seq_length=16384)
+    with pytest.raises(NothingFitsError) as failure:
+        search(made, fixed=Constraints(offload="none"), explains_failure=False)
+    nearest = failure.value.nearest
+    assert nearest.usable_memory_bytes < made.usable_memory_bytes, "of more than one axis"
+    lacking = nearest.peak_memory_bytes - nearest.usable_memory_bytes
+    limit = format_bytes(nearest.usable_memory_bytes)
+    assert f"with {limit} usable each" in str(failure.value)
+    assert f"{format_bytes(lacking)} too much" in str(failure.value)
 
 
 def test_stages_are_cut_by_cost_so_that_the_head_weighs(workload: MakeWorkload) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from typing import Any
 
 _CHUNK = 1 << 20
@@ -22,16 +23,18 @@ class Channel:
         self.connection = connection
         self.descriptors: list[int] = []
         self._received = b""
+        self._is_sending = threading.Lock()
 
     def fileno(self) -> int:
         """Return the descriptor, for select."""
         return self.connection.fileno()
 
     def send(self, *, with_descriptors: tuple[int, ...] = (), **words: Any) -> None:
-        """Send one line. Raises OSError where the other side is gone."""
+        """Send one line, from any thread. Raises OSError where the other side is gone."""
         data = json.dumps(words).encode() + b"\n"
-        sent = socket.send_fds(self.connection, [data], with_descriptors) if with_descriptors else 0
-        self.connection.sendall(data[sent:])
+        with self._is_sending:
+            sent = socket.send_fds(self.connection, [data], with_descriptors) if with_descriptors else 0
+            self.connection.sendall(data[sent:])
 
     def receive(self) -> list[dict[str, Any]]:
         """Wait for the other side, and return its lines, if any is whole. Raises EOFError where it is gone."""

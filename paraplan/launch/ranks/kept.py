@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from paraplan.launch.ranks.bootstrap import CHANNEL_VARIABLE
 from paraplan.launch.ranks.channel import Channel
-from paraplan.launch.ranks.spawner import RankStart, Spawner
+from paraplan.launch.ranks.spawner import IGNORED, RankStart, Spawner
 
 _ASKS_S = (5.0, 20.0, 60.0)
 """How long after the start of ranks one tells what it has imported: much is imported where it is first used."""
@@ -169,6 +170,8 @@ class KeepingSpawner(Spawner):
                 started = self.begin(spare, message, [None, None], [])
             except OSError:  # the job goes on without
                 return None
+            finally:  # in the spare, too
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
             if isinstance(started, RankStart):
                 return started
         return None

@@ -30,11 +30,10 @@ _ENDS_WITHIN_S = 1.0
 _OUTLIVE_RUNS = ("colossalai", "deepspeed", "fairscale", "horovod", "jax", "megatron", "mpi4py", "ray", "tensorflow")
 _OWN_PROCESSES = ("wandb",)
 _PACKAGE = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # noqa: PTH100, PTH118, PTH120
-_LIBRARIES = tuple(
-    {_PACKAGE + os.sep}
-    | {os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()}
-    | {path + os.sep for path in sysconfig.get_paths().values()}
-)
+_INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+"""Not the whole prefix: a project may be its own virtual environment, or lie in /usr/local."""
+
+_LIBRARIES = tuple({path + os.sep for path in (_PACKAGE, *_INSTALLED, *map(os.path.realpath, _INSTALLED))})
 _PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -72,11 +71,13 @@ class RunState:
         os.umask(self._umask)
         self._builtins = dict(vars(builtins))
         self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._threads, self._modules = set(threading.enumerate()), frozenset(sys.modules) - {"__main__"}
         self._cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         self._streams = sys.stdin, sys.stdout, sys.stderr
         root = logging.getLogger()
         self._root = list(root.handlers), list(root.filters), root.level
+        self._start_method = _start_method()
         self._exits: list[Callable[..., Any]] = []
         self._register = atexit.register
         vars(atexit)["register"] = self._note_exit
@@ -127,11 +128,12 @@ class RunState:
             getattr(getattr(states, kind, None), "_shared_state", {}).clear()
 
     def restore_signals(self) -> None:
-        """Set handlers of signals back, and stop timers."""
+        """Set handlers of signals back, and which are blocked, and stop timers."""
         for number, handler in self._handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 with contextlib.suppress(OSError, ValueError):  # of SIGKILL, SIGSTOP and those of the C library
                     signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         for name in _ITIMERS:
             if hasattr(signal, name):
                 signal.setitimer(getattr(signal, name), 0)
@@ -156,6 +158,8 @@ class RunState:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self._cpus)
         sys.stdin, sys.stdout, sys.stderr = self._streams
+        if _start_method() != self._start_method:  # which may be set once
+            sys.modules["multiprocessing"].set_start_method(self._start_method, force=True)
         root = logging.getLogger()
         root.handlers[:], root.filters[:] = self._root[:2]
         root.setLevel(self._root[2])
@@ -170,6 +174,12 @@ class RunState:
             if not own or time.monotonic() > deadline:
                 return f"a thread of the script, {own[0]}, does not end" if own else None
             time.sleep(0.02)
+
+
+def _start_method() -> str | None:
+    """Return how multiprocessing is to start processes; None where nobody has said."""
+    multiprocessing: Any = sys.modules.get("multiprocessing")
+    return None if multiprocessing is None else multiprocessing.get_start_method(allow_none=True)
 
 
 def _is_of_user(frame: FrameType) -> bool:

@@ -29,7 +29,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _STDERR = 2
 _COPIER_S = 5.0  # a console that takes nothing, such as a paused pager, must not keep a job from ending
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""Signals that a spawner leaves to the launcher; while it forks they are blocked."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Spawner:
         """Serve the launcher until it says `end` or is gone; both end the process. Returns in each forked rank."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        for number in (*_IGNORED, signal.SIGCHLD):
+        for number in (*IGNORED, signal.SIGCHLD):
             signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that are started would inherit
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since before the fork
         actions: dict[str, Callable[[dict[str, Any]], RankStart | None]] = {
@@ -150,7 +151,7 @@ class Spawner:
                 self.send(event="start_failed", rank=rank["rank"], error=str(error))
                 return None
             finally:  # in the rank, too
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
                 self._close(stream for stream in streams if stream is not None)
             if isinstance(started, RankStart):
                 return started
@@ -177,7 +178,7 @@ class Spawner:
         environment = message["environment"] | rank["environment"]
         if message["fork"]:
             parent = os.getpid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # one for the rank waits until it can end by it
+            signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # one for the rank waits until it can end by it
             pid = os.fork()
             if pid == 0:
                 self._become_rank(parent, streams, others=others)
@@ -250,7 +251,7 @@ class Spawner:
 
     def _become_rank(self, parent: int, descriptors: list[int | None], *, others: list[int]) -> None:
         signal.set_wakeup_fd(-1)
-        for number in (*_IGNORED, signal.SIGCHLD):
+        for number in (*IGNORED, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.setsid()
         die_with(parent)

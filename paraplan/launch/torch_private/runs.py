@@ -15,6 +15,11 @@ from typing import Any
 _DEFAULT_SEED = 67280421310721
 """What torch's generators begin with in each process (c10/core/GeneratorImpl.h)."""
 
+_TABLES_OF_GROUPS = (
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"),
+    "pg_coalesce_state",
+)
+
 
 def restore_settings(*, num_threads: int | None, seeds_anew: bool) -> None:
     """Set what a script may set for its whole process back to what torch begins with, and seed its generators.
@@ -72,6 +77,12 @@ def forget_groups() -> None:
         return
     if c10d.is_initialized():
         c10d._abort_process_group()
+        return
+    world = c10d._world  # of a group that was being made; its number is part of what ranks call the next one
+    for name in _TABLES_OF_GROUPS:
+        getattr(world, name).clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
 
 
 def forget_run() -> None:
