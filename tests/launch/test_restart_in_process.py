@@ -208,8 +208,8 @@ def test_workers_of_data_loaders_end_with_the_run_and_begin_with_the_next(launch
 @pytest.mark.parametrize(
     ("stuck", "said"),
     [
-        ("ctypes.PyDLL(None).sleep(600)", "it has not left its script within 3 s, and is killed"),
-        ("swallow()", "it has not left its script within 3 s, and is killed"),
+        ("ctypes.PyDLL(None).sleep(600)", "it has not left its script within 5 s, and is killed"),
+        ("swallow()", "it has not left its script within 5 s, and is killed"),
         ("threading.Thread(target=spin, name='feeder', daemon=True).start(); time.sleep(600)", "feeder, does not end"),
         ("import jax; time.sleep(600)", "jax keeps state of a run"),
     ],

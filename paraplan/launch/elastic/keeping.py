@@ -14,8 +14,8 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle
 from paraplan.units import ranks_in_words
 
-LEAVES_WITHIN_S = 3.0
-"""How long a rank gets to leave its script: it is killed then, and begins in another process."""
+LEAVES_WITHIN_S = 5.0
+"""How long a rank gets to leave its script, on a busy machine too: it is killed then, and begins in another process."""
 
 _LOOK_S = 0.05
 
