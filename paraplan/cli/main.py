@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperGroup
 
 from paraplan import __version__
-from paraplan.cli.defaults import defaults_of
 from paraplan.cli.progress import shown_progress
 from paraplan.cli.terminal import drawn_output, in_lines, plain_streams
 from paraplan.errors import ParaplanError, UsageError, near_names
@@ -154,8 +153,11 @@ class LazyGroup(TyperGroup):
         with plain_streams():
             try:
                 words = ctx.meta[_WORDS]
-                ctx.default_map = defaults_of(words)
                 starts_none = bool(words) and words[0] in _PLANNING  # processes, which would have no plugins either
+                if starts_none:
+                    from paraplan.cli.defaults import defaults_of  # and json, which help does without
+
+                    ctx.default_map = defaults_of(words)
                 with shown_progress(), _set(*_NO_PLUGINS) if starts_none else nullcontext():
                     return super().invoke(ctx)
             except ParaplanError as error:
