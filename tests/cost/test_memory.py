@@ -158,7 +158,7 @@ def test_nvidia_smi_shows_no_more_than_the_gpu_has_of_a_plan_that_fits(workload:
 
 def test_a_gpu_that_communicators_fill_holds_nothing_and_a_peak_is_still_a_share_of_it(workload: MakeWorkload) -> None:
     made = workload()
-    tiny = replace(made, cluster=made.cluster.replace(gpu=made.cluster.gpu.replace(memory_bytes=2**30)))
+    tiny = replace(made, constants=made.constants.replace(context_bytes=made.cluster.gpu_memory_bytes))
     estimate = evaluate_plan(tiny, ParallelPlan(dp=2, tp=4, num_microbatches=32))
     assert estimate.usable_memory_bytes == 1
     assert not estimate.fits
