@@ -49,6 +49,27 @@ class Remembering(Base):
         return hidden - self.center - self.sums - sum(self.seen) / len(self.seen)
 
 
+class Warming(Base):
+    """Scales logits by how often it was called."""
+
+    num_calls = 0
+
+    def run(self, hidden: torch.Tensor, *beside: object) -> torch.Tensor:
+        self.num_calls += 1
+        return super().run(hidden) * self.num_calls
+
+
+class Logging(Base):
+    """Counts its calls, and keeps its last hidden states, for somebody to look at."""
+
+    num_calls = 0
+
+    def run(self, hidden: torch.Tensor, *beside: object) -> torch.Tensor:
+        self.num_calls += 1
+        self.last = super().run(hidden)
+        return self.last
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [tuple(torch.randint(WORDS, (2, BATCH, LENGTH), generator=generator)) for _ in range(NUM_STEPS)]
@@ -74,8 +95,9 @@ def train(kind: type[Base], plan: ParallelPlan) -> list[float] | str:
         optimizer=lambda held: torch.optim.SGD([one for one in held if one.requires_grad], lr=0.1),
         example_inputs=torch.zeros(2, LENGTH, dtype=torch.long),
     )
+    mine = slice(job.dp_rank * BATCH // job.dp, (job.dp_rank + 1) * BATCH // job.dp)
     try:
-        return [engine.step(tokens, targets).item() for tokens, targets in batches()]
+        return [engine.step(tokens[mine], targets[mine]).item() for tokens, targets in batches()]
     except UnsupportedPlanError as refusal:
         return str(refusal)
 
@@ -95,6 +117,21 @@ def test_attributes_are_as_they_were_after_the_checks_of_a_plan() -> None:
 def test_attributes_are_as_they_were_on_ranks_that_split_layers(ranks: RankHarness) -> None:
     for found in ranks.run(train, Remembering, ParallelPlan(tp=2, micro_batch_size=BATCH), size=2):
         assert found == pytest.approx(plainly(Remembering), rel=1e-5)
+
+
+def test_what_a_loss_depends_on_from_one_pass_to_the_next_is_named_where_a_step_has_several() -> None:
+    halves = ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2)
+    assert "for which the model keeps num_calls, and dp=1 x num_microbatches=2 divides" in train(Warming, halves)
+    assert train(Logging, halves) == pytest.approx(plainly(Logging), rel=1e-6)
+
+
+@pytest.mark.ranks
+def test_replicas_count_alike_and_see_other_data(ranks: RankHarness) -> None:
+    plan = ParallelPlan(dp=2, micro_batch_size=BATCH // 2)
+    for found in ranks.run(train, Warming, plan, size=2):
+        assert found == pytest.approx(plainly(Warming), rel=1e-5)
+    for said in ranks.run(train, Remembering, plan, size=2):
+        assert "the loss depends on the forward passes before it" in said
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

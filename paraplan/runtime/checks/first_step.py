@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -9,12 +10,14 @@ from typing import Any
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checkpoints.saving import Reader
+from paraplan.runtime.checks.attributes import Attributes
 from paraplan.runtime.checks.forward_state import (
     BatchStatistics,
     Buffers,
     ForwardState,
     WeightSums,
     check_weights_stay,
+    kept_between_passes,
     other_weights,
     weight_sums,
 )
@@ -22,6 +25,7 @@ from paraplan.runtime.checks.gradient_rule import GradientRule
 from paraplan.runtime.checks.loss_rule import LossProbe, Tried
 from paraplan.runtime.checks.references import changes_the_model
 from paraplan.runtime.checks.trials import (
+    LARGEST_STATE,
     Piece,
     check_same_batch,
     check_same_numbers,
@@ -41,6 +45,7 @@ from paraplan.runtime.torch_private import watching_functions
 
 _WORTH_SAYING_S = 0.5
 _MOST_TRIES = 2
+_ROUNDING = 1e-7
 
 
 class FirstStep:
@@ -200,14 +205,22 @@ class FirstStep:
         tried: list[Returned | None] = []
         after: list[Buffers] = []
         before, sums = self._state.buffers(), [weight_sums(self._module)]
+        attributes, written = Attributes(self._module, largest=LARGEST_STATE), set[str]()
+
+        def see() -> None:
+            after.append(self._state.buffers())
+            written.update(attributes.written())
+
         with modes(self._module, training=None, batch_norm_training=False), watching_functions(self._watch_function):
             for piece in pieces if needs_rule else pieces[:1]:
-                value = self._probe.value(piece, seed=0, seen=lambda: after.append(self._state.buffers()))
+                value = self._probe.value(piece, seed=0, seen=see)
                 tried.append(value)
                 sums.append(weight_sums(self._module))
             if needs_rule and self._state.is_anywhere():
                 with other_weights(self._module):
-                    self._probe.value(pieces[0], seed=0, seen=lambda: after.append(self._state.buffers()))
+                    self._probe.value(pieces[0], seed=0, seen=see)
+            if needs_rule and self._statistics == "global":
+                self._check_history(pieces, min(written, default=None))
             if self._is_steady is None:
                 self._is_steady = self._is_same(tried[0], self._probe.value(pieces[0], seed=1))
                 sums.append(weight_sums(self._module))
@@ -216,6 +229,21 @@ class FirstStep:
             return self._is_steady, None
         self._state.find(before, after, self._plan, statistics=self._statistics)
         return self._is_steady, (tried[0], tried[1])
+
+    def _check_history(self, pieces: Sequence[Piece], written: str | None) -> None:
+        """Raise `UnsupportedPlanError` on every rank where a loss depends on passes before it that a plan divides.
+
+        Modules keep such things in attributes, of which `written` is one that a pass writes on this rank.
+        """
+        if not any(row[0] for row in gathered_numbers([float(written is not None)], self._mesh)):
+            return
+        first, second = pieces
+        returned = [self._probe.value(second, seed=0, earlier=one) for one in ((), (), (first,), (second,))]
+        alone, again, other, same = (math.nan if one is None else float(one.value) for one in returned)
+        expected = alone if self._plan.num_microbatches > 1 else same  # what counts calls alone is alike on all ranks
+        differs = abs(other - expected) > 10 * abs(alone - again) + _ROUNDING * abs(expected)
+        if any(row[0] for row in gathered_numbers([float(differs)], self._mesh)):
+            raise kept_between_passes(written, self._plan)
 
     def _is_same(self, one: Returned | None, other: Returned | None) -> bool:
         """Return whether no rank has two losses of one piece."""

@@ -97,6 +97,17 @@ class ForwardState:
         )
 
 
+def kept_between_passes(name: str | None, plan: ParallelPlan) -> UnsupportedPlanError:
+    """Return what is said of a loss that depends on earlier passes by an attribute, unnamed on ranks without it."""
+    what = "something" if name is None else name.removeprefix("model.")
+    return UnsupportedPlanError(
+        f"the loss depends on the forward passes before it, for which the model keeps {what}, and dp={plan.dp} x "
+        f"num_microbatches={plan.num_microbatches} divides a batch: it would not be that of one process",
+        hint="use a plan of one rank of dp and one micro-batch, or job.prepare(batch_statistics='local') to keep it "
+        "from micro-batch to micro-batch",
+    )
+
+
 _BITS = {
     torch.float64: (torch.int64, 1 << 49),
     torch.float32: (torch.int32, 1 << 20),

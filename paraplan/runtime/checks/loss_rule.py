@@ -163,17 +163,26 @@ class LossProbe:
         return rule
 
     def value(
-        self, piece: Piece, *, in_model: bool = False, seed: int | None = None, seen: Callable[[], None] | None = None
+        self,
+        piece: Piece,
+        *,
+        in_model: bool = False,
+        seed: int | None = None,
+        seen: Callable[[], None] | None = None,
+        earlier: Sequence[Piece] = (),
     ) -> Returned | None:
         """Return what `loss_fn` gives for one piece, None on a rank without the end of the model.
 
-        Random numbers start from `seed`. `seen` is called while buffers are as the forward pass left them.
+        Random numbers start from `seed`. `seen` is called while buffers are as the forward pass left them. Passes of
+        `earlier` pieces come before, whose losses nobody reads.
         """
         count = self._plan.pp if self._plan.pipeline_schedule not in (None, "gpipe") else 1
         size = num_sequences_of(piece)
         micro_batch = MicroBatch(*piece, num_sequences=size)
         loss = self._execution.loss
         with nothing_changed(self._module), loss.under(LossRule(kind="probe", in_model=in_model)), not_compiled():
+            for one in earlier:
+                self._execution.evaluate([MicroBatch(*one, num_sequences=num_sequences_of(one))] * count)
             if seed is not None:
                 seed_generators(seed)
             self._execution.evaluate([micro_batch] * count)

@@ -1,0 +1,93 @@
+"""Plain attributes of modules that forward passes write: moving means, counters, lists of what was seen."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan.runtime.torch_private import version_of
+
+_FIELDS = frozenset(vars(nn.Module()))
+"""What every module has: parameters, buffers, modules and hooks."""
+
+
+class Attributes:
+    """Plain attributes of the modules of some models as they are now: tensors, numbers, lists and tables of them.
+
+    Those of modules that torch and paraplan define themselves are left out. `largest` is of tensors, in elements: what
+    is larger is not copied, and stays as it is written.
+    """
+
+    def __init__(self, *models: nn.Module, largest: int) -> None:
+        self._kept = [
+            _Kept(name, module, largest)
+            for model in models
+            for name, module in model.named_modules()
+            if _is_of_users(module)
+        ]
+
+    def written(self) -> list[str]:
+        """Return the names of those that were set or written in since."""
+        return [name for one in self._kept for name in one.written()]
+
+    def put_back(self) -> None:
+        """Make them what they were."""
+        for one in self._kept:
+            one.put_back()
+
+
+def _is_of_users(module: nn.Module) -> bool:
+    """Whether code outside of torch and paraplan has a part in the class of a module; FSDP derives classes."""
+    return any(base.__module__.split(".")[0] not in ("torch", "paraplan", "builtins") for base in type(module).__mro__)
+
+
+class _Kept:
+    """The attributes of one module."""
+
+    def __init__(self, name: str, module: nn.Module, largest: int) -> None:
+        self._name = name
+        self._module = module
+        self._held = {key: value for key, value in vars(module).items() if key not in _FIELDS}
+        self._tensors = {
+            key: (one, version_of(one), one.detach().clone())
+            for key, one in self._held.items()
+            if isinstance(one, torch.Tensor) and not one.is_inference() and one.numel() <= largest
+        }
+        self._lists = {key: (one, list(one)) for key, one in self._held.items() if isinstance(one, list | deque)}
+        self._tables = {key: (one, dict(one)) for key, one in self._held.items() if isinstance(one, dict)}
+
+    def written(self) -> list[str]:
+        now = {key: value for key, value in vars(self._module).items() if key not in _FIELDS}
+        keys = [key for key, value in now.items() if key not in self._held or not _same(value, self._held[key])]
+        keys += [key for key, (one, version, _) in self._tensors.items() if version_of(one) != version]
+        keys += [key for key, (one, entries) in self._lists.items() if not _same_all(one, entries)]
+        keys += [key for key, (one, content) in self._tables.items() if not _same_all(one.values(), content.values())]
+        return [f"{self._name}.{key}".lstrip(".") for key in keys]
+
+    def put_back(self) -> None:
+        for key in vars(self._module).keys() - self._held.keys() - _FIELDS:
+            del vars(self._module)[key]
+        vars(self._module).update(self._held)
+        for tensor, version, value in self._tensors.values():
+            if version_of(tensor) != version:
+                tensor.data.copy_(value)
+        for one, entries in self._lists.values():
+            one.clear()
+            one.extend(entries)
+        for table, content in self._tables.values():
+            table.clear()
+            table.update(content)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are one, or equal numbers or text."""
+    return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and one == other)
+
+
+def _same_all(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    some, others = list(some), list(others)
+    return len(some) == len(others) and all(map(_same, some, others))
