@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework import FUSED_TRAFFIC, FrameworkProfile
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, targeted_layers
@@ -85,11 +85,24 @@ def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[st
     if not trainable.is_full:
         fields["base_weights"] = _weight_format(run.base_weight_dtype)
         fields["upcasts_frozen"] = _upcasts(run)
-    kernels = f"{run.kernels} {features}".lower()
-    fields["loss"] = next((loss for words, loss in _LOSSES if words in kernels), "plain")
+    fields["loss"] = stated_loss(f"{run.kernels} {features}")
     fields["offloads_activations"] = "activation offload" in features
     fields["optimizer"] = fine_tuning_optimizer(run.optimizer.lower())
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def stated_loss(kernels: str) -> LossKernel:
+    """Return the loss that words about kernels name, plain where they name none."""
+    return next((loss for words, loss in _LOSSES if words in kernels.lower()), "plain")
+
+
+def with_fused_kernels(run: MeasuredRun, framework: FrameworkProfile) -> FrameworkProfile:
+    """Return the profile of a run that trains all parameters with the fused kernels that it states, if any."""
+    if not any(name in run.kernels.lower() for name in _FUSED_KERNELS):
+        return framework
+    return framework.changed(
+        kernels={"fused": True, "traffic_per_saved_byte": FUSED_TRAFFIC}, loss={"logit_bytes": _FUSED_LOGIT_BYTES}
+    )
 
 
 def _upcasts(run: MeasuredRun) -> bool:
@@ -128,7 +141,12 @@ def with_fine_tuning(run: MeasuredRun, workload: Workload) -> Workload:
         adapter = workload.training.trainable.adapter
         has_mlp = adapter is not None and not {"gate", "up", "down", ALL_LINEAR}.isdisjoint(adapter.targets)
         framework = framework.changed(
-            kernels={"fused": True, "fuses_adapters": True, "writes_out_gates": not has_mlp},
+            kernels={
+                "fused": True,
+                "traffic_per_saved_byte": FUSED_TRAFFIC,
+                "fuses_adapters": True,
+                "writes_out_gates": not has_mlp,
+            },
             loss={"logit_bytes": _UNSLOTH_LOGIT_BYTES if "unsloth" in words else _FUSED_LOGIT_BYTES},
         )
     elif re.search(r"\b(hf|trl|transformers)\b", run.framework.lower()):

@@ -131,6 +131,8 @@ class MeasuredRun(Record):
     """How frozen weights are stored: bf16, nf4, nf4 double quant, int8, fp32."""
     kernels: str = ""
     """Fused kernels: unsloth, FOAK, Liger, chunked or cut cross-entropy."""
+    flash_generation: int | None = None
+    """Generation of the FlashAttention kernels. Blank: that of the framework."""
     offload: str = ""
     """What lies in the host's memory."""
     fp8_attention: bool | None = None

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from paraplan.accuracy.fine_tuning import fine_tuning_fields, is_fine_tuning, with_fine_tuning
+from paraplan.accuracy.fine_tuning import (
+    fine_tuning_fields,
+    is_fine_tuning,
+    stated_loss,
+    with_fine_tuning,
+    with_fused_kernels,
+)
 from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
 from paraplan.accuracy.recipes import RecipeTable, load_recipes
@@ -98,6 +104,8 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         constants = constants.with_fp8_recipe(run.fp8_recipe, compiled=training.compiled)
     if is_fine_tuning(run):
         training = training.replace(**fine_tuning_fields(run, framework))
+    else:
+        framework = with_fused_kernels(run, framework)
     if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
         training = training.replace(precision="fp16")
     plain = Workload(
@@ -134,9 +142,12 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         storage["gradient_bytes"] = 2
     elif precision.startswith("fp32") and "reduce" not in precision:
         storage["gradient_bytes"] = 4
+    kernels: dict[str, float] = {} if run.dropout is None else {"dropout": run.dropout}
+    if run.flash_generation is not None:
+        kernels["flash_generation"] = run.flash_generation
     return framework.changed(
         storage=storage,
-        kernels={} if run.dropout is None else {"dropout": run.dropout},
+        kernels=kernels,
         loss=compiled if run.compiled_loss else {},
     )
 
@@ -166,6 +177,7 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
         optimizer=_optimizer(run.optimizer.lower()),
         attention=attention,
         compiled=bool(run.torch_compile),
+        loss=stated_loss(run.kernels),
         expert_load=max(1.0, run.capacity_factor or 1.0),
     )
 

@@ -290,6 +290,8 @@ class LossProfile(_Group):
     traffic_per_logit: float = 38.0
     """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
     on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
+    recomputes_logits: bool = False
+    """No logits are kept: the backward pass makes them again, by one more product of the head."""
     gathers_logits: bool = False
     """Logits that tensor parallelism divided are gathered, and each of its ranks computes the loss of all."""
     in_model: bool = False
