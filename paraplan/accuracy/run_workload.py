@@ -40,6 +40,8 @@ UNKNOWN_GPUS, UNSTATED_GPU = ("unstated", "not stated", "unknown"), "A100-80GB"
 """The GPU of rows that measured memory and do not say on which."""
 OPS_RECOMPUTE = r"""\bop\b["']? (policy|sac)|recompute only norm"""
 """Features of runs whose selective recompute is that of chosen operations (`selective_ops`)."""
+MODULES_RECOMPUTE, EXPERTS_RECOMPUTE = "norms and activations recomputed", r"norms and expert(s| layers) recomputed"
+"""Features of runs that recompute what Megatron-Core's `--recompute-modules` names."""
 NO_HEAD = "no lm head"
 """The feature of runs of models that answer questions or classify, without logits over the vocabulary."""
 DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
@@ -142,9 +144,11 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         storage["gradient_bytes"] = 2
     elif precision.startswith("fp32") and "reduce" not in precision:
         storage["gradient_bytes"] = 4
-    kernels: dict[str, float] = {} if run.dropout is None else {"dropout": run.dropout}
+    kernels: dict[str, float | str] = {} if run.dropout is None else {"dropout": run.dropout}
     if run.flash_generation is not None:
         kernels["flash_generation"] = run.flash_generation
+    if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()):
+        kernels["recomputed_ops"] = "experts"
     return framework.changed(
         storage=storage,
         kernels=kernels,
@@ -273,7 +277,10 @@ def _recompute(run: MeasuredRun) -> Recompute:
 
     Selective recompute is that of the attention core, unless the features name operations that are run again.
     """
-    if run.recompute == "selective" and re.search(OPS_RECOMPUTE, run.nonstandard_features.lower()):
+    features = run.nonstandard_features.lower()
+    if run.recompute == "selective" and re.search(OPS_RECOMPUTE, features):
+        return "selective_ops"
+    if MODULES_RECOMPUTE in features or re.search(EXPERTS_RECOMPUTE, features):
         return "selective_ops"
     return next((known for known in get_args(Recompute) if run.recompute == known), "none")
 

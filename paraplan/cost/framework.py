@@ -48,12 +48,14 @@ _STEPS = {
 """How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
 
 
-RecomputedOps = Literal["torch", "modules"]
+RecomputedOps = Literal["torch", "modules", "experts"]
 """Who chooses. torch: the policy that torchtitan gives to torch's selective checkpointing. It keeps the input of a
 block, the outputs of attention kernels and of every second `mm`, in the order in which they run
 (torchtitan/distributed/activation_checkpoint.py); products of experts are no `mm`. modules: Megatron-Core's
 `--recompute-modules layernorm moe_act mla_up_proj`, which drops the outputs of norms, of activation functions and of
-latent attention's up projections (core/transformer/transformer_config.py; Korthikanti et al. 2022 keep them)."""
+latent attention's up projections (core/transformer/transformer_config.py; Korthikanti et al. 2022 keep them).
+experts: its `--recompute-modules layernorm moe`, which runs router, exchanges and experts again, and keeps what
+attention has."""
 
 
 class _Group(Record):
