@@ -33,6 +33,9 @@ _FUSED_KERNELS = ("foak", "unsloth")
 _FUSED_LOGIT_BYTES, _UNSLOTH_LOGIT_BYTES = 8.0, 4.0
 """Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers'
 code gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
+_ENGINE_LOSS = {"logit_bytes": 2.0, "traffic_per_logit": 10.0}
+"""Megatron-LM's `--cross-entropy-fusion-impl te`: 16-bit logits are read twice, gradients written in their place and
+scaled once more (transformer_engine/common/triton/cross_entropy.py)."""
 _HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
 """The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
 _MODELLED = (
@@ -98,6 +101,8 @@ def stated_loss(kernels: str) -> LossKernel:
 
 def with_fused_kernels(run: MeasuredRun, framework: FrameworkProfile) -> FrameworkProfile:
     """Return the profile of a run that trains all parameters with the fused kernels that it states, if any."""
+    if "cross-entropy of transformer engine" in run.kernels.lower():
+        return framework.changed(loss=_ENGINE_LOSS)
     if not any(name in run.kernels.lower() for name in _FUSED_KERNELS):
         return framework
     return framework.changed(
