@@ -146,14 +146,11 @@ def with_fine_tuning(run: MeasuredRun, workload: Workload) -> Workload:
         adapter = workload.training.trainable.adapter
         has_mlp = adapter is not None and not {"gate", "up", "down", ALL_LINEAR}.isdisjoint(adapter.targets)
         framework = framework.changed(
-            kernels={
-                "fused": True,
-                "traffic_per_saved_byte": FUSED_TRAFFIC,
-                "fuses_adapters": True,
-                "writes_out_gates": not has_mlp,
-            },
+            kernels={"fused": True, "fuses_adapters": True, "writes_out_gates": not has_mlp},
             loss={"logit_bytes": _UNSLOTH_LOGIT_BYTES if "unsloth" in words else _FUSED_LOGIT_BYTES},
         )
+        if adapter is None:  # fused operations with adapters move more than what they save tells
+            framework = framework.changed(kernels={"traffic_per_saved_byte": FUSED_TRAFFIC})
     elif re.search(r"\b(hf|trl|transformers)\b", run.framework.lower()):
         framework = framework.changed(loss=_HF_LOSS)
     if "bitsandbytes before 0.43.2" in words:
