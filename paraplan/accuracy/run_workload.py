@@ -136,14 +136,14 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     if later and (run.sequence_parallel or run.recompute == "selective"):
         framework = frameworks.load(later)
     compiled = {"logit_bytes": framework.loss.compiled_logit_bytes, "parallel_logit_bytes": None}
-    storage: dict[str, float] = {}
+    storage: dict[str, float | None] = {}
     if run.context_bytes is not None:
         storage["context_bytes"] = run.context_bytes
     precision = run.grad_dtype.lower()
     if precision.startswith(("bf16", "fp16")):
-        storage["gradient_bytes"] = 2
+        storage |= {"gradient_bytes": 2, "bf16_gradient_bytes": None}
     elif precision.startswith("fp32") and "reduce" not in precision:
-        storage["gradient_bytes"] = 4
+        storage |= {"gradient_bytes": 4, "bf16_gradient_bytes": None}
     kernels: dict[str, float | str] = {} if run.dropout is None else {"dropout": run.dropout}
     if run.flash_generation is not None:
         kernels["flash_generation"] = run.flash_generation

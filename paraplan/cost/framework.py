@@ -75,6 +75,8 @@ class StorageProfile(_Group):
     """Weights that forward and backward passes read."""
     gradient_bytes: float
     """Gradients between micro-batches and until the optimizer step."""
+    bf16_gradient_bytes: float | None = None
+    """The same where training is in bf16; None: as in fp16."""
     master_bytes: float
     """fp32 master weights beside 16-bit weights."""
     autocast_copy_bytes: float = 0.0
@@ -347,6 +349,8 @@ class FrameworkProfile(Record):
         AdamW is torch's fused one on a GPU, as transformers' Trainer and torchtitan take it.
         """
         storage: dict[str, Any] = {}
+        if training.precision == "bf16" and self.storage.bf16_gradient_bytes is not None:
+            storage["gradient_bytes"] = self.storage.bf16_gradient_bytes
         if training.optimizer in _STEPS and (on_gpu or training.optimizer != "adamw"):
             storage["optimizer_step"] = _STEPS[training.optimizer]
         if training.precision == "bf16-pure":

@@ -108,3 +108,20 @@ def test_an_optimizer_of_pure_bf16_moves_half() -> None:
     row = run(framework="HF Trainer", optimizer="adamw_torch", method="full")
     steps = [estimate(row.replace(base_weight_dtype=each)).step.optimizer_s for each in ("fp32", "bf16")]
     assert steps[1] == pytest.approx(steps[0] / 2)
+
+
+def test_megatron_lm_reduces_gradients_of_bf16_in_fp32() -> None:
+    row = run(framework="Megatron-LM", zero_stage=1, sequence_parallel=True, tp=2)
+    kept = [
+        workload_of_run(row.replace(precision=precision, grad_dtype=stated), DATA).framework.storage.gradient_bytes
+        for precision, stated in (("fp16", ""), ("bf16", ""), ("bf16", "bf16"))
+    ]
+    assert kept == [2, 4, 2]
+    deepspeed = workload_of_run(row.replace(framework="Megatron-DeepSpeed"), DATA)
+    assert deepspeed.framework.storage.gradient_bytes == 2
+
+
+def test_megatron_lm_before_megatron_core_runs_flash_attention_1() -> None:
+    row = run(framework="Megatron-LM", sequence_parallel=True, tp=2, flash_attention=True)
+    assert workload_of_run(row, DATA).framework.kernels.flash_generation == 1
+    assert workload_of_run(row.replace(framework="Megatron-Core"), DATA).framework.kernels.flash_generation == 3

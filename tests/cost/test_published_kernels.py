@@ -110,7 +110,7 @@ def test_maxtext_attends_as_transformer_engine_does() -> None:
         )
         return evaluate_plan(workload, ParallelPlan(dp=8, zero_stage=3, num_microbatches=1)).step.compute_s
 
-    # Half a square of 8,192 keys, forward and 2.5 times as much backward, at 0.53 and 0.47 for 0.16 and 0.14 of the peak.
+    # Half a square of 8,192 keys, forward and 2.5 times as much backward, at 0.53 and 0.47 for 0.16 and 0.14.
     flops = 0.5 * (1 + 880 / 8192) * 4 * 8192 * 8192 * 4096 * 32
     cheaper_s = flops / 2250e12 * (1 / 0.53 + 2.5 / 0.47)
     assert compute_s("maxtext") < compute_s("fsdp") - cheaper_s
