@@ -44,6 +44,11 @@ def format_bandwidth(bytes_per_s: float | None) -> str:
     return "?" if bytes_per_s is None else f"{_three_digits(bytes_per_s / 1e9)} GB/s"
 
 
+def format_share(share: float) -> str:
+    """Return a share in whole percent: `85%`, from a hundred times the whole on `over 9999%`."""
+    return f"{share:.0%}" if share < 100 else "over 9999%"
+
+
 def format_seconds(seconds: float | None) -> str:
     """Return a duration with three significant digits and the unit that suits it: `3.20 ms`."""
     if seconds is None:

@@ -62,7 +62,7 @@ class HardwareOptions:
         typer.Option(
             "--gpu",
             metavar="NAME",
-            help="The kind of GPU, with --num-gpus, in place of a profile: rtx-3090.",
+            help="The kind of GPU, with --num-gpus, in place of a profile: rtx-3090, or a file.",
             autocompletion=completion.gpus,
             rich_help_panel=HARDWARE_PANEL,
         ),

@@ -13,7 +13,7 @@ from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
 from paraplan.report.plan_words import device_tool, step_parts
 from paraplan.report.short_text import LABEL_WIDTH, Line
-from paraplan.units import format_bytes, format_count, format_flops, format_seconds, gpus
+from paraplan.units import format_bytes, format_count, format_flops, format_seconds, format_share, gpus
 
 if TYPE_CHECKING:
     from paraplan.api.estimates import Estimate
@@ -207,5 +207,5 @@ def _bar(stage: MemoryEstimate, usable: int, scale: int, *, width: int) -> Text:
         bar.append(letter, style=style)
     if len(cells) <= limit:
         bar.append("|", style="bold")
-    bar.append(f" {stage.total_bytes / usable:.0%} of usable")
+    bar.append(f" {format_share(stage.total_bytes / usable)} of usable")
     return bar

@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperGroup
 
 from paraplan import __version__
-from paraplan.cli.defaults import defaults_of
 from paraplan.cli.progress import shown_progress
 from paraplan.cli.terminal import drawn_output, in_lines, plain_streams
 from paraplan.errors import ParaplanError, UsageError, near_names
@@ -108,9 +107,6 @@ def _as_we_say(words: list[str]) -> list[str]:
     return found
 
 
-# Arrays and records make no cycles: collecting every 700 allocations found nothing in a tenth of the planner's time.
-_ALLOCATIONS_PER_COLLECTION = 500_000
-
 _ONE_BLAS_THREAD = ("OPENBLAS_NUM_THREADS", "1")
 """The planner multiplies no matrices, and the threads cost it a fifth of its CPU time. Read when NumPy is loaded."""
 _NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -157,8 +153,11 @@ class LazyGroup(TyperGroup):
         with plain_streams():
             try:
                 words = ctx.meta[_WORDS]
-                ctx.default_map = defaults_of(words)
                 starts_none = bool(words) and words[0] in _PLANNING  # processes, which would have no plugins either
+                if starts_none:
+                    from paraplan.cli.defaults import defaults_of  # and json, which help does without
+
+                    ctx.default_map = defaults_of(words)
                 with shown_progress(), _set(*_NO_PLUGINS) if starts_none else nullcontext():
                     return super().invoke(ctx)
             except ParaplanError as error:
@@ -241,7 +240,6 @@ def paraplan(
 
 def main() -> None:
     """Run the command line; the entry point of the console script and of `python -m paraplan`."""
-    gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
     try:
         app(prog_name="paraplan")
     except BrokenPipeError:

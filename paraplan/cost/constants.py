@@ -103,16 +103,6 @@ class CostConstants(Record):
             context_bytes=0, communicator_bytes=0, pair_communicator_bytes=0, counts_matmul_workspaces=False
         )
 
-    def usable_memory_bytes(self, total_bytes: int, *, communicators_bytes: int) -> int:
-        """Return what training may allocate of a GPU that reports `total_bytes`.
-
-        What torch's allocator does not see comes off, the CUDA context and NCCL's communicators, and the allocator
-        reserves more than is allocated (SimuMax: reserved = allocated / 0.94). `memory_margin` of the rest is kept
-        free.
-        """
-        available = (total_bytes - self.context_bytes - communicators_bytes) * self.allocated_per_reserved
-        return int(available * (1 - self.memory_margin))
-
     def device_bytes(self, cached_bytes: float, *, communicators_bytes: int, context_bytes: int | None = None) -> int:
         """Return what `nvidia-smi` shows of a rank whose allocator took `cached_bytes`, its own rounding not counted.
 

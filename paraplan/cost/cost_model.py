@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Self
 
 from paraplan.cost.cache import CostCache
 from paraplan.cost.workload import Workload
+from paraplan.plan.training import TrainingSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,12 @@ class CostModel(Workload):
         if isinstance(workload, CostModel):
             return workload
         return cls(**{each.name: getattr(workload, each.name) for each in fields(workload)})
+
+    def trained_as(self, training: TrainingSpec) -> Self:
+        """Return the cost model of another training on the same machines, whose links it knows. Raises `PlanError`."""
+        other = super().trained_as(training)
+        other.cache.group_speeds = self.cache.group_speeds
+        return other
 
 
 def cache_of(workload: Workload) -> CostCache:

@@ -130,9 +130,7 @@ class Workload:
     @property
     def usable_memory_bytes(self) -> int:
         """What training may allocate on the smallest GPU, with one communicator of all; `usable_bytes` is of a plan."""
-        return self.constants.usable_memory_bytes(
-            self.cluster.gpu_memory_bytes, communicators_bytes=int(self._of_group(np.array(self.cluster.num_gpus)))
-        )
+        return int(self._usable_beside(self._of_group(np.array(self.cluster.num_gpus))))
 
     def communicators_bytes(self, columns: Mapping[str, Ints]) -> Ints:
         """Return what NCCL keeps in the GPU's memory under each plan, by the communicators that it has.
@@ -151,9 +149,19 @@ class Workload:
 
     def usable_bytes(self, columns: Mapping[str, Ints]) -> Floats:
         """Return what training may allocate on the smallest GPU under each plan, by the same columns."""
+        return self._usable_beside(self.communicators_bytes(columns))
+
+    def _usable_beside(self, communicators_bytes: Ints) -> Floats:
+        """Return what training may allocate, a byte at least, of which a plan's peak is a share.
+
+        What torch's allocator does not see comes off, the CUDA context and NCCL's communicators, and the allocator
+        reserves more than is allocated (SimuMax: reserved = allocated / 0.94). `memory_margin` of the rest is kept
+        free.
+        """
         constants = self.constants
-        available = self.cluster.gpu_memory_bytes - constants.context_bytes - self.communicators_bytes(columns)
-        return np.asarray(np.floor(available * constants.allocated_per_reserved * (1 - constants.memory_margin)))
+        available = self.cluster.gpu_memory_bytes - constants.context_bytes - communicators_bytes
+        usable = np.floor(available * constants.allocated_per_reserved * (1 - constants.memory_margin))
+        return np.asarray(np.maximum(usable, 1.0))
 
     def _of_group(self, size: Ints) -> Ints:
         pair, many = self.constants.pair_communicator_bytes, self.constants.communicator_bytes

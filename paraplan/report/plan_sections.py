@@ -17,7 +17,7 @@ from paraplan.report.rank_map import axis_groups, map_table
 from paraplan.report.short_text import basis_in_words
 from paraplan.report.timeline_chart import shown_rows, timeline_chart
 from paraplan.report.topology_svg import GroupRow, render_svg
-from paraplan.units import format_bandwidth, format_bytes, format_count, format_flops, format_seconds
+from paraplan.units import format_bandwidth, format_bytes, format_count, format_flops, format_seconds, format_share
 
 
 def workload_lines(workload: Workload) -> list[str]:
@@ -40,7 +40,7 @@ def plan_facts(workload: Workload, estimate: PlanEstimate) -> str:
             ("tokens/s per GPU", format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))),
             ("MFU", f"{step.mfu:.1%}"),
             ("peak memory", format_bytes(estimate.peak_memory_bytes)),
-            ("of usable", f"{estimate.peak_memory_bytes / estimate.usable_memory_bytes:.0%}"),
+            ("of usable", format_share(estimate.peak_memory_bytes / estimate.usable_memory_bytes)),
         ]
     )
 

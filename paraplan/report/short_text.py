@@ -8,7 +8,6 @@ from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, s
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
-from paraplan.search.what_helps import in_short
 from paraplan.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # the search, which an estimate does without
@@ -133,7 +132,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
         ("Why", result.remark),
         ("Roomier", _roomier(result, answer.helps)),
         ("Offload", answer.offload),
-        ("Faster", in_short(answer.helps)),
+        ("Faster", _faster(answer.helps)),
     )
     return (
         *workload_lines(answer.workload),
@@ -146,6 +145,11 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
 def _in_options(one: Help) -> str:
     """Return the options of a change, and the plan where that changes with them."""
     return one.options if one.is_same_plan else f"{one.options} with {one.plan.describe()}"
+
+
+def _faster(helps: tuple[Help, ...]) -> str | None:
+    """Return the largest gain in time that costs nothing but an option."""
+    return next((f"{one.options}: {one.in_words}" for one in helps if one.costs_nothing), None)
 
 
 def _roomier(result: SearchResult, helps: tuple[Help, ...]) -> str | None:

@@ -59,6 +59,11 @@ class Help(Record):
         return self.saved_s / (self.step_time_s + self.saved_s)
 
     @property
+    def costs_nothing(self) -> bool:
+        """Whether it is worth its option: a gain in time that leaves the training as it is."""
+        return self.keeps_training and self.share >= WORTH_SAYING
+
+    @property
     def change_in_words(self) -> str:
         """The change of the step's time in percent, with its sign where it is not 0."""
         words = f"{-self.share:+.0%}"
@@ -232,12 +237,6 @@ def _changed(plan: ParallelPlan, change: _Change) -> ParallelPlan:
     """Return the plan with a change; a smaller micro-batch keeps the global batch."""
     size = change.plan.get("micro_batch_size", plan.micro_batch_size)
     return plan.replace(**change.plan, num_microbatches=plan.num_microbatches * plan.micro_batch_size // size)
-
-
-def in_short(helps: tuple[Help, ...]) -> str | None:
-    """Return the largest gain in time that costs nothing but an option, in a sentence; None without one."""
-    free = [one for one in helps if one.keeps_training and one.share >= WORTH_SAYING]
-    return f"{free[0].options}: {free[0].in_words}" if free else None
 
 
 def memory_in_words(one: Help) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.memory_record import MEMORY_PARTS
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.units import format_share
 
 GPT2_PARAMETERS = 124_439_808  # transformers' GPT2LMHeadModel from the published config
 MakeWorkload = Callable[..., Workload]
@@ -152,3 +154,13 @@ def test_nvidia_smi_shows_no_more_than_the_gpu_has_of_a_plan_that_fits(workload:
     (doubled,) = stage_memories(large, plan.replace(micro_batch_size=4, num_microbatches=2))
     assert doubled.total_bytes > large.usable_memory_bytes
     assert doubled.device_bytes > large.cluster.gpu_memory_bytes
+
+
+def test_a_gpu_that_communicators_fill_holds_nothing_and_a_peak_is_still_a_share_of_it(workload: MakeWorkload) -> None:
+    made = workload()
+    tiny = replace(made, constants=made.constants.replace(context_bytes=made.cluster.gpu_memory_bytes))
+    estimate = evaluate_plan(tiny, ParallelPlan(dp=2, tp=4, num_microbatches=32))
+    assert estimate.usable_memory_bytes == 1
+    assert not estimate.fits
+    assert format_share(estimate.peak_memory_bytes / estimate.usable_memory_bytes) == "over 9999%"
+    assert format_share(0.851) == "85%"

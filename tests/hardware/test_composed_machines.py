@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from paraplan.errors import ParaplanError, ProfileError
 from paraplan.hardware.catalogue.composed_machines import LinkKind, counted_gpus
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_gpu, load_machine
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,16 @@ def test_every_command_takes_them_and_no_more_gpus_than_were_named() -> None:
     assert cluster_from_profile("4xh100", gpus_per_node=2).num_gpus == 2
     with pytest.raises(ParaplanError, match=r"--gpus-per-node=8, but dgx-h100 has 4 GPUs"):
         cluster_from_profile("4xh100", gpus_per_node=8)
+
+
+def test_a_machine_is_composed_of_gpus_that_a_file_describes(tmp_path: Path) -> None:
+    content = load_gpu("rtx-4090").model_dump(mode="json", exclude={"architecture_profile"}, exclude_none=True)
+    (tmp_path / "Ours.json").write_text(json.dumps(content | {"name": "ours"}))
+    found = cluster_from_profile(f"4x{tmp_path / 'Ours.json'}", link="pcie")
+    assert (found.name, found.num_gpus, found.gpu.name) == ("4xours", 4, "ours")
+    assert found.gpu.peak_flops_per_s == load_gpu("rtx-4090").peak_flops_per_s
+    with pytest.raises(ProfileError, match=r"cannot read /none\.json"):
+        cluster_from_profile("4x/none.json")
 
 
 def test_a_file_that_is_called_as_a_number_of_gpus_is_a_file(tmp_path: Path) -> None:

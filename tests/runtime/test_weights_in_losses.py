@@ -18,13 +18,19 @@ pytestmark = pytest.mark.ranks
 DDP = ParallelPlan(dp=2, micro_batch_size=BATCH // 2)
 
 
-def train(plan: ParallelPlan, *, penalizes: bool = False, weighs: bool = False) -> str | float:
+PIPELINE = ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=BATCH // 2, num_microbatches=2)
+
+
+def train(plan: ParallelPlan, *, penalizes: bool = False, weighs: bool = False, compares: bool = False) -> str | float:
     """Return the loss of a step, or the words of the refusal."""
     job = runtime.init(plan, shows_progress=False)
     model, weights = made(Base), nn.Parameter(torch.ones(WORDS))
 
     def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy((outputs * weights).flatten(0, 1), targets.flatten())
+        if compares:  # with values of its own
+            first = model.layers[0].norm.weight
+            return loss + (first - torch.ones(len(first))).square().sum()
         return loss + 0.1 * sum(one.square().sum() for one in model.parameters()) if penalizes else loss
 
     generator = torch.Generator().manual_seed(5)
@@ -34,7 +40,7 @@ def train(plan: ParallelPlan, *, penalizes: bool = False, weighs: bool = False) 
             model,
             loss_fn=loss_fn,
             optimizer=lambda held: torch.optim.SGD([*held, weights] if weighs else held, lr=0.1),
-            verify="off",
+            verify="auto" if compares else "off",
         )
         return engine.step(tokens, targets).item()
     except ParaplanError as refusal:
@@ -54,6 +60,16 @@ def test_a_penalty_of_weights_that_nothing_verifies_is_refused_where_ranks_have_
 
 def penalized(plan: ParallelPlan) -> str | float:
     return train(plan, penalizes=True)
+
+
+def test_a_weight_that_another_stage_holds_is_refused_in_a_loss(ranks: RankHarness) -> None:
+    assert isinstance(ranks.run_alone(compared, ParallelPlan(micro_batch_size=BATCH)), float)
+    said = ranks.run(compared, PIPELINE, size=2)
+    assert "pp=2: the loss, or a hook, computes with a parameter that another pipeline stage holds" in str(said)
+
+
+def compared(plan: ParallelPlan) -> str | float:
+    return train(plan, compares=True)
 
 
 def test_trained_weights_of_a_loss_are_refused_under_plans_of_several_ranks(ranks: RankHarness) -> None:

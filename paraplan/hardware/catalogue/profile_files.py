@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfil
 from paraplan.hardware.topology import NodeTopology
 from paraplan.resources import profiles_folder
 
+_COUNTED_FILE = re.compile(r"(?P<count>[1-9]\d{0,2})x(?P<gpu>.+\.json)")
+"""So many GPUs of a kind that a file describes."""
 ASSUMED_LATENCY_S = 10e-6
 """One-way time of a small message between nodes where nobody measured it: between InfiniBand's and Ethernet's."""
 
@@ -256,6 +259,11 @@ def _loaded_machine(name: str, link: LinkKind | None = None) -> tuple[MachinePro
 
 def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str, int | None]:
     """Return the content of a machine, where it stands, and how many of its GPUs are meant where a name says so."""
+    of_file = _COUNTED_FILE.fullmatch(name)
+    if of_file is not None and not Path(name).exists():
+        gpu_data, where = _load_named("gpus", of_file["gpu"])
+        composed = composed_machine(_gpu(gpu_data, where=where), int(of_file["count"]), link)
+        return composed | {"gpu": gpu_data}, where, None
     counted = None if _looks_like_path(name) or plain_name(name) in _stems("machines") else _counted_machine(name)
     if counted is None or (link is None and plain_name(name) in profile_names("machines")):
         if link is not None:

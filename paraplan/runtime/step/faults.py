@@ -94,6 +94,7 @@ class LossWatch:
         )
 
 
+_NO_VALUES = " meta"  # torch's word for the device of tensors without values, of which blocks of other stages are
 _TOLERANCE = 1.1  # what counts as more than predicted: the estimate's own parts are good to some percent
 
 
@@ -124,7 +125,10 @@ def explained_failures(
     world: World,
     step: int,
 ) -> Any:
-    """Return `work()`; a lack of memory is said in the parts of the plan's estimate, and what ZeRO cannot run."""
+    """Return `work()`.
+
+    A lack of memory is said in the parts of the plan's estimate, and so is what ZeRO and pipelines cannot run.
+    """
     try:
         return work()
     except RuntimeError as error:
@@ -133,6 +137,11 @@ def explained_failures(
                 f"zero_stage={plan.zero_stage}: the model computes with a parameter outside of the forward pass of the "
                 "module that holds it, where ranks have shards of it",
                 hint="compute with it in the forward pass of that module, or use zero_stage=0",
+            ) from error
+        if plan.pp > 1 and _NO_VALUES in str(error):
+            raise UnsupportedPlanError(
+                f"pp={plan.pp}: the loss, or a hook, computes with a parameter that another pipeline stage holds",
+                hint="compute with it in the forward pass of the module that holds it, or use pp=1",
             ) from error
         if not is_out_of_memory(error):
             raise
