@@ -133,6 +133,8 @@ class MeasuredRun(Record):
     """Fused kernels: unsloth, FOAK, Liger, chunked or cut cross-entropy."""
     flash_generation: int | None = None
     """Generation of the FlashAttention kernels. Blank: that of the framework."""
+    overlaps_gradients: bool | None = None
+    """Gradients and updated weights are sent beside compute. Blank: as the framework does."""
     offload: str = ""
     """What lies in the host's memory."""
     fp8_attention: bool | None = None

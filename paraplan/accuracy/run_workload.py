@@ -149,9 +149,13 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         kernels["flash_generation"] = run.flash_generation
     if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()):
         kernels["recomputed_ops"] = "experts"
+    exchanges: dict[str, bool] = {}
+    if run.overlaps_gradients is not None:
+        exchanges = {"overlaps_gradients": run.overlaps_gradients, "overlaps_zero_1": run.overlaps_gradients}
     return framework.changed(
         storage=storage,
         kernels=kernels,
+        data_parallel=exchanges,
         loss=compiled if run.compiled_loss else {},
     )
 

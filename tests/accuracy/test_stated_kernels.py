@@ -125,3 +125,12 @@ def test_megatron_lm_before_megatron_core_runs_flash_attention_1() -> None:
     row = run(framework="Megatron-LM", sequence_parallel=True, tp=2, flash_attention=True)
     assert workload_of_run(row, DATA).framework.kernels.flash_generation == 1
     assert workload_of_run(row.replace(framework="Megatron-Core"), DATA).framework.kernels.flash_generation == 3
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_row_states_that_nothing_is_sent_beside_compute(zero_stage: int) -> None:
+    row = run(framework="Megatron-Core", zero_stage=zero_stage, num_gpus=8)
+    unstated, beside, after = (estimate(row.replace(overlaps_gradients=stated)).step for stated in (None, True, False))
+    assert unstated.step_time_s == beside.step_time_s
+    assert after.data_parallel_s == pytest.approx(after.data_parallel_wire_s)
+    assert after.data_parallel_s > 1.5 * beside.data_parallel_s
