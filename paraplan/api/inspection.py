@@ -79,7 +79,7 @@ def watched_gpus() -> Iterator[Callable[[], tuple[GpuState, ...]]]:
 
 def save_inspected(survey: MachineSurvey, path: Path) -> MachineProfile:
     """Write a machine as a profile that `load_cluster` reads, and return it."""
-    from paraplan.hardware.catalogue.profile_files import machine_from_topology, save_machine
+    from paraplan.hardware.catalogue.real_machines import machine_from_topology, save_machine
 
     machine = survey.machine or machine_from_topology(survey.node, name=path.stem)
     machine = machine.replace(name=path.stem, node=survey.node)

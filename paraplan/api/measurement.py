@@ -11,8 +11,8 @@ from typing import Any
 
 from paraplan.errors import NoGpuError, UsageError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
-from paraplan.hardware.catalogue.profile_files import machine_content as machine_content
-from paraplan.hardware.catalogue.profile_files import save_machine as save_machine
+from paraplan.hardware.catalogue.real_machines import machine_content as machine_content
+from paraplan.hardware.catalogue.real_machines import save_machine as save_machine
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.measurement.kernels import KernelEvent, KernelRequest, kernel_cases
 from paraplan.hardware.measurement.links import LinkReport, MeasureRequest, RankEvent

@@ -8,8 +8,8 @@ from paraplan.hardware.catalogue.profile_files import list_networks as list_netw
 from paraplan.hardware.catalogue.profile_files import load_gpu as load_gpu
 from paraplan.hardware.catalogue.profile_files import load_machine as load_machine
 from paraplan.hardware.catalogue.profile_files import load_network as load_network
-from paraplan.hardware.catalogue.profile_files import machine_content as machine_content
 from paraplan.hardware.catalogue.profile_files import profile_names as profile_names
+from paraplan.hardware.catalogue.real_machines import machine_content as machine_content
 from paraplan.hardware.interconnect import gpu_nics as gpu_nics
 from paraplan.hardware.profiles import GpuProfile as GpuProfile
 from paraplan.hardware.profiles import MachineProfile as MachineProfile

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paraplan.errors import ProfileError
-from paraplan.hardware.catalogue.profile_files import machine_from_topology
+from paraplan.hardware.catalogue.real_machines import machine_from_topology
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.interconnect import InterconnectReport, InterconnectThresholds, describe_interconnect
 from paraplan.hardware.probe.cuda_devices import PCI_BUS_ID, CudaView, cuda_view, select_gpus

@@ -6,6 +6,7 @@ import random
 import sys
 import zlib
 from array import array
+from collections.abc import Callable
 
 import torch
 
@@ -29,3 +30,16 @@ def python_numbers() -> int:
         _, keys, *place = numpy.random.get_state()
         state = zlib.crc32(repr(place).encode(), zlib.crc32(keys.tobytes(), state))
     return state
+
+
+def kept_python_numbers() -> Callable[[], None]:
+    """Return what puts the states of Python's random and of NumPy's back to what they are now."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+
+    def put_back() -> None:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+    return put_back

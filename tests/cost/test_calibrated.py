@@ -8,7 +8,8 @@ import pytest
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.estimate import StepEstimate, estimate_plan
 from paraplan.cost.workload import Workload, calibrated_constants
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine, save_machine
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
+from paraplan.hardware.catalogue.real_machines import save_machine
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.profiles import KernelCalibration, KernelFit, MeasuredCollective
 from paraplan.model.reader import read_model

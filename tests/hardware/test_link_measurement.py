@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth, bus_factor
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine, save_machine
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
+from paraplan.hardware.catalogue.real_machines import save_machine
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.measurement.links import (
     GPU_MESSAGE_BYTES,

@@ -15,10 +15,8 @@ from paraplan.hardware.catalogue.profile_files import (
     load_gpu,
     load_machine,
     load_network,
-    machine_content,
-    machine_from_topology,
-    save_machine,
 )
+from paraplan.hardware.catalogue.real_machines import machine_content, machine_from_topology, save_machine
 from paraplan.hardware.profiles import MachineProfile
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, Nic, NodeTopology
 from paraplan.resources import profiles_folder

@@ -41,13 +41,13 @@ class SwapsLate(Base):
 
 
 class LeavesOutLate(Base):
-    """Leaves its last block out from the fifth pass in training on, on odd ranks."""
+    """Leaves its last block out from the third pass in training on, on odd ranks."""
 
     num_passes = 0
 
     def run(self, hidden: torch.Tensor, *beside: Any) -> torch.Tensor:
         self.num_passes += self.training and torch.is_grad_enabled()
-        for layer in self.layers[: -1 if self.num_passes > 4 and torch.distributed.get_rank() % 2 else None]:
+        for layer in self.layers[: -1 if self.num_passes > 2 and torch.distributed.get_rank() % 2 else None]:
             hidden = layer(hidden)
         return hidden
 

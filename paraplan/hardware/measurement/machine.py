@@ -9,7 +9,8 @@ from pathlib import Path
 
 from paraplan.errors import ProfileError
 from paraplan.hardware.architecture import architecture_of
-from paraplan.hardware.catalogue.profile_files import machine_from_topology, with_architecture
+from paraplan.hardware.catalogue.profile_files import with_architecture
+from paraplan.hardware.catalogue.real_machines import machine_from_topology
 from paraplan.hardware.measurement.kernels import (
     KernelCase,
     KernelEvent,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paraplan.errors import UsageError
-from paraplan.hardware.catalogue.profile_files import machine_from_topology
+from paraplan.hardware.catalogue.real_machines import machine_from_topology
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.probe.nvml import read_this_machine
 

@@ -15,6 +15,7 @@ from paraplan.runtime.checks.forward_state import (
     ForwardState,
     WeightSums,
     check_weights_stay,
+    other_weights,
     weight_sums,
 )
 from paraplan.runtime.checks.gradient_rule import GradientRule
@@ -204,13 +205,16 @@ class FirstStep:
                 value = self._probe.value(piece, seed=0, seen=lambda: after.append(self._state.buffers()))
                 tried.append(value)
                 sums.append(weight_sums(self._module))
+            if needs_rule and self._state.is_anywhere():
+                with other_weights(self._module):
+                    self._probe.value(pieces[0], seed=0, seen=lambda: after.append(self._state.buffers()))
             if self._is_steady is None:
                 self._is_steady = self._is_same(tried[0], self._probe.value(pieces[0], seed=1))
                 sums.append(weight_sums(self._module))
                 check_weights_stay(sums, self._mesh)
         if not needs_rule:
             return self._is_steady, None
-        self._state.find(before, (after[0], after[1]), self._plan, statistics=self._statistics)
+        self._state.find(before, after, self._plan, statistics=self._statistics)
         return self._is_steady, (tried[0], tried[1])
 
     def _is_same(self, one: Returned | None, other: Returned | None) -> bool:

@@ -7,7 +7,8 @@ so that this is refused unless the user asks for it; then they stay the same on 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Literal
 
@@ -42,16 +43,22 @@ class ForwardState:
         """Return copies of what a forward pass may write."""
         return {name: _local(one).clone() for name, one in state_of(self._module).items()}
 
-    def find(
-        self, before: Buffers, after: tuple[Buffers, Buffers], plan: ParallelPlan, *, statistics: BatchStatistics
-    ) -> None:
-        """Find out which buffers are written: they were as `before`, and after either of two sequences as `after` says.
+    def is_anywhere(self) -> bool:
+        """Return whether a forward pass may write something on any rank. Every rank calls it."""
+        return any(row[0] for row in gathered_numbers([float(bool(state_of(self._module)))], self._mesh))
 
-        Every rank calls it. Raises `UnsupportedPlanError` on every rank where buffers are written from a part of a
-        batch in the place of it all, or more than once in a step.
+    def find(
+        self, before: Buffers, after: Sequence[Buffers], plan: ParallelPlan, *, statistics: BatchStatistics
+    ) -> None:
+        """Find out which buffers are written.
+
+        They were as `before`, and as `after` says after either of two sequences, and after the first one with
+        `other_weights`, if there is such a pass: a moving average of weights starts as these. Every rank calls it.
+        Raises `UnsupportedPlanError` on every rank where buffers are written from a part of a batch in the place of it
+        all, or more than once in a step.
         """
-        first, second = after
-        written = [name for name in before if not _same(first[name], before[name])]
+        first, second, *others = after
+        written = [name for name in before if not all(_same(one[name], before[name]) for one in (first, *others))]
         by_data = [name for name in written if not _same(first[name], second[name])]
         normalized = [
             f"{name}.{buffer}"
@@ -88,6 +95,37 @@ class ForwardState:
             hint="use a plan of one rank of dp and one micro-batch, or job.prepare(batch_statistics='local') to write "
             "it from micro-batches",
         )
+
+
+_BITS = {
+    torch.float64: (torch.int64, 1 << 49),
+    torch.float32: (torch.int32, 1 << 20),
+    torch.float16: (torch.int16, 1 << 7),
+    torch.bfloat16: (torch.int16, 1 << 4),
+}
+"""Integers as wide as numbers of a type, and the bit that makes a number up to an eighth larger or smaller."""
+
+
+@contextmanager
+def other_weights(module: nn.Module) -> Iterator[None]:
+    """Have trained weights differ by up to an eighth in this context, and be the same to the bit after it.
+
+    Not under ZeRO, where a forward pass may compute with what was gathered before.
+    """
+    is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())
+    trained = [one for one in module.parameters() if one.requires_grad and one.dtype in _BITS and not is_quantized(one)]
+    held = [] if is_sharded else [_local(one) for one in trained]
+
+    def change() -> None:
+        for one in held:
+            integers, bit = _BITS[one.dtype]
+            one.view(integers).bitwise_xor_(bit)
+
+    change()
+    try:
+        yield
+    finally:
+        change()
 
 
 def weight_sums(module: nn.Module) -> WeightSums:

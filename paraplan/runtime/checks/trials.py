@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.data.batches import is_of_batch
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.seeds import kept_python_numbers
 from paraplan.runtime.structure.weights import is_quantized
-from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree
+from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree, version_of
 
 _LARGEST_STATE = 2**20  # elements: weights that were frozen for being large are not written
 
@@ -156,7 +158,7 @@ def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool =
 
 @contextmanager
 def nothing_changed(*models: nn.Module) -> Iterator[None]:
-    """Put buffers and random numbers back at the end of this context."""
+    """Put what a forward pass writes, and random numbers, back at the end of this context."""
     put_back = kept_state(*models)
     try:
         yield
@@ -165,7 +167,7 @@ def nothing_changed(*models: nn.Module) -> Iterator[None]:
 
 
 def kept_state(*models: nn.Module) -> Callable[[], None]:
-    """Return what puts the buffers of `models`, and random numbers, back to what they are now."""
+    """Return what puts the buffers and attributes of `models`, and random numbers, back to what they are now."""
     modules = {module: None for model in models for module in model.modules()}
     buffers = [
         (one, name, held) for one in modules for name, held in one.named_buffers(recurse=False, remove_duplicate=False)
@@ -174,8 +176,13 @@ def kept_state(*models: nn.Module) -> Callable[[], None]:
     values = [(held, held.detach().clone()) for held in {id(held): held for held in state}.values()]
     gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
     numbers, on_gpus = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in gpus]
+    put_numbers_back = kept_python_numbers()
+    attributes = [_kept_attributes(module) for module in modules if _is_written_by_users(module)]
 
     def put_back() -> None:
+        for put_attributes_back in attributes:
+            put_attributes_back()
+        put_numbers_back()
         for module, name, buffer in buffers:
             setattr(module, name, buffer)  # code may have put another one in its place
         for held, value in values:
@@ -183,6 +190,43 @@ def kept_state(*models: nn.Module) -> Callable[[], None]:
         torch.set_rng_state(numbers)
         for gpu, number in zip(gpus, on_gpus, strict=True):
             torch.cuda.set_rng_state(number, gpu)
+
+    return put_back
+
+
+def _is_written_by_users(module: nn.Module) -> bool:
+    """Whether code outside of torch and paraplan has a part in the class of a module; FSDP derives classes."""
+    return any(base.__module__.split(".")[0] not in ("torch", "paraplan", "builtins") for base in type(module).__mro__)
+
+
+_FIELDS = frozenset(vars(nn.Module()))
+"""What every module has: parameters, buffers, modules and hooks."""
+
+
+def _kept_attributes(module: nn.Module) -> Callable[[], None]:
+    """Return what puts plain attributes back that a forward pass may set or write in: tensors, numbers, lists."""
+    held = {name: value for name, value in vars(module).items() if name not in _FIELDS}
+    tensors = [
+        (one, version_of(one), one.detach().clone())
+        for one in held.values()
+        if isinstance(one, torch.Tensor) and not one.is_inference() and one.numel() <= _LARGEST_STATE
+    ]
+    lists = [(one, list(one)) for one in held.values() if isinstance(one, list | deque)]
+    tables = [(one, dict(one)) for one in held.values() if isinstance(one, dict)]
+
+    def put_back() -> None:
+        for name in vars(module).keys() - held.keys() - _FIELDS:
+            del vars(module)[name]
+        vars(module).update(held)
+        for tensor, version, value in tensors:
+            if version_of(tensor) != version:
+                tensor.data.copy_(value)
+        for one, entries in lists:
+            one.clear()
+            one.extend(entries)
+        for table, content in tables:
+            table.clear()
+            table.update(content)
 
     return put_back
 

@@ -1,0 +1,108 @@
+"""What forward passes keep beside buffers: averages of weights, attributes, lists. Checks leave them as they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from odd_models import BATCH, LENGTH, WIDTH, WORDS, Base, loss_of, made
+from rank_harness import RankHarness
+from torch import nn
+
+from paraplan import runtime
+from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checks.forward_state import other_weights
+
+NUM_STEPS = 3
+
+
+class Averaging(Base):
+    """Adds a block whose weights follow those of the first one, which they are in the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.layers[0]).requires_grad_(False)
+
+    def run(self, hidden: torch.Tensor, *beside: object) -> torch.Tensor:
+        for average, weight in zip(self.average.parameters(), self.layers[0].parameters(), strict=True):
+            average.data = 0.9 * average.data + 0.1 * weight.data
+        return super().run(hidden + self.average(hidden).detach())
+
+
+class Remembering(Base):
+    """Centers by a moving mean and by a list, which are attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center: torch.Tensor | None = None
+        self.sums = torch.zeros(WIDTH)
+        self.seen: list[torch.Tensor] = []
+
+    def run(self, hidden: torch.Tensor, *beside: object) -> torch.Tensor:
+        hidden = super().run(hidden)
+        mean = hidden.detach().mean((0, 1))
+        self.center = mean if self.center is None else 0.5 * (self.center + mean)
+        self.sums += mean
+        self.seen.append(mean)
+        return hidden - self.center - self.sums - sum(self.seen) / len(self.seen)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [tuple(torch.randint(WORDS, (2, BATCH, LENGTH), generator=generator)) for _ in range(NUM_STEPS)]
+
+
+def plainly(kind: type[Base]) -> list[float]:
+    model, losses = made(kind), []
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    for tokens, targets in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(kind: type[Base], plan: ParallelPlan) -> list[float] | str:
+    job = runtime.init(plan, shows_progress=False)
+    engine = job.prepare(
+        made(kind),
+        loss_fn=loss_of,
+        optimizer=lambda held: torch.optim.SGD([one for one in held if one.requires_grad], lr=0.1),
+        example_inputs=torch.zeros(2, LENGTH, dtype=torch.long),
+    )
+    try:
+        return [engine.step(tokens, targets).item() for tokens, targets in batches()]
+    except UnsupportedPlanError as refusal:
+        return str(refusal)
+
+
+def test_an_average_of_weights_that_starts_as_they_are_is_found_before_it_moves() -> None:
+    said = train(Averaging, ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2))
+    assert "the model writes average." in said
+    assert train(Averaging, ParallelPlan(micro_batch_size=BATCH)) == pytest.approx(plainly(Averaging), rel=1e-6)
+
+
+def test_attributes_are_as_they_were_after_the_checks_of_a_plan() -> None:
+    found = train(Remembering, ParallelPlan(micro_batch_size=BATCH, recompute="full"))
+    assert found == pytest.approx(plainly(Remembering), rel=1e-6)
+
+
+@pytest.mark.ranks
+def test_attributes_are_as_they_were_on_ranks_that_split_layers(ranks: RankHarness) -> None:
+    for found in ranks.run(train, Remembering, ParallelPlan(tp=2, micro_batch_size=BATCH), size=2):
+        assert found == pytest.approx(plainly(Remembering), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_other_weights_are_an_eighth_off_at_most_and_the_same_to_the_bit_after_it(dtype: torch.dtype) -> None:
+    layer = nn.Linear(64, 64).to(dtype)
+    nn.init.uniform_(layer.weight, 0.5, 2.0)
+    before = layer.weight.detach().clone()
+    with other_weights(layer):
+        share = ((layer.weight - before) / before).abs().double()
+        assert 0.06 <= share.min() <= share.max() <= 0.126
+    assert torch.equal(layer.weight, before)
