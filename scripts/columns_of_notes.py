@@ -23,6 +23,7 @@ COLUMNS = (
     "memory_rank",
     "network",
     "release",
+    "overlaps_gradients",
 )
 UNITS = {"MB": 10**6, "MiB": 2**20}
 
@@ -50,7 +51,18 @@ def found_in_words(notes: str, metric: str) -> dict[str, object]:
         found["memory_rank"] = "last"
     elif re.search(r"\b(max|all|every)\b", metric):
         found["memory_rank"] = "all"
-    return found
+    return found | overlap_in_words(notes)
+
+
+def overlap_in_words(notes: str) -> dict[str, object]:
+    """Return whether gradients are sent beside compute, where notes tell.
+
+    Megatron-Core does so where a flag says it.
+    """
+    if re.search(r"non-overlapped [\w/]*DP communication", notes):
+        return {"overlaps_gradients": 0}
+    flags = re.search(r"\bflags: (.*)", notes)
+    return {"overlaps_gradients": int("overlap-grad-reduce" in flags[1])} if flags else {}
 
 
 def framework_in_words(framework: str, notes: str) -> str:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework import FUSED_TRAFFIC, FrameworkProfile
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, targeted_layers
@@ -33,6 +33,9 @@ _FUSED_KERNELS = ("foak", "unsloth")
 _FUSED_LOGIT_BYTES, _UNSLOTH_LOGIT_BYTES = 8.0, 4.0
 """Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers'
 code gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
+_ENGINE_LOSS = {"logit_bytes": 2.0, "traffic_per_logit": 10.0}
+"""Megatron-LM's `--cross-entropy-fusion-impl te`: 16-bit logits are read twice, gradients written in their place and
+scaled once more (transformer_engine/common/triton/cross_entropy.py)."""
 _HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
 """The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
 _MODELLED = (
@@ -85,11 +88,26 @@ def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[st
     if not trainable.is_full:
         fields["base_weights"] = _weight_format(run.base_weight_dtype)
         fields["upcasts_frozen"] = _upcasts(run)
-    kernels = f"{run.kernels} {features}".lower()
-    fields["loss"] = next((loss for words, loss in _LOSSES if words in kernels), "plain")
+    fields["loss"] = stated_loss(f"{run.kernels} {features}")
     fields["offloads_activations"] = "activation offload" in features
     fields["optimizer"] = fine_tuning_optimizer(run.optimizer.lower())
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def stated_loss(kernels: str) -> LossKernel:
+    """Return the loss that words about kernels name, plain where they name none."""
+    return next((loss for words, loss in _LOSSES if words in kernels.lower()), "plain")
+
+
+def with_fused_kernels(run: MeasuredRun, framework: FrameworkProfile) -> FrameworkProfile:
+    """Return the profile of a run that trains all parameters with the fused kernels that it states, if any."""
+    if "cross-entropy of transformer engine" in run.kernels.lower():
+        return framework.changed(loss=_ENGINE_LOSS)
+    if not any(name in run.kernels.lower() for name in _FUSED_KERNELS):
+        return framework
+    return framework.changed(
+        kernels={"fused": True, "traffic_per_saved_byte": FUSED_TRAFFIC}, loss={"logit_bytes": _FUSED_LOGIT_BYTES}
+    )
 
 
 def _upcasts(run: MeasuredRun) -> bool:
@@ -131,6 +149,8 @@ def with_fine_tuning(run: MeasuredRun, workload: Workload) -> Workload:
             kernels={"fused": True, "fuses_adapters": True, "writes_out_gates": not has_mlp},
             loss={"logit_bytes": _UNSLOTH_LOGIT_BYTES if "unsloth" in words else _FUSED_LOGIT_BYTES},
         )
+        if adapter is None:  # fused operations with adapters move more than what they save tells
+            framework = framework.changed(kernels={"traffic_per_saved_byte": FUSED_TRAFFIC})
     elif re.search(r"\b(hf|trl|transformers)\b", run.framework.lower()):
         framework = framework.changed(loss=_HF_LOSS)
     if "bitsandbytes before 0.43.2" in words:

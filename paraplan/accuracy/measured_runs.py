@@ -131,6 +131,10 @@ class MeasuredRun(Record):
     """How frozen weights are stored: bf16, nf4, nf4 double quant, int8, fp32."""
     kernels: str = ""
     """Fused kernels: unsloth, FOAK, Liger, chunked or cut cross-entropy."""
+    flash_generation: int | None = None
+    """Generation of the FlashAttention kernels. Blank: that of the framework."""
+    overlaps_gradients: bool | None = None
+    """Gradients and updated weights are sent beside compute. Blank: as the framework does."""
     offload: str = ""
     """What lies in the host's memory."""
     fp8_attention: bool | None = None

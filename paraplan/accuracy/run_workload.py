@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
-from paraplan.accuracy.fine_tuning import fine_tuning_fields, is_fine_tuning, with_fine_tuning
+from paraplan.accuracy.fine_tuning import (
+    fine_tuning_fields,
+    is_fine_tuning,
+    stated_loss,
+    with_fine_tuning,
+    with_fused_kernels,
+)
 from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
 from paraplan.accuracy.recipes import RecipeTable, load_recipes
@@ -34,6 +40,8 @@ UNKNOWN_GPUS, UNSTATED_GPU = ("unstated", "not stated", "unknown"), "A100-80GB"
 """The GPU of rows that measured memory and do not say on which."""
 OPS_RECOMPUTE = r"""\bop\b["']? (policy|sac)|recompute only norm"""
 """Features of runs whose selective recompute is that of chosen operations (`selective_ops`)."""
+MODULES_RECOMPUTE, EXPERTS_RECOMPUTE = "norms and activations recomputed", r"norms and expert(s| layers) recomputed"
+"""Features of runs that recompute what Megatron-Core's `--recompute-modules` names."""
 NO_HEAD = "no lm head"
 """The feature of runs of models that answer questions or classify, without logits over the vocabulary."""
 DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
@@ -98,6 +106,8 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         constants = constants.with_fp8_recipe(run.fp8_recipe, compiled=training.compiled)
     if is_fine_tuning(run):
         training = training.replace(**fine_tuning_fields(run, framework))
+    else:
+        framework = with_fused_kernels(run, framework)
     if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
         training = training.replace(precision="fp16")
     plain = Workload(
@@ -126,17 +136,26 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     if later and (run.sequence_parallel or run.recompute == "selective"):
         framework = frameworks.load(later)
     compiled = {"logit_bytes": framework.loss.compiled_logit_bytes, "parallel_logit_bytes": None}
-    storage: dict[str, float] = {}
+    storage: dict[str, float | None] = {}
     if run.context_bytes is not None:
         storage["context_bytes"] = run.context_bytes
     precision = run.grad_dtype.lower()
     if precision.startswith(("bf16", "fp16")):
-        storage["gradient_bytes"] = 2
+        storage |= {"gradient_bytes": 2, "bf16_gradient_bytes": None}
     elif precision.startswith("fp32") and "reduce" not in precision:
-        storage["gradient_bytes"] = 4
+        storage |= {"gradient_bytes": 4, "bf16_gradient_bytes": None}
+    kernels: dict[str, float | str] = {} if run.dropout is None else {"dropout": run.dropout}
+    if run.flash_generation is not None:
+        kernels["flash_generation"] = run.flash_generation
+    if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()):
+        kernels["recomputed_ops"] = "experts"
+    exchanges: dict[str, bool] = {}
+    if run.overlaps_gradients is not None:
+        exchanges = {"overlaps_gradients": run.overlaps_gradients, "overlaps_zero_1": run.overlaps_gradients}
     return framework.changed(
         storage=storage,
-        kernels={} if run.dropout is None else {"dropout": run.dropout},
+        kernels=kernels,
+        data_parallel=exchanges,
         loss=compiled if run.compiled_loss else {},
     )
 
@@ -166,6 +185,7 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
         optimizer=_optimizer(run.optimizer.lower()),
         attention=attention,
         compiled=bool(run.torch_compile),
+        loss=stated_loss(run.kernels),
         expert_load=max(1.0, run.capacity_factor or 1.0),
     )
 
@@ -261,7 +281,10 @@ def _recompute(run: MeasuredRun) -> Recompute:
 
     Selective recompute is that of the attention core, unless the features name operations that are run again.
     """
-    if run.recompute == "selective" and re.search(OPS_RECOMPUTE, run.nonstandard_features.lower()):
+    features = run.nonstandard_features.lower()
+    if run.recompute == "selective" and re.search(OPS_RECOMPUTE, features):
+        return "selective_ops"
+    if MODULES_RECOMPUTE in features or re.search(EXPERTS_RECOMPUTE, features):
         return "selective_ops"
     return next((known for known in get_args(Recompute) if run.recompute == known), "none")
 

@@ -193,7 +193,8 @@ def assumed_speeds(workload: Workload) -> tuple[str, ...]:
         parts.append(f"matmuls reach {workload.constants.usual_reached_share:.0%} of the peak")
     attention = gpu.shared.attention_speed(workload.framework.kernels.flash_generation)
     if training.attention != "eager" and attention.source_kind in ("assumed", "memory"):
-        parts.append(f"FlashAttention reaches {attention.forward:.0%} of the peak")
+        of = "the best matmul" if attention.is_of_reached else "the peak"
+        parts.append(f"FlashAttention reaches {attention.forward:.0%} of {of}")
     return (f"assumed, not measured on {gpu.title}: {', '.join(parts)}",) if parts else ()
 
 

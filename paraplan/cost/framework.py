@@ -48,12 +48,14 @@ _STEPS = {
 """How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
 
 
-RecomputedOps = Literal["torch", "modules"]
+RecomputedOps = Literal["torch", "modules", "experts"]
 """Who chooses. torch: the policy that torchtitan gives to torch's selective checkpointing. It keeps the input of a
 block, the outputs of attention kernels and of every second `mm`, in the order in which they run
 (torchtitan/distributed/activation_checkpoint.py); products of experts are no `mm`. modules: Megatron-Core's
 `--recompute-modules layernorm moe_act mla_up_proj`, which drops the outputs of norms, of activation functions and of
-latent attention's up projections (core/transformer/transformer_config.py; Korthikanti et al. 2022 keep them)."""
+latent attention's up projections (core/transformer/transformer_config.py; Korthikanti et al. 2022 keep them).
+experts: its `--recompute-modules layernorm moe`, which runs router, exchanges and experts again, and keeps what
+attention has."""
 
 
 class _Group(Record):
@@ -73,6 +75,8 @@ class StorageProfile(_Group):
     """Weights that forward and backward passes read."""
     gradient_bytes: float
     """Gradients between micro-batches and until the optimizer step."""
+    bf16_gradient_bytes: float | None = None
+    """The same where training is in bf16; None: as in fp16."""
     master_bytes: float
     """fp32 master weights beside 16-bit weights."""
     autocast_copy_bytes: float = 0.0
@@ -290,6 +294,8 @@ class LossProfile(_Group):
     traffic_per_logit: float = 38.0
     """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
     on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
+    recomputes_logits: bool = False
+    """No logits are kept: the backward pass makes them again, by one more product of the head."""
     gathers_logits: bool = False
     """Logits that tensor parallelism divided are gathered, and each of its ranks computes the loss of all."""
     in_model: bool = False
@@ -343,6 +349,8 @@ class FrameworkProfile(Record):
         AdamW is torch's fused one on a GPU, as transformers' Trainer and torchtitan take it.
         """
         storage: dict[str, Any] = {}
+        if training.precision == "bf16" and self.storage.bf16_gradient_bytes is not None:
+            storage["gradient_bytes"] = self.storage.bf16_gradient_bytes
         if training.optimizer in _STEPS and (on_gpu or training.optimizer != "adamw"):
             storage["optimizer_step"] = _STEPS[training.optimizer]
         if training.precision == "bf16-pure":

@@ -123,7 +123,7 @@ class Workload:
         """
         dropped: set[Recompute] = set() if self.training.attention == "eager" else {"selective"}
         kernels = self.framework.kernels
-        if not kernels.recomputes_ops or (kernels.recomputed_ops == "modules" and self.model.num_experts == 1):
+        if not kernels.recomputes_ops or (kernels.recomputed_ops != "torch" and self.model.num_experts == 1):
             dropped.add("selective_ops")
         return tuple(name for name in RECOMPUTES if name not in dropped)
 

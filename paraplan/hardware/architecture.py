@@ -30,6 +30,9 @@ class FlashAttentionSpeed(Record):
     """Share of the peak in forward passes."""
     backward: float = Field(gt=0)
     """Share of the peak in backward passes."""
+    is_of_reached: bool = False
+    """The shares are of the best product measured on a GPU, not of its peak: cards of one chip differ in the clocks
+    that they hold and in how fast their tensor cores may be."""
     narrow_forward: float = Field(default=0.89, gt=0)
     """Rate with heads of 64 over that with heads of 128, forward: a score costs as many exponentials for half the
     FLOPs. 0.89 is what kernels of the second generation have: FlashAttention 2 on A100 0.87 to 0.91, H100 0.86 to 0.89,

@@ -15,6 +15,7 @@ from paraplan.resources import profiles_folder
 RUNS = profiles_folder() / "runs" / "later_sources.csv"
 FINE_TUNING = profiles_folder() / "runs" / "later_fine_tuning.csv"
 NEWEST = profiles_folder() / "runs" / "newest_sources.csv"
+BLIND = profiles_folder() / "runs" / "blind_sources.csv"
 LOCATOR = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.md$|https://\S+$")
 
 
@@ -56,7 +57,7 @@ def test_errors_of_later_fine_tuning_are_those_that_the_page_tells() -> None:
         assert sorted(map(float, told)) == sorted(round(source["mape"] * 100, 1) for source in sources)
 
 
-@pytest.mark.parametrize("runs", [RUNS, FINE_TUNING, NEWEST])
+@pytest.mark.parametrize("runs", [RUNS, FINE_TUNING, NEWEST, BLIND])
 def test_every_run_says_where_it_was_published(runs: Path) -> None:
     with runs.open(newline="") as lines:
         for row in csv.DictReader(lines):

@@ -66,8 +66,6 @@ def test_eager_attention_does_not_depend_on_the_width_of_heads() -> None:
         ("Hopper", 3, (288, 334, 363, 379, 388), (410, 484, 518, 529, 539)),  # cuDNN
         ("Blackwell", 2, (206, 280, 327, 352, 367), (249, 325, 368, 391, 404)),
         ("CDNA 3", 2, (133, 211, 228, 255, 270), (164, 214, 257, 290, 307)),
-        ("CDNA 3", 3, (159, 242, 298, 330, 355), (225, 314, 409, 446, 494)),
-        ("CDNA 4", 3, (419, 602, 676, 756, 800), (495, 611, 755, 844, 903)),
     ],
 )
 def test_published_causal_kernels_slow_down_as_the_profile_says(

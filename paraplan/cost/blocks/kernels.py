@@ -322,6 +322,7 @@ class KernelTimes:
             width = (attention.qk_head_dim + attention.v_head_dim) / 2
             efficiency = speed.peak_share(width, backward=backward) * constants.flash_attention_factor
             efficiency *= self.framework.kernels.attention_speedup
+            efficiency *= self._reached_share() if speed.is_of_reached else 1.0
             reach = min(self.training.seq_length, attention.window or self.training.seq_length)
             computed = 0.5 * (1.0 + speed.causal_tokens / reach) if attention.is_causal else 1.0
         return np.asarray(computed * flops / (self._peak() * efficiency))

@@ -16,6 +16,9 @@ from paraplan.plan.training import TrainingSpec
 _ACTIVATIONS = ("MLP inner output", "activated gate")
 _UP_PROJECTED = ("query", "key", "value")
 _UP_PROJECTIONS = ("q_b_proj", "kv_b_proj")
+_ROUTED = ("router probabilities", "routing weights", "tokens by expert", "activation input", "up projection")
+"""What a block with experts keeps of them, beside what `modules` drops."""
+_ATTENTION_PRODUCTS = ("attn.", "q_proj", "k_proj", "v_proj", "o_proj", "qkv")
 _KERNEL_OUTPUTS = ("attention output", "softmax statistics")
 _MOVED_PER_DROPPED_BYTE = 3.0
 """A gated activation reads two tensors and writes one; a norm reads and writes one, and is counted the same."""
@@ -35,12 +38,12 @@ def kept_by_ops(
 
     Under tensor parallelism the output of a row-parallel product is kept as it is before the sum over ranks.
     """
-    kept = np.zeros_like(shardings.tp) if ops == "modules" else entry_bytes.astype(float)
+    kept = entry_bytes.astype(float) if ops == "torch" else np.zeros_like(shardings.tp)
     for tensor, size in kept_sizes(block, training, shardings, fused_kernels=fused_kernels, is_first=is_first):
-        is_kept = not _is_dropped(block, tensor) if ops == "modules" else tensor.name in _KERNEL_OUTPUTS
+        is_kept = tensor.name in _KERNEL_OUTPUTS if ops == "torch" else not _is_dropped(block, tensor, ops)
         if is_kept:
             kept = kept + size
-    if ops == "modules":
+    if ops != "torch":
         return kept
     for matmul in _kept_products(block):
         ranks = shardings.tp if matmul.split == "column" else 1.0
@@ -59,9 +62,12 @@ def ops_again_s(
     """Return the seconds of what runs again of a forward pass that takes `forward_s`."""
     if ops == "torch":
         return np.asarray(forward_s - times.products_s(block, list(_kept_products(block))) - times.attention_s(block))
+    if ops == "experts" and _has_experts(block):
+        attention = [one for one in block.matmuls if any(name in one.name for name in _ATTENTION_PRODUCTS)]
+        return np.asarray(forward_s - times.products_s(block, attention) - times.attention_s(block))
     dropped = np.zeros_like(times.shardings.tp)
     for tensor, size in kept_sizes(block, times.training, times.shardings, fused_kernels=fused_kernels, is_first=True):
-        if _is_dropped(block, tensor) and tensor.name not in _UP_PROJECTED:
+        if _is_dropped(block, tensor, ops) and tensor.name not in _UP_PROJECTED:
             dropped = dropped + size
     again = [one for one in block.matmuls if one.name.endswith(_UP_PROJECTIONS)]
     return np.asarray(times.moved_s(_MOVED_PER_DROPPED_BYTE * dropped) + times.products_s(block, again))
@@ -72,7 +78,13 @@ def _kept_products(block: BlockSpec) -> Iterator[Matmul]:
     return iter(products[::2])
 
 
-def _is_dropped(block: BlockSpec, tensor: SavedTensor) -> bool:
+def _has_experts(block: BlockSpec) -> bool:
+    return any(one.num_experts > 1 for one in block.matmuls)
+
+
+def _is_dropped(block: BlockSpec, tensor: SavedTensor, ops: RecomputedOps) -> bool:
+    if ops == "experts" and tensor.name in _ROUTED and _has_experts(block):
+        return True
     is_latent = any(one.name.endswith("kv_b_proj") for one in block.matmuls)
     is_projected = is_latent and tensor.name in _UP_PROJECTED
     return tensor.num_readers is not None or tensor.name in _ACTIVATIONS or is_projected

@@ -1,0 +1,136 @@
+"""Kernels, losses and recompute that rows of measured runs state."""
+
+from __future__ import annotations
+
+import pytest
+
+from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.prediction import estimate_run
+from paraplan.accuracy.run_workload import BundledData, framework_of_run, plan_of_run, workload_of_run
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.framework_files import FrameworkCatalog
+from paraplan.model.named import known_configs
+from tests.accuracy.small_run import run
+
+DATA = BundledData(configs=known_configs())
+EXPERTS = MeasuredRun(
+    id="experts",
+    gpu="H100",
+    num_gpus=16,
+    model_name="Qwen3_30B_a3B",
+    seq_len=4096,
+    precision="bf16",
+    framework="Megatron-Core",
+    ep=8,
+    zero_stage=1,
+    micro_batch=2,
+    global_batch=64,
+)
+
+
+def estimate(row: MeasuredRun) -> PlanEstimate:
+    workload = workload_of_run(row, DATA)
+    return estimate_run(row, workload, plan_of_run(row, workload.framework))
+
+
+def test_a_row_states_the_generation_of_its_attention_kernels() -> None:
+    row = run(framework="FSDP2", zero_stage=3, seq_len=8192)
+    workloads = [workload_of_run(row.replace(flash_generation=each), DATA) for each in (None, 2, 3)]
+    assert [each.framework.kernels.flash_generation for each in workloads] == [2, 2, 3]
+    assert estimate(row.replace(flash_generation=3)).step.compute_s < estimate(row).step.compute_s
+
+
+def test_fused_kernels_that_a_row_states_move_less() -> None:
+    row = run(framework="HF Trainer", zero_stage=0, hidden=4096, heads=32, seq_len=4096)
+    fused = row.replace(kernels="fused as in FOAK: norms, rotations, SwiGLU")
+    assert estimate(fused).step.compute_s < 0.9 * estimate(row).step.compute_s
+
+
+def test_a_loss_in_chunks_that_a_row_states_holds_fewer_logits() -> None:
+    row = run(framework="torchtitan", zero_stage=3, micro_batch=8, torch_compile=True, vocab=151936)
+    chunked = row.replace(kernels="chunked cross-entropy")
+    peaks = [max(stage.total_bytes for stage in estimate(each).memory) for each in (row, chunked)]
+    assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_transformer_engines_loss_moves_10_bytes_a_logit() -> None:
+    row = run(framework="Megatron-Core", zero_stage=1, micro_batch=8, num_microbatches=1, vocab=131072)
+    stated = row.replace(kernels="cross-entropy of Transformer Engine")
+    saved_s = 8 * 1024 * 131072 * (52 - 10) / (3.35e12 * 0.8)
+    assert estimate(row).step.compute_s - estimate(stated).step.compute_s == pytest.approx(saved_s)
+
+
+def test_experts_that_run_again_leave_attention_alone() -> None:
+    states = {
+        "": {"recompute": "none"},
+        "norms and activations recomputed": {"recompute": "none"},
+        "norms and expert layers recomputed, attention is not": {"recompute": "full"},
+        "all": {"recompute": "full"},
+    }
+    found = [estimate(EXPERTS.replace(nonstandard_features=features, **values)) for features, values in states.items()]
+    seconds = [each.step.step_time_s for each in found]
+    assert seconds == sorted(set(seconds))
+    peaks = [max(stage.total_bytes for stage in each.memory) for each in found]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+def test_experts_that_run_again_exchange_their_tokens_again() -> None:
+    again = EXPERTS.replace(nonstandard_features="norms and experts recomputed", recompute="full")
+    once, twice = (estimate(each).step.expert_parallel_s for each in (EXPERTS.replace(recompute="none"), again))
+    whole = estimate(EXPERTS.replace(recompute="full")).step.expert_parallel_s
+    assert twice == pytest.approx(1.5 * once)
+    assert twice == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    [
+        ("FSDP2 (prime-rl)", "prime-rl"),
+        ("FSDP2 (prime-rl, reinforcement learning)", "prime-rl-reinforcement"),
+    ],
+)
+def test_prime_rl_has_a_profile_for_each_of_its_losses(framework: str, name: str) -> None:
+    assert framework_of_run(run(framework=framework), FrameworkCatalog()).name == name
+
+
+def test_a_loss_that_keeps_no_logits_multiplies_by_the_head_once_more() -> None:
+    data = run(framework="prime-rl", zero_stage=3, micro_batch=8, num_microbatches=1, vocab=151936, torch_compile=True)
+    plain, again = (estimate(data.replace(framework=each)).step.compute_s for each in _PRIME)
+    product_s = 2 * 8 * 1024 * 151936 * 768 / 795e12  # at the best rate that anyone measured
+    moved_s = 8 * 1024 * 151936 * (121 - 38) / (3.35e12 * 0.8)
+    assert moved_s + product_s < again - plain < moved_s + 2 * product_s
+
+
+_PRIME = ("prime-rl", "prime-rl reinforcement learning")
+
+
+def test_an_optimizer_of_pure_bf16_moves_half() -> None:
+    row = run(framework="HF Trainer", optimizer="adamw_torch", method="full")
+    steps = [estimate(row.replace(base_weight_dtype=each)).step.optimizer_s for each in ("fp32", "bf16")]
+    assert steps[1] == pytest.approx(steps[0] / 2)
+
+
+def test_megatron_lm_reduces_gradients_of_bf16_in_fp32() -> None:
+    row = run(framework="Megatron-LM", zero_stage=1, sequence_parallel=True, tp=2)
+    kept = [
+        workload_of_run(row.replace(precision=precision, grad_dtype=stated), DATA).framework.storage.gradient_bytes
+        for precision, stated in (("fp16", ""), ("bf16", ""), ("bf16", "bf16"))
+    ]
+    assert kept == [2, 4, 2]
+    deepspeed = workload_of_run(row.replace(framework="Megatron-DeepSpeed"), DATA)
+    assert deepspeed.framework.storage.gradient_bytes == 2
+
+
+def test_megatron_lm_before_megatron_core_runs_flash_attention_1() -> None:
+    row = run(framework="Megatron-LM", sequence_parallel=True, tp=2, flash_attention=True)
+    assert workload_of_run(row, DATA).framework.kernels.flash_generation == 1
+    assert workload_of_run(row.replace(framework="Megatron-Core"), DATA).framework.kernels.flash_generation == 3
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_row_states_that_nothing_is_sent_beside_compute(zero_stage: int) -> None:
+    row = run(framework="Megatron-Core", zero_stage=zero_stage, num_gpus=8)
+    unstated, beside, after = (estimate(row.replace(overlaps_gradients=stated)).step for stated in (None, True, False))
+    assert unstated.step_time_s == beside.step_time_s
+    assert after.data_parallel_s == pytest.approx(after.data_parallel_wire_s)
+    assert after.data_parallel_s > 1.5 * beside.data_parallel_s
