@@ -63,11 +63,16 @@ def test_only_names_of_this_machine_are_loopback() -> None:
     assert not any(is_loopback(host) for host in ("node-1", "10.0.0.127", "0.0.0.0"))  # noqa: S104 (only a name here)
 
 
+def _sockets() -> set[str]:
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+
+
 def _listening_addresses() -> list[str]:
+    inherited = _sockets()  # of the process that this one was forked from
     runtime.init()
     dist.barrier()
-    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:[")}
+    sockets = _sockets() - inherited
     addresses = []
     for table in ("tcp", "tcp6"):
         path = Path("/proc/self/net") / table
