@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.election import Answer, Member, Standing, Survey, choose_leader, is_enough, survey
 from paraplan.launch.nodes.endpoint import Endpoint
 from paraplan.launch.nodes.gate import Launcher
+from paraplan.launch.nodes.moved_job import find_moved_job
 
 TOKEN = b"of this job"
 LONG = timedelta(seconds=PATIENCE_S)
@@ -150,3 +152,28 @@ def test_a_launcher_that_comes_again_is_not_gone(two_doors: tuple[Doors, Doors, 
         guest.enter(Endpoint.parse(host.standing.door), again=True)
     own = Launcher(guest.facts["host"], "127.0.0.1", int(guest.facts["pid"]))
     assert own not in host.gone
+
+
+def test_a_new_host_of_the_endpoint_sees_nodes_of_the_job_as_it_was(two_doors: tuple[Doors, Doors, list[str]]) -> None:
+    host, guest, _ = two_doors
+    endpoint = Endpoint.parse(host.standing.door)
+    assert host.members_at() == []
+    guest.standing.others = (guest.standing.door,)  # of a round
+    guest.enter(endpoint, again=True)
+    assert host.members_at() == [guest.facts["host"]]
+    guest.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while host.members_at() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert host.members_at() == []
+
+
+def test_a_job_that_has_moved_is_found_at_any_of_its_nodes(two_doors: tuple[Doors, Doors, list[str]]) -> None:
+    host, guest, _ = two_doors
+    new = Doors(TOKEN, elsewhere=("127.0.0.1:1", guest.standing.door))
+    assert find_moved_job(new) is None, "it is at its endpoint"
+    guest.standing.move(2, "10.0.0.9:1")
+    found = find_moved_job(new)
+    assert found is not None
+    assert (found.term, found.leader) == (2, "10.0.0.9:1")
+    assert find_moved_job(Doors(b"of another", elsewhere=(guest.standing.door,))) is None

@@ -99,6 +99,60 @@ def test_a_first_node_that_is_cut_off_waits_and_joins_the_others_when_the_networ
     require_exact([second, third, first], train, steps, ranks)
 
 
+@pytest.mark.parametrize("num_hosts", [4])
+def test_a_new_node_joins_while_the_endpoints_host_is_away_and_that_host_joins_once_it_is_back(
+    num_hosts: int, tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode, ranks: RankHarness
+) -> None:
+    train, steps = script(SCRIPT), 60
+    words = words_of(three_hosts, train, tmp_path / "none", nodes="1:4", steps=steps)
+    place = words.index("--rdzv-endpoint") + 1
+    port = str(words[place]).rpartition(":")[2]
+    words[place] = ",".join(f"{address}:{port}" for address in three_hosts.addresses[:num_hosts])
+    first, second, third = (start_node(index, *words) for index in range(3))
+    first.wait_for("step 4 ")
+    three_hosts.set_link(0, "down")
+    first.stop()
+    fourth = start_node(3, *words)
+    wait_for_pattern(second, GOES_ON)
+    fourth.wait_for(f"the job of {three_hosts.addresses[0]}:{port} is at {three_hosts.addresses[1]}:{port} now")
+    fourth.wait_for("GLOO_SOCKET_IFNAME")  # its ranks start
+    three_hosts.set_link(0, "up")
+    again = start_node(0, *words)
+    again.wait_for(f"is at {three_hosts.addresses[1]}:{port} now")
+    said = require_exact([second, third, fourth, again], train, steps, ranks)
+    assert "all ranks ended" in again.output.read_text(), said
+    assert "begins after 0 steps" not in said, "nobody begins anew"
+
+
+def test_a_node_says_which_hosts_know_of_no_job(
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
+) -> None:
+    words = words_of(three_hosts, script(SCRIPT), tmp_path / "none", nodes="1:3", steps=9)
+    first, second, _ = three_hosts.addresses
+    words[words.index("--rdzv-endpoint") + 1] = f"{first}:29400,{second}:29400"
+    words[words.index("--rdzv-conf") + 1] = "read_timeout=4"
+    status, said = start_node(2, *words).end()
+    assert status == 1
+    refused = "connection refused: no launcher listens on this port of the machine"
+    assert f"waiting for {first}:29400: {refused}, and no other host of --rdzv-endpoint knows" in said
+    assert f"nothing answers at {first}:29400: {refused}; {second}:29400 knows of no job; tried for 8 s" in said
+    assert "Traceback" not in said
+
+
+def test_an_endpoints_host_that_is_back_at_once_waits_for_nodes_that_have_not_moved_yet(
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode, ranks: RankHarness
+) -> None:
+    late = "import atexit; atexit.register(lambda: time.sleep(8 * (engine.num_steps < steps)))"
+    train, steps = script(SCRIPT.replace("engine.resume", f"{late}\nengine.resume")), 40
+    words = words_of(three_hosts, train, tmp_path / "none", nodes="1:2", steps=steps)
+    first, second = (start_node(index, *words) for index in range(2))
+    first.wait_for("step 4 ")
+    first.stop()
+    again = start_node(0, *words)
+    said = require_exact([second, again], train, steps, ranks)
+    assert "begins after 0 steps" not in said, "nobody begins anew"
+
+
 @contextmanager
 def cut_between(made: Hosts, *away: int) -> Iterator[None]:
     """Have some hosts reach each other, and none of the others."""
