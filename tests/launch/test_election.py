@@ -169,7 +169,7 @@ def test_a_new_host_of_the_endpoint_sees_nodes_of_the_job_as_it_was(two_doors: t
 
 
 def test_a_job_that_has_moved_is_found_at_any_of_its_nodes(two_doors: tuple[Doors, Doors, list[str]]) -> None:
-    host, guest, _ = two_doors
+    _, guest, _ = two_doors
     new = Doors(TOKEN, elsewhere=("127.0.0.1:1", guest.standing.door))
     assert find_moved_job(new) is None, "it is at its endpoint"
     guest.standing.move(2, "10.0.0.9:1")
