@@ -229,14 +229,8 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
     if nodes.min != nodes.max:
         endpoint = f"{place.address}:{port}"
         others = tuple(f"{host}:{port}" for host in place.others) if spec.max_restarts else ()
-        chosen = replace(
-            spec,
-            nodes=nodes,
-            rdzv_backend="c10d",
-            rdzv_endpoint=endpoint,
-            other_endpoints=others,
-            rdzv_id=place.job,
-        )
+        chosen = replace(spec, nodes=nodes, rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id=place.job)
+        chosen = replace(chosen, other_endpoints=others)
     else:
         chosen = replace(
             spec,
