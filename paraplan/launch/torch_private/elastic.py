@@ -58,6 +58,10 @@ class ElasticAgent(LocalElasticAgent):
         """How often the ranks of this node may fail still."""
         return int(self._remaining_restarts)
 
+    def forgo_restarts(self) -> None:
+        """Have the ranks of this node not start again."""
+        self._remaining_restarts = 0
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         return self.monitor_workers(worker_group)
 
