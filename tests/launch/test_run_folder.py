@@ -233,7 +233,7 @@ def test_a_current_folder_that_was_removed_is_said(tmp_path: Path, scratch: Path
     gone.mkdir()
     command = shlex.join(launcher_command("--nproc-per-node", 2, __file__))
     done = subprocess.run(
-        ["sh", "-c", f"rmdir ../gone; exec {command}"],
+        ["/bin/sh", "-c", f"rmdir ../gone; exec {command}"],
         cwd=gone,
         env=launcher_environment(scratch),
         capture_output=True,
