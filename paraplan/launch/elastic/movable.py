@@ -28,6 +28,7 @@ from paraplan.launch.torch_private.elastic import (
     forget_store_of_ranks,
     handler_at,
     launchers,
+    set_last_call,
     stop_heartbeats,
     store_of,
 )
@@ -41,6 +42,7 @@ _ENDING_S = 3.0
 _MOST_ASKED = 8
 _LEARN_S = 2.0
 _SAY_AGAIN_S = 60.0
+_LONGEST_CALL_S = 30.0  # torch's default
 
 
 class MovableRendezvous(RendezvousHandler):
@@ -70,6 +72,9 @@ class MovableRendezvous(RendezvousHandler):
         self._term_of_members = 0
         self._past = {str(endpoint)}
         self._known = {*doors.others_at(Endpoint.parse(doors.standing.leader or str(endpoint))), *doors.elsewhere}
+        self._last_call_s: float = handler.settings.timeout.last_call.total_seconds()
+        self._num_futile = 0
+        """Rounds since ranks have last started that have come to nothing."""
         self._lost_s: float | None = None
         self._left = ""
         """Why the nodes do not meet where they did, in words."""
@@ -136,6 +141,7 @@ class MovableRendezvous(RendezvousHandler):
     def begin_round(self, facts: Sequence[NodeFacts]) -> None:
         """Take note of the nodes of a round that starts its ranks; `facts` are by node, none for one that is alone."""
         standing, names = self._doors.standing, launchers(self.inner)
+        self._num_futile = 0
         if not facts:
             self._members = (Member(standing.door, standing.launcher, "this host", names[0]),)
         elif len(facts) == len(names):
@@ -159,6 +165,8 @@ class MovableRendezvous(RendezvousHandler):
                     if self._lost_s is not None or self._doors.standing.newer is not None:
                         self._find_job(deadline)
                     forget_store_of_ranks(self.inner)
+                    set_last_call(self.inner, self._wait_for_more_s())
+                    self._num_futile += 1
                     info: RendezvousInfo = self.inner.next_rendezvous()
                     if self._is_told_of_another():
                         continue
@@ -178,6 +186,13 @@ class MovableRendezvous(RendezvousHandler):
                     raise _not_found_error(missing)
         finally:
             self._is_waiting = False
+
+    def _wait_for_more_s(self) -> float:
+        """Return how long a round waits for more nodes: longer each time that one has come to nothing.
+
+        Some may look too seldom to come to a short one, and would be missing again and again.
+        """
+        return max(self._last_call_s, min(self._last_call_s * 2.0 ** min(self._num_futile, 9), _LONGEST_CALL_S))
 
     def _is_told_of_another(self) -> bool:
         """Whether the job is at another node, as those of it tell a host of the endpoint that starts again.
