@@ -171,7 +171,8 @@ def _run_behind(
         return 128 + signal.SIGKILL
     except (RendezvousError, DistError) as error:
         said, came = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
-        raise rendezvous_error(said, request.spec, request.nodes, came=came) from error
+        has_begun = job.attempts > 0
+        raise rendezvous_error(said, request.spec, request.nodes, came=came, has_begun=has_begun) from error
     except (ValueError, AssertionError, OSError) as error:
         if job.attempts or isinstance(error, ParaplanError) or not _is_about_arguments(error):
             raise

@@ -348,10 +348,12 @@ def _endpoint(spec: LaunchSpec) -> str:
     return spec.rdzv_endpoint or str(Endpoint(spec.master_addr, spec.master_port or DEFAULT_MASTER_PORT))
 
 
-def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = ()) -> NoRendezvousError:
+def rendezvous_error(
+    said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = (), has_begun: bool = False
+) -> NoRendezvousError:
     """Return what torch `said` about a failed rendezvous as one sentence with something to do.
 
-    `came` are the nodes that have joined an elastic rendezvous, where known.
+    `came` are the nodes that have joined an elastic rendezvous, where known; `has_begun` says that ranks have run.
     """
     port = re.search(r"\bport: (\d+)", said)
     if port is not None and PORT_TAKEN in said:
@@ -369,6 +371,11 @@ def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Seq
     if CLOSED_RENDEZVOUS in said:
         return NoRendezvousError(
             f"the job at {endpoint} has ended: another node has closed the rendezvous", hint="see its own messages"
+        )
+    if any(words in said for words in NOBODY_THERE) and has_begun:
+        return NoRendezvousError(
+            f"the node that hosts the rendezvous is gone: nothing answers at {endpoint}{means} any more",
+            hint="see its own messages; with --nnodes MIN:MAX and --max-restarts the others go on without it",
         )
     if any(words in said for words in NOBODY_THERE):
         return NoRendezvousError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
