@@ -41,6 +41,7 @@ def require_exact(nodes: list[Node], script: Path, steps: int, ranks: RankHarnes
     return said
 
 
+@pytest.mark.with_all  # as below, by a broken connection and not by silence
 def test_the_others_go_on_at_the_second_node_when_the_first_is_killed(
     tmp_path: Path,
     scratch: Path,
@@ -101,10 +102,16 @@ def test_a_first_node_that_is_cut_off_waits_and_joins_the_others_when_the_networ
 
 @pytest.mark.parametrize("num_hosts", [4])
 def test_a_new_node_joins_while_the_endpoints_host_is_away_and_that_host_joins_once_it_is_back(
-    num_hosts: int, tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode, ranks: RankHarness
+    num_hosts: int,
+    tmp_path: Path,
+    scratch: Path,
+    script: WriteScript,
+    three_hosts: Hosts,
+    start_node: StartNode,
+    ranks: RankHarness,
 ) -> None:
-    train, steps = script(SCRIPT), 40
-    words = words_of(three_hosts, train, tmp_path / "none", nodes="3:4", steps=steps)
+    train, folder, steps = script(SCRIPT), tmp_path / "none", 40
+    words = words_of(three_hosts, train, folder, nodes="3:4", steps=steps)
     place = words.index("--rdzv-endpoint") + 1
     port = str(words[place]).rpartition(":")[2]
     words[place] = ",".join(f"{address}:{port}" for address in three_hosts.addresses[:num_hosts])
@@ -119,7 +126,12 @@ def test_a_new_node_joins_while_the_endpoints_host_is_away_and_that_host_joins_o
     again = start_node(0, *words)
     again.wait_for(f"is at {three_hosts.addresses[1]}:{port} now")
     said = require_exact([second, third, fourth, again], train, steps, ranks)
+    for other, host in zip((second, third), ("this host", "node1"), strict=True):
+        gone = r"the node with the rendezvous, node0, is gone: the nodes meet at 10\.231\.7\.2:\d+, on "
+        assert len(re.findall(f"{gone}{host}, now", other.output.read_text())) == 1, said
     assert "all ranks ended" in again.output.read_text(), said
+    assert not folder.exists()  # the disk was left alone
+    assert [name for name in names_in(scratch) if name.startswith("paraplan")] == []
     assert "begins after 0 steps" not in said, "nobody begins anew"
 
 

@@ -59,7 +59,7 @@ def test_a_node_whose_ranks_have_ended_ends_when_another_is_lost(
     lost.stop()
     status, said = done.end()
     assert status == 1
-    why = ("host node1: its launcher is gone, without a word", "the node with the rendezvous is gone before the ranks")
+    why = ("host node1: its launcher is gone, without a word", "the node with the rendezvous is gone before it said")
     assert f"the job ends: {why[early]}" in said
     assert "the ranks of this node had ended well" in said
 

@@ -51,7 +51,5 @@ def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time
             pause(look_s)
             look_s = min(2 * look_s, _LOOK_S[1])
     except RuntimeError:  # torch's of a broken connection
-        raise FailedElsewhereError(
-            "the node with the rendezvous is gone before the ranks of all nodes have ended"
-        ) from None
+        raise FailedElsewhereError("the node with the rendezvous is gone before it said how its ranks ended") from None
     store.take_leave(timeout_s=_LEAVE_S)
