@@ -10,6 +10,7 @@ import re
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch_doors
 from torch import nn
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
@@ -265,6 +267,7 @@ OF_OBJECTS = {
     "_this_node": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._this_node = "),
     "_state_holder": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._state_holder = "),
     "_bootstrap_store_info": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._bootstrap_store_info"),
+    "_last_call": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", 'setattr(self, "_" + name, timeout)'),
     "_stage": (_SCHEDULES, "self._stage = "),
     "_stages": (_SCHEDULES, "self._stages = "),
     "_enabled": ("torch.amp.autocast_mode", "self._enabled = "),
@@ -634,3 +637,11 @@ def test_the_agent_is_followed_step_by_step() -> None:
     agent._exit_barrier()
     assert called == ["monitor", "restart", "rendezvous", "start", "wait"]
     assert agent.restarts_left == 3
+    agent.forgo_restarts()
+    assert agent.restarts_left == 0
+
+
+def test_how_long_a_rendezvous_waits_for_more_nodes_is_set() -> None:
+    timeout = dynamic_rendezvous.RendezvousTimeout(last_call=timedelta(seconds=1))
+    elastic.set_last_call(SimpleNamespace(settings=SimpleNamespace(timeout=timeout)), 4.0)
+    assert timeout.last_call == timedelta(seconds=4)

@@ -26,9 +26,13 @@ def _open_closed_streams() -> None:
 def _restore_path() -> None:
     """Take the folder that Python put first off sys.path: neither the launcher nor a rank is to import from it."""
     own_folder = Path(__file__).resolve().parent
-    if sys.path and Path(sys.path[0] or ".").resolve() in (own_folder, Path.cwd()) and not sys.flags.safe_path:
+    try:
+        current = Path.cwd()
+    except OSError:  # it has been removed, which `launch_here` says
+        current = own_folder
+    if sys.path and current.joinpath(sys.path[0]).resolve() in (own_folder, current) and not sys.flags.safe_path:
         first = sys.path.pop(0)
-        if Path(first or ".").resolve() == own_folder or "paraplan" not in sys.modules:
+        if current.joinpath(first).resolve() == own_folder or "paraplan" not in sys.modules:
             _import_paraplan(own_folder.parent.parent)
 
 

@@ -52,6 +52,7 @@ def launch_here(arguments: Sequence[str]) -> int:
 
 
 def _launch(arguments: Sequence[str]) -> int:
+    _require_folder()
     gc.disable()  # next to all that the imports make stays: collections would look through it again and again
     ends_with_stdin = take_variables(os.environ)
     spec = parse_arguments(list(arguments), os.environ)
@@ -70,6 +71,16 @@ def _launch(arguments: Sequence[str]) -> int:
     _refuse_preview_options(spec)
     check_script(spec, Path.cwd())  # what is wrong with the script can be said before torch is imported
     return _start(spec, line, ends_with_stdin=ends_with_stdin)
+
+
+def _require_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ArgumentError(
+            f"the current folder cannot be used: {(error.strerror or str(error)).lower()}",
+            hint="it was removed, perhaps: change to one that is there",
+        ) from None
 
 
 def _start(spec: LaunchSpec, line: str | None, *, ends_with_stdin: bool) -> int:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
 from paraplan.errors import PREEMPTED_EXIT_STATUS, CheckFailedError, ParaplanError, PlanError
+from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.health import LeftOutError
 from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
@@ -155,6 +156,8 @@ def _run_behind(
     except ChildFailedError as error:
         job.failures = job.failures or _torchs_failures(error)
         return _report(request, job)
+    except FailedElsewhereError as error:
+        return _report_elsewhere(error, job)
     except LeftOutError as left:
         say(f"this host is left out: {left.text}")
         return 1
@@ -168,7 +171,8 @@ def _run_behind(
         return 128 + signal.SIGKILL
     except (RendezvousError, DistError) as error:
         said, came = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
-        raise rendezvous_error(said, request.spec, request.nodes, came=came) from error
+        has_begun = job.attempts > 0
+        raise rendezvous_error(said, request.spec, request.nodes, came=came, has_begun=has_begun) from error
     except (ValueError, AssertionError, OSError) as error:
         if job.attempts or isinstance(error, ParaplanError) or not _is_about_arguments(error):
             raise
@@ -268,6 +272,17 @@ def _check_limits(num_ranks: int, world_size: int) -> Findings:
     found = check_limits(Limits.read(), num_ranks=num_ranks, world_size=world_size, num_threads=num_threads)
     raise_open_files(num_files(world_size))
     return found
+
+
+def _report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
+    """Say why the job has failed though the ranks of this node have ended well; return the status."""
+    if not error.failures:
+        say(f"the job ends: {error.reason}; the ranks of this node had ended well")
+        return 1
+    first = first_node_failure(error.failures)
+    folder = shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None
+    write_report(render_failure_elsewhere(first, [], ReportContext(hostname=socket.gethostname(), log_folder=folder)))
+    return first.exit_status
 
 
 def _report(request: LaunchRequest, job: JobRecord) -> int:

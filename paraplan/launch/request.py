@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paraplan.errors import NoGpuError, PlanError, UnsupportedPlanError
+from paraplan.launch.nodes.endpoint import Endpoint
 from paraplan.launch.planning import AUTO, CPU_PROFILE, PlannerRequest
 from paraplan.launch.spec import ONE_NODE, ArgumentError, LaunchSpec, NodeRange
 
@@ -99,6 +100,7 @@ def check_request(
     if file is not None and plan_path is not None:
         nodes, nproc_per_node = _layout_of_plan(spec, file, num_gpus=num_gpus, plan_path=plan_path)
     _check_keeping(spec, nodes)
+    _check_endpoints(spec, nodes)
     return LaunchRequest(
         spec=spec,
         nodes=nodes,
@@ -211,6 +213,19 @@ def _check_keeping(spec: LaunchSpec, nodes: NodeRange) -> None:
             )
     if sys.platform != "linux":
         raise ArgumentError(f"{asked} looks at processes through /proc, which only Linux has", hint="leave it out")
+
+
+def _check_endpoints(spec: LaunchSpec, nodes: NodeRange) -> None:
+    if not spec.other_endpoints:
+        return
+    for text in (spec.rdzv_endpoint, *spec.other_endpoints):
+        Endpoint.parse(text)
+    if spec.rdzv_backend != "c10d" or nodes.min == nodes.max or spec.max_restarts < 1:
+        raise ArgumentError(
+            f"--rdzv-endpoint names {1 + len(spec.other_endpoints)} hosts, and a job that is not elastic stays at the "
+            "first",
+            hint="name the first alone, or add --rdzv-backend c10d --nnodes MIN:MAX --max-restarts N",
+        )
 
 
 def _check_preemption(spec: LaunchSpec, environment: Mapping[str, str]) -> None:

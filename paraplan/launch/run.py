@@ -79,7 +79,11 @@ def run(args: Namespace) -> None:
 
 def _run_spec(spec: LaunchSpec) -> None:
     request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
-    with closing(open_spawner()) as spawner, closing(open_doors(spec, request.nodes, os.environ)) as doors:
+    keeps_ranks = _keeps_ranks(spec)
+    with (
+        closing(open_spawner(keeps_ranks=keeps_ranks)) as spawner,
+        closing(open_doors(spec, request.nodes, os.environ)) as doors,
+    ):
         run_job(request, spawner=spawner, job=JobRecord(), doors=doors, fork=False)
 
 
@@ -120,7 +124,7 @@ def run_job(
         extra_environment = _extra_environment(request, folder)
         prepare = _preparation(request, job, folder=folder, environment=extra_environment)
         settings = replace(
-            _settings(request, extra_environment, spawner, fork=fork, imported_threads=imported_threads),
+            _settings(request, extra_environment, fork=fork, imported_threads=imported_threads),
             keeps_logs=keeps_logs,
             cpus=_cpus_of_ranks(request, node, config.nproc_per_node),
         )
@@ -148,14 +152,13 @@ def run_job(
 def _settings(
     request: LaunchRequest,
     environment: dict[str, str],
-    spawner: SpawnerHandle,
     *,
     fork: bool,
     imported_threads: str | None,
 ) -> AttemptSettings:
-    """Return how ranks start and stop, as far as the request and the spawner say so."""
+    """Return how ranks start and stop, as far as the request says so."""
     spec = request.spec
-    is_kept = spawner.can_fork_ranks and (spec.restart_in_process or spec.num_spares > 0)
+    is_kept = _keeps_ranks(spec)
     return AttemptSettings(
         grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
         fork=fork,
@@ -169,6 +172,10 @@ def _settings(
         keeping=_keeping(spec) if is_kept else None,
         restarts_in_process=is_kept and spec.restart_in_process,
     )
+
+
+def _keeps_ranks(spec: LaunchSpec) -> bool:
+    return spec.restart_in_process or spec.num_spares > 0
 
 
 def _keeping(spec: LaunchSpec) -> Keeping:

@@ -124,10 +124,10 @@ def open_run_folder(spec: LaunchSpec, nodes: NodeRange, *, keeps_logs: bool, cur
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise ArgumentError(f"--log-dir {path} cannot be made: {reason}", hint="name another folder") from None
-        return RunFolder(path)
+        return RunFolder(path.absolute())  # scripts may change the folder
     if not keeps_logs:
         has_logs = spec.redirects != "0" or spec.tee != "0"
-        return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")), is_temporary=not has_logs)
+        return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")).absolute(), is_temporary=not has_logs)
     runs = current_folder / RUNS_FOLDER
     stem = re.sub(r"[^\w.-]", "_", Path(spec.training_script).stem)[:40] or "run"
     host = f"-{socket.gethostname()}" if nodes.max > 1 else ""  # nodes may share the disk
@@ -138,5 +138,5 @@ def open_run_folder(spec: LaunchSpec, nodes: NodeRange, *, keeps_logs: bool, cur
             (runs / ".gitignore").write_text("*\n", encoding="utf-8")  # logs are no part of a project
         (runs / name).mkdir(mode=_MODE)
     except OSError:
-        return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")))
+        return RunFolder(Path(tempfile.mkdtemp(prefix="paraplan_")).absolute())
     return RunFolder(runs / name)

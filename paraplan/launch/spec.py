@@ -71,6 +71,8 @@ class LaunchSpec:
     standalone: bool = False
     rdzv_backend: str = "static"
     rdzv_endpoint: str = ""
+    other_endpoints: tuple[str, ...] = ()
+    """Where an elastic job may have moved to from its endpoint."""
     rdzv_id: str = "none"
     rdzv_conf: str = ""
     max_restarts: int = 0
@@ -135,6 +137,9 @@ class LaunchSpec:
         nnodes = given.pop("nnodes", None)
         given["nodes"] = None if nnodes is None else NodeRange.parse(str(nnodes))
         given["training_script_args"] = tuple(given.get("training_script_args") or ())
+        if given.get("rdzv_backend", "static") in ("static", "c10d"):
+            words = [word.strip() for word in str(given.get("rdzv_endpoint") or "").split(",")]
+            given |= {"rdzv_endpoint": words[0], "other_endpoints": tuple(filter(None, words[1:]))}
         names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}, torch_options=rest)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import PATIENCE_S
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
+from paraplan.launch.elastic.movable import MovableRendezvous
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.election import Answer, Member, Standing, Survey, choose_leader, is_enough, survey
 from paraplan.launch.nodes.endpoint import Endpoint
 from paraplan.launch.nodes.gate import Launcher
+from paraplan.launch.nodes.moved_job import find_moved_job
 
 TOKEN = b"of this job"
 LONG = timedelta(seconds=PATIENCE_S)
@@ -150,3 +156,55 @@ def test_a_launcher_that_comes_again_is_not_gone(two_doors: tuple[Doors, Doors, 
         guest.enter(Endpoint.parse(host.standing.door), again=True)
     own = Launcher(guest.facts["host"], "127.0.0.1", int(guest.facts["pid"]))
     assert own not in host.gone
+
+
+def test_a_new_host_of_the_endpoint_sees_nodes_of_the_job_as_it_was(two_doors: tuple[Doors, Doors, list[str]]) -> None:
+    host, guest, _ = two_doors
+    endpoint = Endpoint.parse(host.standing.door)
+    assert host.members_at() == []
+    guest.standing.others = (guest.standing.door,)  # of a round
+    guest.enter(endpoint, again=True)
+    assert host.members_at() == [guest.facts["host"]]
+    guest.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while host.members_at() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert host.members_at() == []
+
+
+def test_a_job_that_has_moved_is_found_at_any_of_its_nodes(two_doors: tuple[Doors, Doors, list[str]]) -> None:
+    _, guest, _ = two_doors
+    new = Doors(TOKEN, elsewhere=("127.0.0.1:1", guest.standing.door))
+    assert find_moved_job(new) is None, "it is at its endpoint"
+    guest.standing.move(2, "10.0.0.9:1")
+    found = find_moved_job(new)
+    assert found is not None
+    assert (found.term, found.leader) == (2, "10.0.0.9:1")
+    assert find_moved_job(Doors(b"of another", elsewhere=(guest.standing.door,))) is None
+
+
+def test_rounds_that_come_to_nothing_wait_longer_for_more_nodes_until_ranks_start() -> None:
+    timeout, waited = RendezvousTimeout(last_call=timedelta(seconds=1)), list[float]()
+    node = NamedTuple("Node", [("addr", str), ("pid", int)])("gpu-0", 7)
+    handler = SimpleNamespace(
+        get_run_id=lambda: "job",
+        settings=SimpleNamespace(timeout=timeout),
+        next_rendezvous=lambda: waited.append(timeout.last_call.total_seconds()),
+        shutdown=lambda: True,
+        _state_holder=SimpleNamespace(state=SimpleNamespace(participants={node: 0})),
+    )
+    movable = MovableRendezvous(
+        handler,
+        doors=Doors(TOKEN),
+        endpoint=Endpoint("127.0.0.1", 1),
+        make_backend=lambda store, run_id: None,
+        store_timeout=LONG,
+        silence_s=1.0,
+    )
+    movable.begin_round(())
+    for _ in range(7):
+        movable.next_rendezvous()
+    movable.begin_round(())
+    movable.next_rendezvous()
+    assert waited == [1, 2, 4, 8, 16, 30, 30, 1]
+    movable.shutdown()

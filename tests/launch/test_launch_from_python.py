@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launching import PATIENCE_S, WriteScript, launcher_command, launcher_environment, names_in
+from test_restart_in_process import TRAIN, processes
 
 pytestmark = pytest.mark.ranks
 
@@ -49,6 +50,33 @@ def test_main_returns_or_raises_what_torchs_does(tmp_path: Path, scratch: Path, 
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == ["good 0 ['word']", "good 1 ['word']"]
     assert lines[2:] == ["refused"] * 3 + ["failed 1 1 KeyError: 'bad'"]
+    assert names_in(scratch) == []
+
+
+def test_ranks_stay_for_a_program_that_launches_too(tmp_path: Path, scratch: Path, script: WriteScript) -> None:
+    script(TRAIN)
+    program = script(
+        """
+        import threading
+        from paraplan.launch.run import main
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        main(["--restart-in-process", "--max-restarts", "1", "--nproc-per-node", "2", "train.py"])
+        """,
+        "program.py",
+    )
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env=launcher_environment(scratch),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pids = processes(done.stdout)
+    assert pids[0, 0] == pids[1, 0], done.stderr
+    assert pids[0, 1] != pids[1, 1]
+    assert done.stdout.count("is done") == 2
     assert names_in(scratch) == []
 
 

@@ -41,6 +41,7 @@ def require_exact(nodes: list[Node], script: Path, steps: int, ranks: RankHarnes
     return said
 
 
+@pytest.mark.with_all  # as below, by a broken connection and not by silence
 def test_the_others_go_on_at_the_second_node_when_the_first_is_killed(
     tmp_path: Path,
     scratch: Path,
@@ -97,6 +98,70 @@ def test_a_first_node_that_is_cut_off_waits_and_joins_the_others_when_the_networ
     three_hosts.set_link(0, "up")
     wait_for_pattern(first, r"the job goes on elsewhere: the nodes meet at 10\.231\.7\.2")
     require_exact([second, third, first], train, steps, ranks)
+
+
+@pytest.mark.parametrize("num_hosts", [4])
+def test_a_new_node_joins_while_the_endpoints_host_is_away_and_that_host_joins_once_it_is_back(
+    num_hosts: int,
+    tmp_path: Path,
+    scratch: Path,
+    script: WriteScript,
+    three_hosts: Hosts,
+    start_node: StartNode,
+    ranks: RankHarness,
+) -> None:
+    train, folder, steps = script(SCRIPT), tmp_path / "none", 40
+    words = words_of(three_hosts, train, folder, nodes="3:4", steps=steps)
+    place = words.index("--rdzv-endpoint") + 1
+    port = str(words[place]).rpartition(":")[2]
+    words[place] = ",".join(f"{address}:{port}" for address in three_hosts.addresses[:num_hosts])
+    first, second, third = (start_node(index, *words) for index in range(3))
+    first.wait_for("step 4 ")
+    three_hosts.set_link(0, "down")
+    first.stop()
+    fourth = start_node(3, *words)  # without which the others are too few
+    fourth.wait_for(f"the job of {three_hosts.addresses[0]}:{port} is at {three_hosts.addresses[1]}:{port} now")
+    wait_for_pattern(second, GOES_ON)
+    three_hosts.set_link(0, "up")
+    again = start_node(0, *words)
+    again.wait_for(f"is at {three_hosts.addresses[1]}:{port} now")
+    said = require_exact([second, third, fourth, again], train, steps, ranks)
+    for other, host in zip((second, third), ("this host", "node1"), strict=True):
+        gone = r"the node with the rendezvous, node0, is gone: the nodes meet at 10\.231\.7\.2:\d+, on "
+        assert len(re.findall(f"{gone}{host}, now", other.output.read_text())) == 1, said
+    assert "all ranks ended" in again.output.read_text(), said
+    assert not folder.exists()  # the disk was left alone
+    assert [name for name in names_in(scratch) if name.startswith("paraplan")] == []
+    assert "begins after 0 steps" not in said, "nobody begins anew"
+
+
+def test_a_node_says_which_hosts_know_of_no_job(
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
+) -> None:
+    words = words_of(three_hosts, script(SCRIPT), tmp_path / "none", nodes="1:3", steps=9)
+    first, second, _ = three_hosts.addresses
+    words[words.index("--rdzv-endpoint") + 1] = f"{first}:29400,{second}:29400"
+    words[words.index("--rdzv-conf") + 1] = "read_timeout=4"
+    status, said = start_node(2, *words).end()
+    assert status == 1
+    refused = "connection refused: no launcher listens on this port of the machine"
+    assert f"waiting for {first}:29400: {refused}, and no other host of --rdzv-endpoint knows" in said
+    assert f"nothing answers at {first}:29400: {refused}; {second}:29400 knows of no job; tried for 8 s" in said
+    assert "Traceback" not in said
+
+
+def test_an_endpoints_host_that_is_back_at_once_waits_for_nodes_that_have_not_moved_yet(
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode, ranks: RankHarness
+) -> None:
+    late = "import atexit; atexit.register(lambda: time.sleep(6 * (engine.num_steps < steps)))"
+    train, steps = script(SCRIPT.replace("engine.resume", f"{late}\nengine.resume")), 20
+    words = words_of(three_hosts, train, tmp_path / "none", nodes="1:2", steps=steps)
+    first, second = (start_node(index, *words) for index in range(2))
+    first.wait_for("step 4 ")
+    first.stop()
+    again = start_node(0, *words)
+    said = require_exact([second, again], train, steps, ranks)
+    assert "begins after 0 steps" not in said, "nobody begins anew"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -216,6 +217,31 @@ def test_a_second_ctrl_c_ends_ranks_that_would_have_had_more_time(
         assert process.wait(timeout=PATIENCE_S) == 130
     assert wait_until_dead(int(word)) == []
     assert names_in(scratch) == []
+
+
+def test_a_script_that_changes_the_folder_fails_with_its_error_where_the_log_folder_is_a_relative_one(
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
+) -> None:
+    path = script("import os; os.chdir('/'); raise KeyError('lost')")
+    done = launch_forked("--log-dir", "run", "--nproc-per-node", 2, path)
+    assert "failed first: KeyError: 'lost'" in done.stderr
+    assert len(list((tmp_path / "run").rglob("error.json"))) == 2
+
+
+def test_a_current_folder_that_was_removed_is_said(tmp_path: Path, scratch: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = shlex.join(launcher_command("--nproc-per-node", 2, __file__))
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"rmdir ../gone; exec {command}"],
+        cwd=gone,
+        env=launcher_environment(scratch),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "error: the current folder cannot be used: no such file or directory"
 
 
 def test_without_logs_or_where_nothing_can_be_written_the_folder_is_elsewhere(tmp_path: Path) -> None:

@@ -43,17 +43,21 @@ def judged(
     per_host: int = 0,
     transfer_s: Work = lambda r, s: TRANSFER_S,
     is_asked_always: bool = False,
+    stride: int = 1,
 ) -> tuple[Judge, list[Lateness]]:
-    """Return the judge after `steps` steps in which ranks meet, and what it says then, or after each step."""
+    """Return the judge after `steps` steps in which ranks meet, and what it says then, or after each step.
+
+    Every `stride`-th step is noted.
+    """
     found = list[Lateness]()
     judge = Judge({rank: f"node{rank // per_host}" if per_host else "node0" for rank in range(ranks)})
     dice = random.Random(7)  # noqa: S311
-    for number in range(1, steps + 1):
+    for number in range(stride, steps + 1, stride):
         works = [work_s(rank, number) * dice.uniform(0.97, 1.03) for rank in range(ranks)]
         period_s = max(works) + transfer_s(0, number)
         for rank in range(ranks):
             judge.add(rank, [step_of(number, work_s=works[rank], period_s=period_s)])
-        if is_asked_always or number == steps:
+        if is_asked_always or number + stride > steps:
             found += judge.judge()
     return judge, found
 
@@ -64,6 +68,18 @@ def test_a_rank_that_is_30_percent_slower_is_named_with_its_cost_and_the_step_wh
     assert abs(found[0].slower - 0.3) < 0.04
     assert abs(found[0].cost - 0.03 / (0.13 + TRANSFER_S)) < 0.04
     assert abs(found[0].since_step - 35) <= 2
+
+
+def test_a_rank_is_named_where_every_fourth_of_short_steps_is_noted() -> None:
+    base_s = 0.01
+    _, found = judged(
+        lambda rank, step: base_s * (1.4 if rank == 2 and step >= 200 else 1.0),
+        steps=280,
+        stride=4,
+        transfer_s=lambda rank, step: base_s / 10,
+    )
+    assert [case.ranks for case in found] == [(2,)]
+    assert abs(found[0].since_step - 200) <= 8
 
 
 def test_ranks_that_are_equal_name_nobody() -> None:

@@ -194,13 +194,14 @@ def test_compiled_training_is_left_as_it_is(launch_forked: ForkedLaunch, script:
 def test_a_ring_of_nonsense_ends_no_job(launch_forked: ForkedLaunch, script: WriteScript) -> None:
     path = script(
         """
-        import os, struct, time
+        import os, time
         from pathlib import Path
         from paraplan.launch.ranks import step_marks
         ring = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent / step_marks.MARKS_FILE
         head = step_marks.HEADER.pack(step_marks.MAGIC, os.getpid(), 5).ljust(step_marks.RECORDS_AT, b"\\0")
-        numbers = len(step_marks.FIELDS) * step_marks.CAPACITY
-        ring.write_bytes(head + struct.pack(f"={numbers}d", *[float("nan")] * numbers))
+        numbers = [float("nan")] * len(step_marks.FIELDS)
+        records = [step_marks.RECORD.pack(index + 1, *numbers) for index in range(step_marks.CAPACITY)]
+        ring.write_bytes(head + b"".join(records))
         time.sleep(1)
         print("trained")
         """

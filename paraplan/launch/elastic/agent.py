@@ -20,6 +20,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paraplan.errors import ParaplanError
+from paraplan.launch.elastic.ending import await_other_nodes
 from paraplan.launch.elastic.movable import MovableRendezvous
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
@@ -93,7 +94,11 @@ class NodeAgent(ElasticAgent):
             self._tell_restart(f"a node is lost: {then}")
             self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
         elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.restarts_left > 0:
-            self._tell_failure()
+            if self._is_anyone_done():
+                say("ranks of another node have ended well, and cannot start again: no restart")
+                self.forgo_restarts()
+            else:
+                self._tell_failure()
         return result
 
     @property
@@ -156,15 +161,24 @@ class NodeAgent(ElasticAgent):
             self._movable.note_lost()
             return False
 
+    def _is_anyone_done(self) -> bool:
+        with contextlib.suppress(RuntimeError):  # a store that is gone
+            return self._store_of_nodes is not None and self._store_of_nodes.is_anyone_done()
+        return False
+
     def _may_go_on_without(self) -> bool:
         """Whether the nodes that are left are as many as --nnodes asks for at least."""
         return len(participants(self._handler) or ()) >= int(self._handler.settings.min_nodes)
 
     def wait_for_nodes(self) -> None:
-        """Tell the other nodes that this one is done, and wait for them."""
-        if self._store_of_nodes is not None:
-            self._store_of_nodes.note_done()
-        super().wait_for_nodes()
+        """Tell the other nodes that this one is done, and wait for them; torch stays for 300 s, deaf to signals.
+
+        Raises `FailedElsewhereError` where ranks of others fail, or a node is lost, meanwhile.
+        """
+        if self._store_of_nodes is None:
+            super().wait_for_nodes()
+        else:
+            await_other_nodes(self._store_of_nodes)
 
     def rendezvous(self, group: WorkerGroup) -> None:
         """Wait for the other nodes; an error says which have come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,12 +21,14 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.election import Member, Survey, choose_leader, is_enough, survey
 from paraplan.launch.nodes.endpoint import Endpoint
+from paraplan.launch.nodes.moved_job import some_of
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, NoRendezvousError, join_store, open_store
 from paraplan.launch.nodes.store import NodeFacts
 from paraplan.launch.torch_private.elastic import (
     forget_store_of_ranks,
     handler_at,
     launchers,
+    set_last_call,
     stop_heartbeats,
     store_of,
 )
@@ -39,6 +41,8 @@ _ENDING_S = 3.0
 """How long ranks go on without a store: they may be about to end, as all ranks of a job do that is preempted."""
 _MOST_ASKED = 8
 _LEARN_S = 2.0
+_SAY_AGAIN_S = 60.0
+_LONGEST_CALL_S = 30.0  # torch's default
 
 
 class MovableRendezvous(RendezvousHandler):
@@ -67,7 +71,10 @@ class MovableRendezvous(RendezvousHandler):
         self._members: tuple[Member, ...] = ()
         self._term_of_members = 0
         self._past = {str(endpoint)}
-        self._known = set(doors.others_at(Endpoint.parse(doors.standing.leader or str(endpoint))))
+        self._known = {*doors.others_at(Endpoint.parse(doors.standing.leader or str(endpoint))), *doors.elsewhere}
+        self._last_call_s: float = handler.settings.timeout.last_call.total_seconds()
+        self._num_futile = 0
+        """Rounds since ranks have last started that have come to nothing."""
         self._lost_s: float | None = None
         self._left = ""
         """Why the nodes do not meet where they did, in words."""
@@ -134,6 +141,7 @@ class MovableRendezvous(RendezvousHandler):
     def begin_round(self, facts: Sequence[NodeFacts]) -> None:
         """Take note of the nodes of a round that starts its ranks; `facts` are by node, none for one that is alone."""
         standing, names = self._doors.standing, launchers(self.inner)
+        self._num_futile = 0
         if not facts:
             self._members = (Member(standing.door, standing.launcher, "this host", names[0]),)
         elif len(facts) == len(names):
@@ -157,6 +165,8 @@ class MovableRendezvous(RendezvousHandler):
                     if self._lost_s is not None or self._doors.standing.newer is not None:
                         self._find_job(deadline)
                     forget_store_of_ranks(self.inner)
+                    set_last_call(self.inner, self._wait_for_more_s())
+                    self._num_futile += 1
                     info: RendezvousInfo = self.inner.next_rendezvous()
                     if self._is_told_of_another():
                         continue
@@ -177,6 +187,13 @@ class MovableRendezvous(RendezvousHandler):
         finally:
             self._is_waiting = False
 
+    def _wait_for_more_s(self) -> float:
+        """Return how long a round waits for more nodes: longer each time that one has come to nothing.
+
+        Some may look too seldom to come to a short one, and would be missing again and again.
+        """
+        return max(self._last_call_s, min(self._last_call_s * 2.0 ** min(self._num_futile, 9), _LONGEST_CALL_S))
+
     def _is_told_of_another(self) -> bool:
         """Whether the job is at another node, as those of it tell a host of the endpoint that starts again.
 
@@ -184,7 +201,14 @@ class MovableRendezvous(RendezvousHandler):
         """
         standing = self._doors.standing
         is_new = not self._members and standing.term == 0
-        while is_new and standing.newer is None and time.monotonic() < self._opened_s + _TOLD_S:
+        says_at = time.monotonic() + SAY_AFTER_S
+        while is_new and standing.newer is None:
+            members = self._doors.members_at()  # they have lost this host's launcher, and are about to move
+            if not members and time.monotonic() > self._opened_s + _TOLD_S:
+                break
+            if time.monotonic() > says_at:
+                says_at += _SAY_AGAIN_S
+                say(f"nodes of the job as it was are here ({', '.join(members)}): waiting until they go on")
             time.sleep(_SURVEY_S / 3)
         return standing.newer is not None
 
@@ -243,7 +267,7 @@ class MovableRendezvous(RendezvousHandler):
     def _others(self) -> list[Member]:
         return [member for member in self._members if member.launcher != self._doors.standing.launcher]
 
-    def _survey(self, doors: Sequence[str], **options: float) -> Survey:
+    def _survey(self, doors: Collection[str], **options: float) -> Survey:
         return survey(doors, token=self._doors.token, standing=self._doors.standing, **options)
 
     def _host_of(self, door: str) -> str:
@@ -254,7 +278,7 @@ class MovableRendezvous(RendezvousHandler):
         host, port = self._endpoint.host, self._endpoint.port
         say("the node with the rendezvous is lost before this one was in a round: coming again")
         while self._known and self._doors.standing.newer is None and time.monotonic() < deadline:
-            found = self._survey(sorted(self._known | {str(self._endpoint)}))
+            found = self._survey({*some_of(sorted(self._known), but=self._doors.standing.door), str(self._endpoint)})
             job = max(found.answers.values(), key=lambda answer: (answer.term, bool(answer.leader)), default=None)
             if job is not None and job.leader and self._is_joined(job.leader, job.term, ""):
                 return
@@ -319,7 +343,7 @@ class MovableRendezvous(RendezvousHandler):
             with suppress(OSError, RuntimeError):  # no more threads
                 found = self._survey(sorted(doors - {"", standing.door}), patience_s=2 * _LOOK_S)
                 if is_alone and standing.leader in found.answers:
-                    self._known = set(found.answers[standing.leader].others)
+                    self._known = {*found.answers[standing.leader].others, *self._doors.elsewhere}
 
 
 def _not_found_error(reason: str) -> NoRendezvousError:

@@ -139,7 +139,8 @@ def _render(lines: Sequence[str]) -> str:
 def _ends_here(failures: Sequence[RankFailure], context: ReportContext) -> list[str]:
     """Return what became of this node's ranks where the cause is elsewhere, and where their logs are."""
     logs = [f"logs: {context.log_folder}"] if context.log_folder else []
-    return [f"on host {context.hostname} {_consequence(failures)}", *logs]
+    became = _consequence(failures) if failures else "all ranks had ended well"
+    return [f"on host {context.hostname} {became}", *logs]
 
 
 def describe_failures(failures: Sequence[RankFailure], *, num_nodes: int) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them from C++ unmarked
@@ -73,6 +74,8 @@ class Doors:
     standing: Standing = field(default_factory=Standing)
     spares: Sequence[tuple[str, int]] = ()
     """Address and process of launchers that wait for a place in the job."""
+    elsewhere: Sequence[str] = ()
+    """Doors at which the job may be beside its endpoint, as the command line, or a batch system, has them."""
     own_store: TCPStore | None = None
     """The store behind this node's own door, at which others find it."""
     _gates: list[Gate] = field(default_factory=list)
@@ -122,6 +125,9 @@ class Doors:
         firewalls let through, or at a free one where that is taken.
         """
         admission = self._admissions.get((endpoint.host, endpoint.port))
+        if admission is None and self.standing.term:  # its host is away
+            leader = Endpoint.parse(self.standing.leader)
+            admission = self._admissions.get((leader.host, leader.port))
         if self.own_store is not None or admission is None:
             self.standing.door = str(endpoint) if self.own_store is not None else ""
             return
@@ -219,10 +225,17 @@ class Doors:
         before = self._admissions.pop(key, None)
         if before is not None:
             before.close()
-        admission = Admission(key, token=self.token, facts=self.facts, timeout_s=timeout_s)
+        admission = Admission(key, token=self.token, facts=self._said_on_coming, timeout_s=timeout_s)
         self._admissions[key] = admission
         if self.clock_offset_s is None:
             self.clock_offset_s = admission.clock_offset_s
+
+    def _said_on_coming(self) -> Mapping[str, Any]:
+        return {**self.facts, **self.standing.words()}
+
+    def members_at(self) -> list[str]:
+        """Return the hosts of launchers here that were in a round of the job as they came."""
+        return sorted({launcher.host for gate in self._gates for launcher in gate.members})
 
     def job_at(self, endpoint: Endpoint) -> Answer | None:
         """Return what the launcher at an endpoint said of its job on letting this one in.
@@ -261,7 +274,7 @@ def open_doors(spec: LaunchSpec, nodes: NodeRange, environment: Mapping[str, str
     """
     if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d"):
         return Doors(random_token(), say=say)
-    return Doors(job_token(environment, job=spec.rdzv_id), say=say)
+    return Doors(job_token(environment, job=spec.rdzv_id), say=say, elsewhere=spec.other_endpoints)
 
 
 def _sealed_store(timeout: timedelta) -> tuple[TCPStore, socket.socket]:

@@ -123,6 +123,7 @@ class Gate:
         self._relay = Relay()
         self._lock = threading.Lock()
         self._nodes: dict[str, list[_Node]] = {}
+        self._members: set[Launcher] = set()
         self._waiting: Counter[str] = Counter()
         self._told: set[str] = set()
         self._is_closed = False
@@ -139,6 +140,11 @@ class Gate:
         """Those that are connected."""
         with self._lock:
             return {node.launcher for known in self._nodes.values() for node in known}
+
+    @property
+    def members(self) -> set[Launcher]:
+        """Those that are connected, and were in a round of the job as they came."""
+        return self._members & self.launchers
 
     def close(self) -> None:
         """End all connections."""
@@ -250,6 +256,8 @@ class Gate:
                 channel.send(**reply)
                 return
             launcher = Launcher(str(hello.get("host", source)), source, int(hello.get("pid", 0)))
+            if hello.get("others"):  # of its last round
+                self._members.add(launcher)
             mine = list(connection.getpeername()[:2])
             mine[0] = source
             node = _Node(channel, launcher=launcher, asks_ports=hello.get("address") == mine)
@@ -287,9 +295,19 @@ class Gate:
 class Admission:
     """This node's connection to the gate of another: while it lasts, connections from here are let in."""
 
-    def __init__(self, address: tuple[str, int], *, token: bytes, facts: Mapping[str, str], timeout_s: float) -> None:
-        """Prove this node. Raises `RefusedError` where it, or the other, does not know the token, and OSError."""
-        self._address, self._token, self._facts = address, token, dict(facts)
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        token: bytes,
+        facts: Callable[[], Mapping[str, Any]],
+        timeout_s: float,
+    ) -> None:
+        """Prove this node, which says its `facts` whenever it comes.
+
+        Raises `RefusedError` where it, or the other, does not know the token, and OSError.
+        """
+        self._address, self._token, self._facts = address, token, facts
         self._is_closed = self._is_retired = False
         self.clock_offset_s = 0.0
         """How far the clock of the other node is ahead of this one's."""
@@ -307,7 +325,7 @@ class Admission:
             here = connection.getsockname()
             self.own_end = (plain_address(here[0]), int(here[1]))
             before = time.time()
-            channel.send(address=[plain_address(here[0]), here[1]], **self._facts)
+            channel.send(address=[plain_address(here[0]), here[1]], **self._facts())
             self.host_facts = channel.receive()
             self.clock_offset_s = float(self.host_facts["time_s"]) - (before + time.time()) / 2
         except BaseException:

@@ -17,7 +17,7 @@ GREETING = b"paraplan"
 """What a node says first. torch's clients begin with a byte 0, which its store asks for."""
 
 _MAX_LINE = 1 << 16
-_HINT = "the nodes' secrets differ: see 'Safety' in the launcher's documentation"
+_HINT = "another job has this port, or the nodes' secrets differ: see 'Safety' in the launcher's documentation"
 
 
 class RefusedError(ParaplanError):

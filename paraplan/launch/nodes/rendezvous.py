@@ -28,6 +28,7 @@ from paraplan.launch.nodes.endpoint import (
 from paraplan.launch.nodes.handshake import NoLauncherError, RefusedError
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.job_token import Seal
+from paraplan.launch.nodes.moved_job import find_moved_job
 from paraplan.launch.nodes.native_calls import run_interruptibly
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVOUS, NOBODY_THERE, PORT_TAKEN
@@ -61,17 +62,23 @@ def open_store(
     moved to, where it has, and calls raise once that machine has said nothing for so long. Raises torch's errors where
     it cannot be hosted, and `NoRendezvousError` where nothing answers, or something that is no launcher of this job.
     """
-    if is_master:
-        doors.standing.door = doors.standing.leader = str(Endpoint(host, port))
-        return run_interruptibly(lambda: doors.host_store(host, port, timeout=timeout))
     endpoint, timeout_s = Endpoint(host, port), 2 * timeout.total_seconds()
     deadline = time.monotonic() + timeout_s
+    if silence_s is not None and doors.elsewhere:
+        moved = _join_elsewhere(
+            endpoint, doors, waits=not is_master, timeout=timeout, deadline=deadline, silence_s=silence_s
+        )
+        if moved is not None:
+            return moved
+    if is_master:
+        doors.standing.door = doors.standing.leader = str(endpoint)
+        return run_interruptibly(lambda: doors.host_store(host, port, timeout=timeout))
     named = _named(endpoint)
     while True:
         left_s = max(1.0, deadline - time.monotonic())
         silence = await_answer(endpoint, timeout_s=left_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}"))
         if silence is not None:
-            raise _nobody_error(endpoint, silence, timeout_s)
+            raise _nobody_error(endpoint, silence, timeout_s, is_movable=silence_s is not None)
         _enter(endpoint, doors, timeout_s=max(1.0, deadline - time.monotonic()), again=silence_s is not None)
         job = doors.job_at(endpoint) if silence_s is not None else None
         try:
@@ -88,6 +95,43 @@ def open_store(
         else:
             doors.standing.move(0 if job is None else job.term, str(endpoint) if job is None else job.leader)
             return store
+
+
+def _join_elsewhere(
+    endpoint: Endpoint, doors: Doors, *, waits: bool, timeout: timedelta, deadline: float, silence_s: float
+) -> TCPStore | None:
+    """Return the store of a job that has moved from its endpoint, None where the endpoint's host answers itself.
+
+    Without `waits` also None where none of the other places knows of such a job. Raises `NoRendezvousError` where
+    there is neither.
+    """
+    started = time.monotonic()
+    is_said = False
+    silence: OSError | None = None
+    while True:
+        job = find_moved_job(doors)
+        if job is not None:
+            try:
+                store = join_store(Endpoint.parse(job.leader), doors, timeout=timeout, silence_s=silence_s)
+            except NoRendezvousError:  # it has moved on since, or will soon
+                silence = silence or ConnectionAbortedError(f"the job went to {job.leader}, which does not answer")
+            else:
+                say(f"the job of {endpoint} is at {job.leader} now")
+                doors.standing.move(job.term, job.leader)
+                return store
+        elif not waits:
+            return None
+        else:
+            silence = await_answer(endpoint, timeout_s=_ASK_AGAIN_S)
+            if silence is None:
+                return None
+        if time.monotonic() > deadline:
+            raise _nobody_error(endpoint, silence, round(deadline - started, 1), others=doors.elsewhere)
+        if time.monotonic() > started + SAY_AFTER_S and not is_said:
+            is_said = True
+            others = f", and no other host of --rdzv-endpoint knows where the job is: {', '.join(doors.elsewhere)}"
+            say(f"waiting for {_named(endpoint)}: {describe_silence(silence)}{others}")
+        time.sleep(_POLL_S)
 
 
 def join_store(endpoint: Endpoint, doors: Doors, *, timeout: timedelta, silence_s: float | None) -> TCPStore:
@@ -239,7 +283,9 @@ def _named(endpoint: Endpoint) -> str:
     return f"{endpoint}{meaning_of(endpoint.host)}"
 
 
-def _nobody_error(endpoint: Endpoint, silence: OSError, timeout_s: float) -> NoRendezvousError:
+def _nobody_error(
+    endpoint: Endpoint, silence: OSError, timeout_s: float, *, is_movable: bool = False, others: Sequence[str] = ()
+) -> NoRendezvousError:
     addresses = addresses_of(endpoint.host)
     hint = "start the same command on the node that has this address, and let the port through the firewalls"
     if not addresses:
@@ -251,8 +297,12 @@ def _nobody_error(endpoint: Endpoint, silence: OSError, timeout_s: float) -> NoR
             "it is an address of this node: start the first node (--node-rank 0) here too, or have this one host the "
             "rendezvous with --rdzv-conf is_host=true"
         )
+    elif is_movable:
+        hint += f"; --rdzv-endpoint {endpoint},HOST,... has several hosts asked where the job is"
+    elsewhere = f"; {', '.join(others)} know{'s' if len(others) == 1 else ''} of no job" if others else ""
     return NoRendezvousError(
-        f"nothing answers at {_named(endpoint)}: {describe_silence(silence)}; tried for {timeout_s:g} s", hint=hint
+        f"nothing answers at {_named(endpoint)}: {describe_silence(silence)}{elsewhere}; tried for {timeout_s:g} s",
+        hint=hint,
     )
 
 
@@ -298,10 +348,12 @@ def _endpoint(spec: LaunchSpec) -> str:
     return spec.rdzv_endpoint or str(Endpoint(spec.master_addr, spec.master_port or DEFAULT_MASTER_PORT))
 
 
-def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = ()) -> NoRendezvousError:
+def rendezvous_error(
+    said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Sequence[str] = (), has_begun: bool = False
+) -> NoRendezvousError:
     """Return what torch `said` about a failed rendezvous as one sentence with something to do.
 
-    `came` are the nodes that have joined an elastic rendezvous, where known.
+    `came` are the nodes that have joined an elastic rendezvous, where known; `has_begun` says that ranks have run.
     """
     port = re.search(r"\bport: (\d+)", said)
     if port is not None and PORT_TAKEN in said:
@@ -319,6 +371,11 @@ def rendezvous_error(said: str, spec: LaunchSpec, nodes: NodeRange, *, came: Seq
     if CLOSED_RENDEZVOUS in said:
         return NoRendezvousError(
             f"the job at {endpoint} has ended: another node has closed the rendezvous", hint="see its own messages"
+        )
+    if any(words in said for words in NOBODY_THERE) and has_begun:
+        return NoRendezvousError(
+            f"the node that hosts the rendezvous is gone: nothing answers at {endpoint}{means} any more",
+            hint="see its own messages; with --nnodes MIN:MAX and --max-restarts the others go on without it",
         )
     if any(words in said for words in NOBODY_THERE):
         return NoRendezvousError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)

@@ -138,7 +138,8 @@ class NodeStore:
             self._set(f"failure/{self.node}", asdict(mine))
             self._wait(lambda: self._is_told_of_all(found), timeout_s)
             self._set(f"read/{self.node}", True)
-            readers = [f"read/{node}" for node in found if node not in self.stops]
+            done = {node for node in range(self.num_nodes) if self._has(f"done/{node}")}
+            readers = [f"read/{node}" for node in found.keys() | done if node not in self.stops]
             self._wait(lambda: self._has(*readers), timeout_s)
         except RuntimeError:  # torch's errors of a broken connection: the host has ended before this node
             self.is_lost = True
@@ -147,7 +148,8 @@ class NodeStore:
     def _is_told_of_all(self, found: dict[int, NodeFailure]) -> bool:
         self._read_failures(found)
         self.new_stops()
-        return len(found.keys() | self.stops.keys()) == self.num_nodes
+        silent = set(range(self.num_nodes)) - found.keys() - self.stops.keys()
+        return all(self._has(f"done/{node}") for node in silent)
 
     def exchange_notes(self, name: str, mine: Mapping[str, Any], *, timeout_s: float) -> list[Mapping[str, Any]]:
         """Tell the other nodes `mine`, and return what those tell under this name that do so within `timeout_s`."""
@@ -251,7 +253,7 @@ class NodeStore:
                 is_gone = host in self._left and is_alone and not self._has(f"failure/{node}")
                 if self._has(f"stop/{node}"):
                     self.stops[node] = f"host {host}: {self._get(f'stop/{node}')}"
-                elif is_gone and not self.is_anyone_done():
+                elif is_gone and not self._has(f"done/{node}"):
                     self._set(f"stop/{node}", "its launcher is gone, without a word")
                     self.stops[node] = f"host {host}: its launcher is gone, without a word"
                 else:
@@ -264,7 +266,32 @@ class NodeStore:
     def note_done(self) -> None:
         """Say that this node's ranks have ended well, and that it may leave."""
         with contextlib.suppress(RuntimeError):
+            self._set(f"done/{self.node}", True)
             self._set("done", True)
+
+    def nodes_at_work(self) -> list[int]:
+        """Return the other nodes whose ranks have not ended well. Raises RuntimeError where the store is gone."""
+        return [node for node in range(self.num_nodes) if node != self.node and not self._has(f"done/{node}")]
+
+    def failures_of_others(self, *, timeout_s: float) -> list[NodeFailure]:
+        """Return how ranks failed on other nodes that say so within `timeout_s`; those of this one have ended well."""
+        found: dict[int, NodeFailure] = {}
+        try:
+            self._wait(lambda: self._is_told_of_all(found), timeout_s)
+            self._set(f"read/{self.node}", True)
+        except RuntimeError:
+            self.is_lost = True
+        return [failure for _, failure in sorted(found.items())]
+
+    def take_leave(self, *, timeout_s: float) -> None:
+        """Wait until all nodes know that all are done: the store ends with the node that hosts it."""
+        with contextlib.suppress(RuntimeError):
+            self._set(f"left/{self.node}", True)
+            others = [node for node in range(self.num_nodes) if node not in (self.node, *self.stops)]
+            self._wait(
+                lambda: all(self._has(f"left/{node}") or self.host_of(node) in self._left for node in others),
+                timeout_s,
+            )
 
     def is_anyone_done(self) -> bool:
         """Whether a node has said that its ranks have ended well."""

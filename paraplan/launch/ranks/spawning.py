@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import paraplan
 from paraplan.errors import UsageError
 from paraplan.launch.ranks import spawner
 from paraplan.launch.ranks.kept import KeepingSpawner
@@ -283,11 +284,22 @@ def fork_spawner() -> SpawnerHandle | spawner.RankStart:
     return SpawnerHandle(ours, pid=pid)
 
 
-def open_spawner() -> SpawnerHandle:
-    """Start a spawner with an interpreter of its own, for callers that may have threads; its ranks get the same."""
+_SERVE_KEPT = (
+    "import socket, sys; sys.path.append(sys.argv[2]); from paraplan.launch.ranks.kept import KeepingSpawner; "
+    "KeepingSpawner(socket.socket(fileno=int(sys.argv[1]))).serve()"
+)
+
+
+def open_spawner(*, keeps_ranks: bool = False) -> SpawnerHandle:
+    """Start a spawner with an interpreter of its own, for callers that may have threads; its ranks get the same.
+
+    With `keeps_ranks` they may stay when another one is lost, which takes longer to load.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    number = str(theirs.fileno())
+    what = ["-c", _SERVE_KEPT, number, str(Path(paraplan.__file__).parent.parent)]
     program = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(spawner.__file__)), str(theirs.fileno())],
+        [sys.executable, "-I", "-S", *(what if keeps_ranks else [str(Path(spawner.__file__)), number])],
         pass_fds=[theirs.fileno()],
         start_new_session=True,  # a Ctrl-C of the terminal is the launcher's to act on
     )

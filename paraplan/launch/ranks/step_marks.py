@@ -4,6 +4,7 @@ A step begins where the first backward pass after an optimizer's step begins. Of
 clock, how long its main thread waited in collectives, for its data loader and for garbage collection, how long the
 backward pass and the optimizer took, and what the kernel says: CPU time, time in the run queue, page faults. Other
 ranks' lateness follows without a common clock: the ranks of a step wait less, the later they come.
+Where steps are short every second one is noted, or fewer: the same ones on all ranks, by their numbers.
 
 Standard library only, and importable alone: see `bootstrap`. torch calls it through `torch_private.step_hooks`.
 """
@@ -11,6 +12,7 @@ Standard library only, and importable alone: see `bootstrap`. torch calls it thr
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import os
 import resource
@@ -56,9 +58,21 @@ _RUSAGE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 _SHARE_OF_READINGS = 0.004
 """The share of a step that looks at the run queue may take; where a step has more waits, only its end is looked at."""
 
+_NOTING_S = 220e-6
+"""What it costs to note a step: 210 to 222 us of steps of 9 to 15 ms, on the same machine."""
+
+_SHARE_OF_NOTES = 0.007
+"""The share of the time that notes may take: of shorter steps fewer are noted."""
+
+_MOST_STRIDE = 64
+_SETTLED = 32
+"""So many steps are all noted: the first ones tell how long steps are."""
+
 HEADER = struct.Struct("=8sqq")
-RECORD = struct.Struct(f"={len(FIELDS)}d")
-MAGIC = b"ppsteps2"
+RECORD = struct.Struct(f"={1 + len(FIELDS)}d")
+"""A record: its number, from 1, and the fields."""
+
+MAGIC = b"ppsteps3"
 
 REQUEST = struct.Struct("=qdd")
 """A profile that the launcher asks for: its number (0: none), seconds, and until when it may begin (of the epoch)."""
@@ -75,6 +89,8 @@ REQUEST_AT = HEADER.size
 ANSWER_AT = REQUEST_AT + REQUEST.size
 RECORDS_AT = ANSWER_AT + ANSWER.size
 _FIRST_VALUE = RECORDS_AT // 8
+_NUM_VALUES = 1 + len(FIELDS)
+_SLOWER = 1.05  # by so much more steps may be taken for longer at a time
 SIZE = RECORDS_AT + CAPACITY * RECORD.size
 
 
@@ -113,12 +129,15 @@ class StepMarks:
         self._folder = os.path.dirname(path)  # noqa: PTH120
         self._profile: Any = None
         self._request = 0
-        self._num_steps = 0
+        self._num_steps = self._num_records = 0
+        self._stride, self._usual_s = 1, 0.0
         self.is_on = True
+        self.is_noting = False
+        """Whether the step that runs is one that is noted."""
         self.depth = 0
         """How many waits, data loaders and gaps contain each other: the outermost counts."""
         self._has_stepped = self._uses_optimizer = False
-        self._began_s: float | None = None
+        self._began_s = 0.0
         self.wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
         self._loader_cpu_s = self._waited_cpu_s = self._gc_began_s = 0.0
         self.num_waits = 0
@@ -128,12 +147,12 @@ class StepMarks:
 
     def end_run(self) -> None:
         """Note nothing more until `open`: the script is left, and a profile that runs ends."""
-        self.is_on = False
+        self.is_on = self.is_noting = False
         if self._profile is not None:
             self._profile.end_early()
 
     def _stop(self) -> None:
-        self.is_on = False
+        self.is_on = self.is_noting = False
 
     @staticmethod
     def _open_queue_file() -> int | None:
@@ -143,7 +162,7 @@ class StepMarks:
 
     def is_here(self) -> bool:
         """Whether the calling thread is the one whose time is kept, outside of what is kept already."""
-        return self.is_on and not self.depth and threading.get_ident() == self.thread
+        return self.is_noting and not self.depth and threading.get_ident() == self.thread
 
     def wait_begins(self) -> tuple[float, float]:
         """Return when this wait in a collective begins; to be followed by `wait_ends`."""
@@ -181,11 +200,14 @@ class StepMarks:
         self.depth -= 1
 
     def backward_begins(self) -> tuple[float, float]:
-        """Return the time and the waits so far; a step ends here if an optimizer has stepped since the last pass."""
+        """Return the time and the waits so far; a step ends here if an optimizer has stepped since the last pass.
+
+        What this returns is for `backward_ends`, of a step that is noted.
+        """
         if self._has_stepped or not self._uses_optimizer:
-            self._end_step()
             self._has_stepped = False
-        return time.perf_counter(), self.wait_s
+            self._end_step()
+        return (time.perf_counter(), self.wait_s) if self.is_noting else (0.0, 0.0)
 
     def backward_ends(self, began: tuple[float, float]) -> None:
         """Add the time of a backward pass without the waits in it."""
@@ -193,15 +215,16 @@ class StepMarks:
 
     def optimizer_begins(self) -> tuple[float, float]:
         """Return the time and the waits so far."""
-        return time.perf_counter(), self.wait_s
+        return (time.perf_counter(), self.wait_s) if self.is_noting else (0.0, 0.0)
 
     def optimizer_ends(self, began: tuple[float, float]) -> None:
         """Add the time of an optimizer's step without the waits in it."""
-        self._optimizer_s += time.perf_counter() - began[0] - (self.wait_s - began[1])
         self._has_stepped = self._uses_optimizer = True
+        if self.is_noting:
+            self._optimizer_s += time.perf_counter() - began[0] - (self.wait_s - began[1])
 
     def _on_collection(self, phase: str, info: dict[str, Any]) -> None:
-        if not self.is_on or threading.get_ident() != self.thread:
+        if not self.is_noting or threading.get_ident() != self.thread:
             return
         now_s = time.perf_counter()
         if phase == "start":
@@ -214,26 +237,41 @@ class StepMarks:
             return
         if self._profile is not None or self._words[_REQUEST_WORD] != self._request:
             self._go_on_profiling()
-        now_s, kernel = time.perf_counter(), self._read_kernel()
-        if self._began_s is not None:
-            before = self._kernel
-            self._num_steps += 1
-            values, at = self._values, _FIRST_VALUE + (self._num_steps - 1) % CAPACITY * len(FIELDS)
-            values[at], values[at + 1], values[at + 2] = self._num_steps, time.time(), now_s - self._began_s
-            values[at + 3], values[at + 4] = self.wait_s, self._loader_s
-            values[at + 5], values[at + 6] = self._backward_s, self._optimizer_s
-            values[at + 7], values[at + 8] = kernel[0] - before[0] - self._waited_cpu_s, self._loader_cpu_s
-            values[at + 9], values[at + 10] = kernel[1] - before[1] - self._waited_queue_s, self._gc_s
-            values[at + 11], values[at + 12] = kernel[2] - before[2], kernel[3] - before[3]
-            values[at + 13] = self.num_waits
-            self._words[_COUNT_WORD] = self._num_steps
-            # two readings of each wait
-            affordable = _SHARE_OF_READINGS * (now_s - self._began_s) / (2 * _READING_S)
-            self.reads_often = self._queue_file is not None and self.num_waits < affordable
-        self._began_s, self._kernel = now_s, kernel
-        self.wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
-        self._loader_cpu_s = self._waited_cpu_s = self._waited_queue_s = 0.0
-        self.num_waits = 0
+        self._num_steps += 1  # one begins here
+        is_next = self._num_steps % self._stride == 0
+        if self.is_noting or is_next:
+            now_s, kernel = time.perf_counter(), self._read_kernel()
+            if self.is_noting:
+                self._write(now_s, kernel)
+                is_next = self._num_steps % self._stride == 0
+            self._began_s, self._kernel = now_s, kernel
+            self.wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
+            self._loader_cpu_s = self._waited_cpu_s = self._waited_queue_s = 0.0
+            self.num_waits = 0
+        self.is_noting = is_next
+
+    def _write(self, now_s: float, kernel: tuple[float, float, int, int]) -> None:
+        """Write the record of the step that ends, and choose which steps are noted from here on."""
+        before, period_s = self._kernel, now_s - self._began_s
+        at = _FIRST_VALUE + self._num_records % CAPACITY * _NUM_VALUES
+        self._num_records += 1
+        values = self._values
+        values[at], values[at + 1], values[at + 2] = self._num_records, self._num_steps - 1, time.time()
+        values[at + 3], values[at + 4], values[at + 5] = period_s, self.wait_s, self._loader_s
+        values[at + 6], values[at + 7] = self._backward_s, self._optimizer_s
+        values[at + 8], values[at + 9] = kernel[0] - before[0] - self._waited_cpu_s, self._loader_cpu_s
+        values[at + 10], values[at + 11] = kernel[1] - before[1] - self._waited_queue_s, self._gc_s
+        values[at + 12], values[at + 13] = kernel[2] - before[2], kernel[3] - before[3]
+        values[at + 14] = self.num_waits
+        self._words[_COUNT_WORD] = self._num_records
+        # two readings of each wait
+        affordable = _SHARE_OF_READINGS * period_s / (2 * _READING_S)
+        self.reads_often = self._queue_file is not None and self.num_waits < affordable
+        self._usual_s = min(period_s, _SLOWER * self._usual_s or period_s)  # long steps are no rule
+        wanted = _NOTING_S / (_SHARE_OF_NOTES * max(self._usual_s, 1e-6))
+        if self._num_records >= _SETTLED and not self._stride / 2 < wanted <= self._stride:
+            # powers of two: where ranks differ by one, they still have steps in common
+            self._stride = min(_MOST_STRIDE, 1 << max(0, math.ceil(math.log2(wanted))))
 
     def _read_kernel(self) -> tuple[float, float, int, int]:
         """Return the CPU time of the main thread, its time in the run queue, its page faults, its lost turns."""

@@ -161,7 +161,8 @@ class Judge:
         rows = list(self.rows)
         if len(rows) < _WINDOW:
             return []
-        period_s = statistics.median(next(iter(row.values())).period_s for row in rows[-_WINDOW:])
+        stride = (_number(rows[-1]) - _number(rows[-_WINDOW])) / (_WINDOW - 1)  # of short steps not all are noted
+        period_s = stride * statistics.median(next(iter(row.values())).period_s for row in rows[-_WINDOW:])
         needed = min(_MAX_WINDOW, max(_WINDOW, math.ceil(_WINDOW_S / max(1e-6, period_s))))
         return rows[-needed:] if len(rows) >= needed else []
 

@@ -73,8 +73,11 @@ class StepReader:
         first = max(self._num_read, count - CAPACITY + 1)  # the oldest may be overwritten as it is read
         self._num_read = max(self._num_read, count)
         found = (RECORD.unpack_from(data, RECORDS_AT + index % CAPACITY * RECORD.size) for index in range(first, count))
-        steps = (_step(values) for values in found)
-        return [step for index, step in zip(range(first, count), steps, strict=True) if step.step == index + 1]
+        return [
+            _step(record[1:])
+            for index, record in zip(range(first, count), found, strict=True)
+            if record[0] == index + 1
+        ]
 
 
 def last_step(folder: Path) -> tuple[int, float]:

@@ -6,6 +6,7 @@ import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +58,10 @@ class ElasticAgent(LocalElasticAgent):
     def restarts_left(self) -> int:
         """How often the ranks of this node may fail still."""
         return int(self._remaining_restarts)
+
+    def forgo_restarts(self) -> None:
+        """Have the ranks of this node not start again."""
+        self._remaining_restarts = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         return self.monitor_workers(worker_group)
@@ -169,6 +174,11 @@ def handler_at(handler: Any, store: Any, backend: Any, *, run_id: str) -> Dynami
         keep_alive_max_attempt=settings.keep_alive_max_attempt,
     )
     return moved
+
+
+def set_last_call(handler: Any, seconds: float) -> None:
+    """Set how long a dynamic rendezvous waits for more nodes once it has enough."""
+    vars(handler.settings.timeout)["_last_call"] = timedelta(seconds=seconds)
 
 
 def store_of(handler: Any) -> Any:

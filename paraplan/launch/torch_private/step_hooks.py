@@ -132,7 +132,7 @@ def _waiting(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def wait(*arguments: Any, **options: Any) -> Any:
-        if marks.depth or not marks.is_on or thread_id() != marks.thread or is_compiling():
+        if not marks.is_noting or marks.depth or thread_id() != marks.thread or is_compiling():
             return plain(*arguments, **options)
         if marks.reads_often:
             began = marks.wait_begins()
@@ -189,6 +189,12 @@ def _backward(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
             is_functional_hooked = True
             _hook_functional(marks)
         is_inside = True
+        began = marks.backward_begins()
+        if not marks.is_noting:
+            try:
+                return plain(tensors, *arguments, **options)
+            finally:
+                is_inside = False
         gaps: list[tuple[float, float, float]] = []
         handle = None
         try:
@@ -197,7 +203,6 @@ def _backward(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
                 handle = node.register_prehook(lambda _: queue_callback(lambda: gaps.append(marks.gap_begins())))
         except Exception:  # noqa: S110  # what torch refuses, it refuses in its own words
             pass
-        began = marks.backward_begins()
         try:
             return plain(tensors, *arguments, **options)
         finally:

@@ -1,0 +1,55 @@
+"""The end of a job on a node whose ranks have ended well: what it waits for, and what it says of the others."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from paraplan.launch.faults.failures import NodeFailure
+from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.rendezvous import SAY_AFTER_S
+from paraplan.launch.nodes.store import NodeStore
+
+_LOOK_S = (0.05, 1.0)  # at first, and later
+_OTHER_NODES_S = 15.0
+_LEAVE_S = 30.0
+_MOST_NAMED = 4
+
+
+class FailedElsewhereError(Exception):
+    """The ranks of this node have ended well, and those of another one have not."""
+
+    def __init__(self, reason: str, failures: Sequence[NodeFailure] = ()) -> None:
+        """Take a sentence, and how ranks failed, where nodes have said so."""
+        super().__init__(reason)
+        self.reason, self.failures = reason, list(failures)
+
+
+def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time.sleep) -> None:
+    """Wait until the ranks of all nodes have ended well, however long that takes; a signal ends the wait.
+
+    Raises `FailedElsewhereError` where ranks have failed elsewhere, or a node is lost before its ranks have ended.
+    """
+    store.note_done()
+    says_at: float | None = time.monotonic() + SAY_AFTER_S
+    look_s = _LOOK_S[0]
+    try:
+        while at_work := store.nodes_at_work():
+            if store.has_failure_elsewhere():
+                failures = store.failures_of_others(timeout_s=_OTHER_NODES_S)
+                raise FailedElsewhereError("ranks of another node have failed", failures)
+            store.new_stops()
+            lost = [reason for node, reason in store.stops.items() if node in at_work]
+            if lost:
+                raise FailedElsewhereError("; ".join(lost))
+            if says_at is not None and time.monotonic() > says_at:
+                says_at = None
+                hosts = ", ".join(store.host_of(node) for node in at_work[:_MOST_NAMED])
+                more = f" and {len(at_work) - _MOST_NAMED} more" if len(at_work) > _MOST_NAMED else ""
+                say(f"the ranks of {socket.gethostname()} have ended; waiting for those of {hosts}{more}")
+            pause(look_s)
+            look_s = min(2 * look_s, _LOOK_S[1])
+    except RuntimeError:  # torch's of a broken connection
+        raise FailedElsewhereError("the node with the rendezvous is gone before it said how its ranks ended") from None
+    store.take_leave(timeout_s=_LEAVE_S)
