@@ -138,6 +138,16 @@ def accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     return list((hooks or {}).values())
 
 
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks after and before a forward pass. They can be registered in public, and not read."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the table of a module's own modules. In public it is written by `setattr`, which models override."""
+    return module._modules
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view for autograd, which cannot be detached in place. Nothing public says so."""
     return tensor._is_view()

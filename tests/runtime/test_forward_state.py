@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -70,6 +71,51 @@ class Logging(Base):
         return self.last
 
 
+class Watched(Base):
+    """Has hooks installed at its first pass, as transformers does for hidden states, which its loss reads."""
+
+    def run(self, hidden: torch.Tensor, *beside: object) -> torch.Tensor:
+        if not hasattr(self, "is_hooked"):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _, __, hidden: self.seen.append(hidden))
+            self.is_hooked = True
+        self.seen: list[torch.Tensor] = []
+        hidden = super().run(hidden)
+        return hidden + torch.stack(self.seen).sum(0)
+
+
+class Reshaping(Base):
+    """Puts another module in the place of one at its first pass, as BigBird does for short texts; it has dropout."""
+
+    is_reshaped = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.Identity()
+
+    def run(self, hidden: torch.Tensor, *beside: object) -> torch.Tensor:
+        if not self.is_reshaped:
+            assert isinstance(self.norm, nn.Identity)
+            nn.Linear(WIDTH, WIDTH)  # draws random numbers
+            self.norm, self.is_reshaped = nn.Tanh(), True
+        return super().run(nn.functional.dropout(self.norm(hidden), 0.1, self.training))
+
+
+class ReadOnly(OrderedDict[str, int]):
+    """A table that refuses to be written, as diffusers' configurations are."""
+
+    def update(self, *entries: object, **more: object) -> None:
+        raise TypeError
+
+
+class Configured(Base):
+    """Has a configuration of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configuration = ReadOnly(width=WIDTH)
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [tuple(torch.randint(WORDS, (2, BATCH, LENGTH), generator=generator)) for _ in range(NUM_STEPS)]
@@ -132,6 +178,16 @@ def test_replicas_count_alike_and_see_other_data(ranks: RankHarness) -> None:
         assert found == pytest.approx(plainly(Warming), rel=1e-5)
     for said in ranks.run(train, Remembering, plan, size=2):
         assert "the loss depends on the forward passes before it" in said
+
+
+@pytest.mark.parametrize("kind", [Watched, Configured])
+def test_hooks_that_a_pass_installs_are_there_once_and_tables_that_refuse_writes_stay(kind: type[Base]) -> None:
+    halves = ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2)
+    assert train(kind, halves) == pytest.approx(plainly(kind), rel=1e-6)
+
+
+def test_a_pass_that_makes_modules_at_first_is_no_reason_to_refuse_a_model_with_dropout() -> None:
+    assert isinstance(train(Reshaping, ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2)), list)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

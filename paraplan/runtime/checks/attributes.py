@@ -1,4 +1,4 @@
-"""Plain attributes of modules that forward passes write: moving means, counters, lists of what was seen."""
+"""What forward passes write into modules beside buffers: means, counters, lists of what was seen, hooks, submodules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.runtime.torch_private import version_of
+from paraplan.runtime.torch_private import forward_hooks, submodules, version_of
 
 _FIELDS = frozenset(vars(nn.Module()))
 """What every module has: parameters, buffers, modules and hooks."""
@@ -20,15 +20,16 @@ class Attributes:
 
     Those of modules that torch and paraplan define themselves are left out. `largest` is of tensors, in elements: what
     is larger is not copied, and stays as it is written.
+
+    Forward hooks and submodules of all modules are put back too. Often an attribute says that they are there, and
+    without it the next pass makes them again: transformers' hooks would record every layer once more.
     """
 
     def __init__(self, *models: nn.Module, largest: int) -> None:
-        self._kept = [
-            _Kept(name, module, largest)
-            for model in models
-            for name, module in model.named_modules()
-            if _is_of_users(module)
-        ]
+        named = [(name, module) for model in models for name, module in model.named_modules()]
+        self._kept = [_Kept(name, module, largest) for name, module in named if _is_of_users(module)]
+        self._hooks = [(hooks, set(hooks)) for _, module in named for hooks in forward_hooks(module)]
+        self._modules = [(table, dict(table)) for table in (submodules(module) for _, module in named) if table]
 
     def written(self) -> list[str]:
         """Return the names of those that were set or written in since."""
@@ -38,6 +39,11 @@ class Attributes:
         """Make them what they were."""
         for one in self._kept:
             one.put_back()
+        for hooks, before in self._hooks:
+            for number in hooks.keys() - before:  # what a pass took away stays so, as torch's lazy modules do
+                del hooks[number]
+        for table, content in self._modules:
+            _put_back_table(table, content)
 
 
 def _is_of_users(module: nn.Module) -> bool:
@@ -65,7 +71,7 @@ class _Kept:
         keys = [key for key, value in now.items() if key not in self._held or not _same(value, self._held[key])]
         keys += [key for key, (one, version, _) in self._tensors.items() if version_of(one) != version]
         keys += [key for key, (one, entries) in self._lists.items() if not _same_all(one, entries)]
-        keys += [key for key, (one, content) in self._tables.items() if not _same_all(one.values(), content.values())]
+        keys += [key for key, (one, content) in self._tables.items() if not _same_table(one, content)]
         return [f"{self._name}.{key}".lstrip(".") for key in keys]
 
     def put_back(self) -> None:
@@ -76,11 +82,11 @@ class _Kept:
             if version_of(tensor) != version:
                 tensor.data.copy_(value)
         for one, entries in self._lists.values():
-            one.clear()
-            one.extend(entries)
+            if not _same_all(one, entries):
+                one.clear()
+                one.extend(entries)
         for table, content in self._tables.values():
-            table.clear()
-            table.update(content)
+            _put_back_table(table, content)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -91,3 +97,13 @@ def _same(one: Any, other: Any) -> bool:
 def _same_all(some: Iterable[Any], others: Iterable[Any]) -> bool:
     some, others = list(some), list(others)
     return len(some) == len(others) and all(map(_same, some, others))
+
+
+def _same_table(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return list(one) == list(other) and _same_all(one.values(), other.values())
+
+
+def _put_back_table(table: dict[Any, Any], content: dict[Any, Any]) -> None:
+    if not _same_table(table, content):  # tables may refuse to be written, as diffusers' configurations do
+        table.clear()
+        table.update(content)

@@ -219,14 +219,16 @@ class FirstStep:
             if needs_rule and self._state.is_anywhere():
                 with other_weights(self._module):
                     self._probe.value(pieces[0], seed=0, seen=see)
-            if needs_rule and self._statistics == "global":
-                self._check_history(pieces, min(written, default=None))
             if self._is_steady is None:
                 self._is_steady = self._is_same(tried[0], self._probe.value(pieces[0], seed=1))
                 sums.append(weight_sums(self._module))
                 check_weights_stay(sums, self._mesh)
         if not needs_rule:
             return self._is_steady, None
+        if self._statistics == "global":
+            # Without random numbers: a first pass that makes modules draws some, and later ones go on from others.
+            with modes(self._module, training=None if self._is_steady else False, batch_norm_training=False):
+                self._check_history(pieces, min(written, default=None))
         self._state.find(before, after, self._plan, statistics=self._statistics)
         return self._is_steady, (tried[0], tried[1])
 
