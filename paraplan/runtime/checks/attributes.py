@@ -29,7 +29,7 @@ class Attributes:
         named = [(name, module) for model in models for name, module in model.named_modules()]
         self._kept = [_Kept(name, module, largest) for name, module in named if _is_of_users(module)]
         self._hooks = [(hooks, set(hooks)) for _, module in named for hooks in forward_hooks(module)]
-        self._modules = [(table, dict(table)) for table in (submodules(module) for _, module in named) if table]
+        self._modules = [(table, dict(table)) for table in (submodules(module) for _, module in named)]
 
     def written(self) -> list[str]:
         """Return the names of those that were set or written in since."""
@@ -58,18 +58,18 @@ class _Kept:
         self._name = name
         self._module = module
         self._held = {key: value for key, value in vars(module).items() if key not in _FIELDS}
-        self._tensors = {
-            key: (one, version_of(one), one.detach().clone())
-            for key, one in self._held.items()
-            if isinstance(one, torch.Tensor) and not one.is_inference() and one.numel() <= largest
-        }
+        self._tensors = [
+            (key, one, version_of(one), one.detach().clone())
+            for key, held in self._held.items()
+            for one in _small_tensors(held, largest)
+        ]
         self._lists = {key: (one, list(one)) for key, one in self._held.items() if isinstance(one, list | deque)}
         self._tables = {key: (one, dict(one)) for key, one in self._held.items() if isinstance(one, dict)}
 
     def written(self) -> list[str]:
         now = {key: value for key, value in vars(self._module).items() if key not in _FIELDS}
         keys = [key for key, value in now.items() if key not in self._held or not _same(value, self._held[key])]
-        keys += [key for key, (one, version, _) in self._tensors.items() if version_of(one) != version]
+        keys += [key for key, one, version, value in self._tensors if _is_written(one, version, value)]
         keys += [key for key, (one, entries) in self._lists.items() if not _same_all(one, entries)]
         keys += [key for key, (one, content) in self._tables.items() if not _same_table(one, content)]
         return [f"{self._name}.{key}".lstrip(".") for key in keys]
@@ -78,8 +78,8 @@ class _Kept:
         for key in vars(self._module).keys() - self._held.keys() - _FIELDS:
             del vars(self._module)[key]
         vars(self._module).update(self._held)
-        for tensor, version, value in self._tensors.values():
-            if version_of(tensor) != version:
+        for _, tensor, version, value in self._tensors:
+            if _is_written(tensor, version, value):
                 tensor.data.copy_(value)
         for one, entries in self._lists.values():
             if not _same_all(one, entries):
@@ -87,6 +87,21 @@ class _Kept:
                 one.extend(entries)
         for table, content in self._tables.values():
             _put_back_table(table, content)
+
+
+def _small_tensors(held: Any, largest: int) -> list[torch.Tensor]:
+    """Return the tensor that an attribute is, or those of its list or table; none of more elements than `largest`."""
+    entries = held.values() if isinstance(held, dict) else held if isinstance(held, list | deque) else (held,)
+    found = [one for one in entries if isinstance(one, torch.Tensor) and not one.is_inference()]
+    return found if sum(one.numel() for one in found) <= largest else []
+
+
+def _is_written(tensor: torch.Tensor, version: int, value: torch.Tensor) -> bool:
+    """Whether a tensor was written in since; torch does not count writes to `tensor.data`."""
+    if version_of(tensor) != version:
+        return True
+    has_values = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    return has_values and not torch.equal(tensor, value)
 
 
 def _same(one: Any, other: Any) -> bool:
