@@ -113,6 +113,7 @@ def test_a_machine_is_composed_of_gpus_that_a_file_describes(tmp_path: Path) -> 
     found = cluster_from_profile(f"4x{tmp_path / 'Ours.json'}", link="pcie")
     assert (found.name, found.num_gpus, found.gpu.name) == ("4xours", 4, "ours")
     assert found.gpu.peak_flops_per_s == load_gpu("rtx-4090").peak_flops_per_s
+    assert cluster_from_profile(f"4 x {tmp_path / 'Ours.json'}", link="pcie") == found
     with pytest.raises(ProfileError, match=r"cannot read /none\.json"):
         cluster_from_profile("4x/none.json")
 

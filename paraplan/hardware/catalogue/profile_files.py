@@ -24,7 +24,7 @@ from paraplan.hardware.profile_json import read_object, validated
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
 from paraplan.resources import profiles_folder
 
-_COUNTED_FILE = re.compile(r"(?P<count>[1-9]\d{0,2})x(?P<gpu>.+\.json)")
+_COUNTED_FILE = re.compile(r"(?P<count>[1-9]\d{0,2}) ?x ?(?P<gpu>.+\.json)")
 """So many GPUs of a kind that a file describes."""
 
 
