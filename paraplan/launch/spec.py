@@ -138,8 +138,14 @@ class LaunchSpec:
         given["nodes"] = None if nnodes is None else NodeRange.parse(str(nnodes))
         given["training_script_args"] = tuple(given.get("training_script_args") or ())
         if given.get("rdzv_backend", "static") in ("static", "c10d"):
-            words = [word.strip() for word in str(given.get("rdzv_endpoint") or "").split(",")]
-            given |= {"rdzv_endpoint": words[0], "other_endpoints": tuple(filter(None, words[1:]))}
+            first, *others = (word.strip() for word in str(given.get("rdzv_endpoint") or "").split(","))
+            port = re.search(r"(?<=[^:]):\d+\Z", first)
+            given["rdzv_endpoint"] = first
+            given["other_endpoints"] = tuple(
+                # launchers open their doors at the port of the endpoint
+                other + port[0] if port is not None and (":" not in other or other.endswith("]")) else other
+                for other in filter(None, others)
+            )
         names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}, torch_options=rest)
