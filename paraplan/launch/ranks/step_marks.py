@@ -90,7 +90,7 @@ ANSWER_AT = REQUEST_AT + REQUEST.size
 RECORDS_AT = ANSWER_AT + ANSWER.size
 _FIRST_VALUE = RECORDS_AT // 8
 _NUM_VALUES = 1 + len(FIELDS)
-_SLOWER = 1.05  # by so much more steps may be taken for longer at a time
+_DRIFT = 1.2  # by so much steps may be taken for longer or shorter at a time: one of another length is no rule
 SIZE = RECORDS_AT + CAPACITY * RECORD.size
 
 
@@ -267,7 +267,8 @@ class StepMarks:
         # two readings of each wait
         affordable = _SHARE_OF_READINGS * period_s / (2 * _READING_S)
         self.reads_often = self._queue_file is not None and self.num_waits < affordable
-        self._usual_s = min(period_s, _SLOWER * self._usual_s or period_s)  # long steps are no rule
+        usual_s = self._usual_s or period_s
+        self._usual_s = min(max(period_s, usual_s / _DRIFT), _DRIFT * usual_s)
         wanted = _NOTING_S / (_SHARE_OF_NOTES * max(self._usual_s, 1e-6))
         if self._num_records >= _SETTLED and not self._stride / 2 < wanted <= self._stride:
             # powers of two: where ranks differ by one, they still have steps in common

@@ -45,7 +45,7 @@ from paraplan.runtime.torch_private import watching_functions
 
 _WORTH_SAYING_S = 0.5
 _MOST_TRIES = 2
-_ROUNDING = 1e-7
+_ROUNDING = 1e-6
 
 
 class FirstStep:
