@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import time
@@ -285,6 +286,14 @@ def _report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
     return first.exit_status
 
 
+def _free_bytes(folder: RunFolder | None) -> int | None:
+    """Return the room on the disk of the logs; None where it does not say."""
+    try:
+        return None if folder is None else shutil.disk_usage(folder.path).free
+    except OSError:
+        return None
+
+
 def _report(request: LaunchRequest, job: JobRecord) -> int:
     if job.hang is not None:
         write_report(job.hang.render())
@@ -302,6 +311,7 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
         stacks=job.stacks,
         stopped=job.stopped,
         ended=job.ended,
+        free_bytes=_free_bytes(job.folder),
     )
     if first.record is not None and first.record.is_out_of_gpu_memory:
         context = replace(context, smaller_plan=_smaller_plan(request, job))

@@ -20,6 +20,7 @@ from paraplan.launch.faults.report import (
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import RankExit
 from paraplan.launch.ranks.stacks import Frame
+from paraplan.launch.torch_private import step_hooks
 from paraplan.units import ranks_in_words
 
 CONTEXT = ReportContext(hostname="node7", elapsed_s=12.34, coordinates={"pp": 1, "dp": 0})
@@ -281,3 +282,44 @@ def test_an_exit_without_a_known_signal_is_still_described() -> None:
 def test_neighbouring_ranks_are_joined() -> None:
     assert ranks_in_words([4]) == "rank 4"
     assert ranks_in_words([7, 0, 2, 1]) == "ranks 0-2, 7"
+
+
+def test_a_rank_whose_collective_timed_out_did_not_lose_a_connection() -> None:
+    record = ErrorRecord(message=GLOO.splitlines()[-1], traceback=GLOO, time_ns=5)
+    lost = replace(record, message="RuntimeError: Connection closed by peer", traceback="", time_ns=6)
+    failures = [failed(rank, cause=Cause.COMMUNICATION, record=record) for rank in (0, 1)]
+    failures += [failed(2, cause=Cause.COMMUNICATION, record=lost)]
+    text = render_failures(failures, CONTEXT)
+    assert "then ended: rank 1 because a collective timed out; rank 2 because a connection was lost\n" in text
+
+
+def test_of_a_traceback_the_frames_of_the_hooks_are_left_out() -> None:
+    hook = f'  File "{step_hooks.__file__}", line 136, in wait\n    return plain(*arguments)\n           ^^^^^\n'
+    traceback = f'Traceback\n  File "/home/me/train.py", line 9, in step\n    f()\n{hook}ValueError: boom\n'
+    text = render_failures([failed(0, record=ErrorRecord("ValueError: boom", traceback, 5))], CONTEXT)
+    assert text.endswith('  File "/home/me/train.py", line 9, in step\n      f()\n  ValueError: boom\n')
+
+
+def test_another_node_shows_the_line_of_the_users_code_too_where_it_has_less_room() -> None:
+    frames = "".join(f'  File "/venv/site-packages/torch/{name}.py", line 3, in f\n    g()\n' for name in "abcdef")
+    traceback = f'Traceback\n  File "/home/me/train.py", line 9, in step\n    f()\n{frames}ValueError: boom\n'
+    first = as_node_failure([failed(0, record=ErrorRecord("ValueError: boom", traceback, 5))], CONTEXT)
+    context = replace(CONTEXT, hostname="node8", log_folder="runs/1", num_nodes=2)
+    for rooms in (context, replace(context, log_folder=None)):
+        lines = render_failure_elsewhere(first, [failed(1, cause=Cause.STOPPED)], rooms).splitlines()
+        assert '    File "/home/me/train.py", line 9, in step' in lines
+        assert lines[-1] == "  ValueError: boom"
+    timed_out = replace(first, what="a collective timed out: ranks 0-1 waited 6 s in all_reduce")
+    context = replace(context, stopped=(3,))
+    lines = render_failure_elsewhere(timed_out, [failed(1, cause=Cause.STOPPED)], context).splitlines()
+    assert lines[4:6] == ['    File "/home/me/train.py", line 9, in step', "      f()"]
+    assert len(lines) <= MAX_REPORT_LINES
+
+
+def test_a_rank_that_could_not_write_its_error_since_the_disk_is_full_is_told_so() -> None:
+    context = replace(CONTEXT, log_folder="runs/1", free_bytes=0)
+    told = "  hint: the disk of runs/1, to which ranks write, has 0 B left\n"
+    assert told in render_failures([failed(0)], context)
+    assert "hint" not in render_failures([failed(0)], replace(context, free_bytes=1 << 30))
+    assert "hint" not in render_failures([failed(0, record=deep_error(1))], context)
+    assert "hint" not in render_failures([failed(0, code=-signal.SIGKILL)], context)

@@ -11,7 +11,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paraplan.launch.elastic.agent import NodeAgent
+from paraplan.launch.elastic.agent import NodeAgent, describe_wait
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.nodes.doors import Doors
@@ -118,3 +118,15 @@ def test_a_node_that_dies_before_it_says_what_it_runs_is_not_waited_for(monkeypa
     with pytest.raises(StopIteration):
         agent.start_workers(agent.get_worker_group())
     assert (agent.get_worker_group().group_world_size, handler.begun) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("here", "nodes", "said"),
+    [
+        (["a"], NodeRange(2, 2), "for 1 of 2 nodes; here is a"),
+        (["a", "b"], NodeRange(1, 4), "for more of 1:4 nodes; here are a, b"),
+        (["a", "b"], NodeRange(1, 2), "until all 2 nodes are ready; here are a, b"),
+    ],
+)
+def test_a_node_waits_for_more_only_where_more_may_come(here: list[str], nodes: NodeRange, said: str) -> None:
+    assert describe_wait(here, nodes, "gpu-a:29500") == f"waiting at gpu-a:29500 {said}"

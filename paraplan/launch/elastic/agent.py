@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import DistError, DistStoreError
@@ -264,11 +264,7 @@ class NodeAgent(ElasticAgent):
             return
         here = participants(self._handler) or ["this node"]
         endpoint = self._endpoint if self._movable is None else self._movable.place
-        wanted = str(self._nodes.min) if self._nodes.min == self._nodes.max else str(self._nodes)
-        say(
-            f"waiting at {endpoint} for {max(0, self._nodes.min - len(here)) or 'more'} of {wanted} nodes; here "
-            f"{'is' if len(here) == 1 else 'are'} {', '.join(here)}"
-        )
+        say(describe_wait(here, self._nodes, endpoint))
         while not is_over.wait(SAY_AFTER_S):
             with contextlib.suppress(RuntimeError, ParaplanError):
                 contradiction = find_contradiction(store_of(self._handler), seal=self._doors.seal)
@@ -304,3 +300,12 @@ class NodeAgent(ElasticAgent):
                 if self._movable is not None:
                     self._movable.begin_round(store.facts)
                 return super().start_workers(group)
+
+
+def describe_wait(here: Sequence[str], nodes: NodeRange, endpoint: str) -> str:
+    """Return which nodes have come, and how many are missing."""
+    present = f"here {'is' if len(here) == 1 else 'are'} {', '.join(here)}"
+    if len(here) >= nodes.max:
+        return f"waiting at {endpoint} until all {nodes.max} nodes are ready; {present}"
+    wanted = str(nodes.min) if nodes.min == nodes.max else str(nodes)
+    return f"waiting at {endpoint} for {max(0, nodes.min - len(here)) or 'more'} of {wanted} nodes; {present}"

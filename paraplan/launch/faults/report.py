@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.faults.calls import RankCalls
-from paraplan.launch.faults.collectives import describe_places, describe_timeouts
+from paraplan.launch.faults.collectives import describe_places, describe_timeouts, find_timeout
 from paraplan.launch.faults.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.faults.gpu_errors import abort_reason, advice
 from paraplan.launch.faults.memory_kills import MemoryKillScope
@@ -19,12 +19,14 @@ from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.limits import advice_on_limits
 from paraplan.launch.ranks.spawning import signal_name
 from paraplan.launch.ranks.stacks import Stack, is_library
+from paraplan.launch.torch_private import step_hooks
 from paraplan.launch.torch_private.texts import OUT_OF_GPU_MEMORY
 from paraplan.units import broken_between_words, format_bytes, printable, ranks_in_words
 
 MAX_REPORT_LINES = 10
 _MAX_LINE = 200
 _MAX_PLACES = 3
+_FULL_BYTES = 1 << 20
 _TIMED_OUT = "a collective timed out"
 _ERROR_WORDS = ("error: ", "hint: ")
 
@@ -59,6 +61,8 @@ class ReportContext:
     stops: tuple[str, ...] = ()
     """A sentence for each other node whose launcher was stopped or is gone."""
     places_elsewhere: tuple[str, ...] = ()
+    free_bytes: int | None = None
+    """Room on the disk of the logs; None where it is not known."""
 
 
 def say(text: str) -> None:
@@ -123,6 +127,7 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
         said = "\n".join([first.record.message if first.record else "", *first.log_tail])
         hint = advice(said) or advice_on_limits(said)
         head += [f"hint: {hint}"] if hint and timeouts is None else []
+    head += _full_disk(first, context)
     head.append(_where(first, context))
     others = [failure for failure in failures if failure is not first]
     if others:
@@ -130,6 +135,15 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     if context.log_folder:
         head.append(f"logs: {context.log_folder}")
     return _render([*head, *_evidence(first, MAX_REPORT_LINES - len(head))])  # so that the error is the last line
+
+
+def _full_disk(first: RankFailure, context: ReportContext) -> list[str]:
+    """Return that the disk of the logs is full where a rank that writes to it ended by an error it could not record."""
+    is_full = context.free_bytes is not None and context.free_bytes < _FULL_BYTES
+    if not is_full or first.record is not None or first.exit.code <= 0:
+        return []
+    where = context.log_folder or "the temporary folder"
+    return [f"hint: the disk of {where}, to which ranks write, has {format_bytes(context.free_bytes or 0)} left"]
 
 
 def _render(lines: Sequence[str]) -> str:
@@ -196,7 +210,7 @@ def render_failure_elsewhere(first: NodeFailure, failures: Sequence[RankFailure]
         places = [*describe_places(context.stacks, context.stopped), *context.places_elsewhere]
         head = [f"on host {first.host} {first.what}", *places[:_MAX_PLACES]]
     head += _ends_here(failures, context)
-    return _render([*head, *first.evidence[-(MAX_REPORT_LINES - len(head)) :]])
+    return _render([*head, *_last_lines(list(first.evidence), MAX_REPORT_LINES - len(head))])
 
 
 def describe_exit(code: int) -> str:
@@ -297,12 +311,16 @@ def _from_a_frame(lines: list[str]) -> list[str]:
 
 
 def _traceback_lines(text: str) -> list[str]:
-    """Return the lines that help: frames, their source, the error; not the marks under expressions."""
-    return [
-        _shortened(line.rstrip())
-        for line in text.splitlines()
-        if line.strip() and set(line.strip()) - set("^~") and not line.startswith("Traceback ")
-    ]
+    """Return the lines that help: frames, their source, the error; not the marks under expressions, nor our hooks."""
+    lines, is_hook = [], False
+    for line in text.splitlines():
+        if line.startswith("  File "):
+            is_hook = step_hooks.__file__ in line  # it stands around torch's own calls
+        elif not line.startswith("    "):
+            is_hook = False
+        if not is_hook and line.strip() and set(line.strip()) - set("^~") and not line.startswith("Traceback "):
+            lines.append(_shortened(line.rstrip()))
+    return lines
 
 
 def _consequence(others: Sequence[RankFailure]) -> str:
@@ -314,6 +332,8 @@ def _consequence(others: Sequence[RankFailure]) -> str:
             Cause.COMMUNICATION: "because a connection was lost",
             Cause.STOPPED: "because the launcher stopped {}",
         }[failure.cause]
+        if failure.cause in (Cause.ABORT, Cause.COMMUNICATION) and find_timeout(failure) is not None:
+            became = f"because {_TIMED_OUT}"
         by_cause.setdefault(became, []).append(failure.global_rank)
     parts = [
         f"{ranks_in_words(ranks)} {became.format('it' if len(ranks) == 1 else 'them')}"
