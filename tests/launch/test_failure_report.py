@@ -318,7 +318,7 @@ def test_another_node_shows_the_line_of_the_users_code_too_where_it_has_less_roo
 
 def test_a_rank_that_could_not_write_its_error_since_the_disk_is_full_is_told_so() -> None:
     context = replace(CONTEXT, log_folder="runs/1", free_bytes=0)
-    told = "  hint: the disk of runs/1, to which ranks write, has 0 B left\n"
+    told = "  hint: the disk of runs/1, to which ranks write, is full or nearly so: 0 B left\n"
     assert told in render_failures([failed(0)], context)
     assert "hint" not in render_failures([failed(0)], replace(context, free_bytes=1 << 30))
     assert "hint" not in render_failures([failed(0, record=deep_error(1))], context)

@@ -26,7 +26,7 @@ from paraplan.units import broken_between_words, format_bytes, printable, ranks_
 MAX_REPORT_LINES = 10
 _MAX_LINE = 200
 _MAX_PLACES = 3
-_FULL_BYTES = 1 << 20
+_FULL_BYTES = 1 << 20  # for each rank
 _TIMED_OUT = "a collective timed out"
 _ERROR_WORDS = ("error: ", "hint: ")
 
@@ -127,7 +127,7 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
         said = "\n".join([first.record.message if first.record else "", *first.log_tail])
         hint = advice(said) or advice_on_limits(said)
         head += [f"hint: {hint}"] if hint and timeouts is None else []
-    head += _full_disk(first, context)
+    head += _full_disk(first, context, num_ranks=len(failures) + len(context.ended))
     head.append(_where(first, context))
     others = [failure for failure in failures if failure is not first]
     if others:
@@ -137,13 +137,17 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     return _render([*head, *_evidence(first, MAX_REPORT_LINES - len(head))])  # so that the error is the last line
 
 
-def _full_disk(first: RankFailure, context: ReportContext) -> list[str]:
-    """Return that the disk of the logs is full where a rank that writes to it ended by an error it could not record."""
-    is_full = context.free_bytes is not None and context.free_bytes < _FULL_BYTES
+def _full_disk(first: RankFailure, context: ReportContext, *, num_ranks: int) -> list[str]:
+    """Return that the disk of the logs is full where a rank that writes to it ended by an error it could not record.
+
+    Some room is free again by then: each rank's marks of steps are removed.
+    """
+    is_full = context.free_bytes is not None and context.free_bytes < num_ranks * _FULL_BYTES
     if not is_full or first.record is not None or first.exit.code <= 0:
         return []
     where = context.log_folder or "the temporary folder"
-    return [f"hint: the disk of {where}, to which ranks write, has {format_bytes(context.free_bytes or 0)} left"]
+    left = format_bytes(context.free_bytes or 0)
+    return [f"hint: the disk of {where}, to which ranks write, is full or nearly so: {left} left"]
 
 
 def _render(lines: Sequence[str]) -> str:
