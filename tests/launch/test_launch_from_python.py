@@ -34,26 +34,31 @@ except ChildFailedError as error:
 """
 
 
-def test_main_returns_or_raises_what_torchs_does(tmp_path: Path, scratch: Path, script: WriteScript) -> None:
-    script("import os, sys; os.write(1, f'good {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())", "good.py")
-    script("import os, time; time.sleep(600 * (os.environ['RANK'] == '0')); raise KeyError('bad')", "bad.py")
-    program = script(PROGRAM, "program.py")
+def run(program: Path, scratch: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, str(program)],
-        cwd=tmp_path,
+        cwd=program.parent,
         env=launcher_environment(scratch),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_main_returns_or_raises_what_torchs_does(scratch: Path, script: WriteScript) -> None:
+    script("import os, sys; os.write(1, f'good {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())", "good.py")
+    script("import os, time; time.sleep(600 * (os.environ['RANK'] == '0')); raise KeyError('bad')", "bad.py")
+    program = script(PROGRAM, "program.py")
+    done = run(program, scratch)
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == ["good 0 ['word']", "good 1 ['word']"]
     assert lines[2:] == ["refused"] * 3 + ["failed 1 1 KeyError: 'bad'"]
     assert names_in(scratch) == []
 
 
-def test_ranks_stay_for_a_program_that_launches_too(tmp_path: Path, scratch: Path, script: WriteScript) -> None:
+def test_ranks_stay_for_a_program_that_launches_too(scratch: Path, script: WriteScript) -> None:
     script(TRAIN)
     program = script(
         """
@@ -64,15 +69,7 @@ def test_ranks_stay_for_a_program_that_launches_too(tmp_path: Path, scratch: Pat
         """,
         "program.py",
     )
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        cwd=tmp_path,
-        env=launcher_environment(scratch),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(program, scratch)
     pids = processes(done.stdout)
     assert pids[0, 0] == pids[1, 0], done.stderr
     assert pids[0, 1] != pids[1, 1]
