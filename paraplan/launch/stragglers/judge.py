@@ -66,7 +66,7 @@ _MIN_BURST_SHARE = 0.85
 """The share of all strikes, in seconds, that one rank has who is to be named for them."""
 
 _MAX_CHANCE = 0.04
-"""The chance with which strikes that fall on any rank would all have fallen on one: six of two ranks, four of three or four."""
+"""The chance with which strikes that fall on any rank would all have fallen on one: six of two ranks are less."""
 
 _MAX_CHANCE_SUSPECTED = 0.13
 """The same from which on a rank is suspected: three ranks and three strikes, or two ranks and four."""
