@@ -65,8 +65,11 @@ _MIN_BURST_COST = 0.08
 _MIN_BURST_SHARE = 0.85
 """The share of all strikes, in seconds, that one rank has who is to be named for them."""
 
-_MAX_CHANCE = 0.04
-"""The chance with which strikes that fall on any rank would all have fallen on one: six of two ranks are less."""
+_MAX_CHANCE = 0.02
+"""The chance with which strikes that fall on any rank would have fallen on one so often."""
+
+_MAX_CHANCE_ALONE = 0.0625
+"""The same where no other rank is struck: five of two ranks. Pauses that strike inside of a collective are not seen."""
 
 _MAX_CHANCE_SUSPECTED = 0.13
 """The same from which on a rank is suspected: three ranks and three strikes, or two ranks and four."""
@@ -215,12 +218,13 @@ class Judge:
         whole_s = sum(lost_s.values())
         worst = max(group, key=lost_s.__getitem__)
         cost, slower = lost_s[worst] / steps_s, lost_s[worst] / len(rows) / usual_s
-        chance = _chance(len(strikes[worst]), sum(map(len, strikes.values())), len(group))
+        num_strikes = sum(map(len, strikes.values()))
+        chance = _chance(len(strikes[worst]), num_strikes, len(group))
         is_one = lost_s[worst] >= _MIN_BURST_SHARE * whole_s and cost >= _MIN_BURST_COST
         if is_one and chance <= _MAX_CHANCE_SUSPECTED:
             since = strikes[worst][0][0]
             is_burst = len(strikes[worst]) < _MIN_LATE_STEPS * sum(_number(row) >= since for row in rows)
-            is_sure = chance <= _MAX_CHANCE
+            is_sure = chance <= (_MAX_CHANCE_ALONE if len(strikes[worst]) == num_strikes else _MAX_CHANCE)
             return [Lateness("rank", (worst,), since, slower, cost, is_burst=is_burst, is_sure=is_sure)]
         return self._jitter(rows, group, usual_s, steps_s)
 
