@@ -22,6 +22,7 @@ from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.hardware.architecture import FLASH_ATTENTION_2
 from paraplan.hardware.catalogue.profile_files import list_gpus
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
@@ -135,7 +136,11 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     later = framework.with_sequence_parallel
     if later and (run.sequence_parallel or run.recompute == "selective"):
         framework = frameworks.load(later)
-    compiled = {"logit_bytes": framework.loss.compiled_logit_bytes, "parallel_logit_bytes": None}
+    compiled = {
+        "logit_bytes": framework.loss.compiled_logit_bytes,
+        "parallel_logit_bytes": None,
+        "traffic_per_logit": framework.loss.compiled_traffic_per_logit,
+    }
     storage: dict[str, float | None] = {}
     if run.context_bytes is not None:
         storage["context_bytes"] = run.context_bytes
@@ -145,8 +150,8 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     elif precision.startswith("fp32") and "reduce" not in precision:
         storage |= {"gradient_bytes": 4, "bf16_gradient_bytes": None}
     kernels: dict[str, float | str] = {} if run.dropout is None else {"dropout": run.dropout}
-    if run.flash_generation is not None:
-        kernels["flash_generation"] = run.flash_generation
+    # Published runs are older than torch 2.11, whose sdpa takes other kernels on some GPUs.
+    kernels["flash_generation"] = run.flash_generation or framework.kernels.flash_generation or FLASH_ATTENTION_2
     if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()):
         kernels["recomputed_ops"] = "experts"
     exchanges: dict[str, bool] = {}

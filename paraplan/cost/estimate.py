@@ -191,7 +191,8 @@ def assumed_speeds(workload: Workload) -> tuple[str, ...]:
     parts = []
     if gpu.reached_matmul_flops_per_s is None and training.precision != "fp32":
         parts.append(f"matmuls reach {workload.constants.usual_reached_share:.0%} of the peak")
-    attention = gpu.shared.attention_speed(workload.framework.kernels.flash_generation)
+    generation = workload.framework.kernels.flash_generation
+    attention = gpu.shared.attention_speed(generation, uses_sdpa=training.attention == "sdpa")
     if training.attention != "eager" and attention.source_kind in ("assumed", "memory"):
         of = "the best matmul" if attention.is_of_reached else "the peak"
         parts.append(f"FlashAttention reaches {attention.forward:.0%} of {of}")

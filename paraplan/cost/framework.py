@@ -127,8 +127,8 @@ class KernelProfile(_Group):
     """The attention kernel of runs that do not name one."""
     attention_speedup: float = 1.0
     """How many times as fast as in 16 bits attention's kernels run: above 1 where they multiply in 8 bits."""
-    flash_generation: int = 2
-    """Generation of the FlashAttention kernels."""
+    flash_generation: int | None = None
+    """Generation of the FlashAttention kernels; None: what torch's sdpa takes on the GPU, else FlashAttention 2."""
     ring_attention: bool = False
     """Context parallelism passes keys and values around a ring beside the attention core, as Transformer Engine does;
     else it exchanges tokens for heads (Ulysses)."""
@@ -294,6 +294,9 @@ class LossProfile(_Group):
     traffic_per_logit: float = 38.0
     """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
     on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
+    compiled_traffic_per_logit: float = 8.0
+    """The same of a loss under torch.compile: inductor reads 16-bit logits for their maximum, for the sum and for their
+    gradients, which it writes."""
     recomputes_logits: bool = False
     """No logits are kept: the backward pass makes them again, by one more product of the head."""
     gathers_logits: bool = False

@@ -14,6 +14,9 @@ from paraplan.resources import profiles_folder
 UNKNOWN = "unknown"
 """The file that stands for architectures that no other describes: values taken from others."""
 
+FLASH_ATTENTION_2 = 2
+"""The generation of torch's own kernels, and of most others."""
+
 _NARROW, _WIDE = 64, 128
 """The widths of heads that most kernels are measured at."""
 
@@ -73,6 +76,8 @@ class ArchitectureProfile(Record):
     """Regular expressions for the names of its GPUs, by compute capability, for tables that tell names alone."""
     flash_attention: tuple[FlashAttentionSpeed, ...] = Field(min_length=1)
     """Attention speed by generation of the kernels."""
+    sdpa_generation: int = FLASH_ATTENTION_2
+    """The generation that the kernels which torch's sdpa takes on these GPUs, from torch 2.11 on, are as fast as."""
     driver_reserved_bytes: int = Field(default=0, ge=0)
     """Of the total that NVML tells, what the driver keeps (`Reserved` in `nvidia-smi -q`) and CUDA does not give, where
     no GPU profile says it. 0 where totals are those of drivers that took it off already."""
@@ -97,8 +102,13 @@ class ArchitectureProfile(Record):
     sources: tuple[Source, ...] = Field(min_length=1)
     """Where the values come from."""
 
-    def attention_speed(self, generation: int) -> FlashAttentionSpeed:
-        """Return the speed of a generation of FlashAttention, of the nearest older one where it is not listed."""
+    def attention_speed(self, generation: int | None, *, uses_sdpa: bool = False) -> FlashAttentionSpeed:
+        """Return the speed of a generation of FlashAttention, of the nearest older one where it is not listed.
+
+        Where None is given it is FlashAttention 2, or what torch's sdpa takes.
+        """
+        if generation is None:
+            generation = self.sdpa_generation if uses_sdpa else FLASH_ATTENTION_2
         older = [row for row in self.flash_attention if row.generation <= generation]
         return max(older or self.flash_attention, key=lambda row: row.generation)
 

@@ -19,7 +19,10 @@ BLIND = profiles_folder() / "runs" / "blind_sources.csv"
 LOCATOR = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.md$|https://\S+$")
 
 
-@pytest.mark.parametrize(("title", "runs"), [("Sources that came later", RUNS), ("Sources predicted blind", NEWEST)])
+@pytest.mark.parametrize(
+    ("title", "runs"),
+    [("Sources that came later", RUNS), ("Sources predicted blind", NEWEST), ("Sources written down first", BLIND)],
+)
 def test_their_errors_are_those_that_the_page_tells(title: str, runs: Path) -> None:
     page = (Path(paraplan.__file__).parent / "docs" / "accuracy.md").read_text()
     section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]

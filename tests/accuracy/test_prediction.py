@@ -101,7 +101,7 @@ def test_a_mixture_of_experts_is_known_by_its_name_and_its_experts_go_over_ep() 
 
 def test_runs_of_an_unknown_framework_are_a_group_of_their_own() -> None:
     row = run(framework="Unheard Of", measured_step_time_s=1.0)
-    assert framework_of_run(row, FRAMEWORKS) == PLAIN_PYTORCH
+    assert framework_of_run(row, FRAMEWORKS).name == PLAIN_PYTORCH.name
     prediction = predict_run(row, workload_of_run(row, DATA), planned(row), is_known_framework=False)
     assert not prediction.is_known_framework
     assert list(score([prediction], "step_time_error").by_framework) == [UNKNOWN_FRAMEWORK]

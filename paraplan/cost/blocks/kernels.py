@@ -313,7 +313,8 @@ class KernelTimes:
             slower = constants.unaligned_slowdown if attention.qk_head_dim % 8 else 1.0
             efficiency, computed = constants.eager_attention_efficiency / slower, 1.0
         else:
-            speed = self.gpu.shared.attention_speed(self.framework.kernels.flash_generation)
+            generation = self.framework.kernels.flash_generation
+            speed = self.gpu.shared.attention_speed(generation, uses_sdpa=self.training.attention == "sdpa")
             # The papers count the scores that the backward pass makes again (Dao 2023, section 4.1).
             flops = flops * (2.5 if backward else 1.0)
             measured = self._attention_rate(backward=backward)
