@@ -25,7 +25,7 @@ total = torch.ones(1)
 dist.all_reduce(total)
 Path(folder, f"new{rank}").write_text(f"{os.getpid()} {int(total)} {os.environ['MASTER_PORT']}")
 os.rename(folder / f"new{rank}", folder / f"pid{rank}")
-while not (folder / "stop").exists():
+while True:
     strike = json.loads((folder / "strike").read_text()) if (folder / "strike").exists() else {}
     if strike.get("rank") == rank:
         if strike["does"] == "raise":
@@ -36,8 +36,10 @@ while not (folder / "stop").exists():
             os.kill(os.getpid(), signal.SIGSTOP)
         if strike["does"] == "skip":
             time.sleep(600)
+    total.fill_((folder / "stop").exists())
     dist.all_reduce(total)
-    total.fill_(1)
+    if total.item():  # all leave in the same pass, whoever has seen it
+        break
     time.sleep(0.1)
 dist.barrier()
 """
