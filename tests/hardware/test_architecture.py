@@ -91,3 +91,11 @@ def test_cuda_gives_less_than_the_driver_tells() -> None:
     assert other.gpu.driver_reserved_bytes is None
     assert other.gpu.memory_bytes - other.gpu_memory_bytes == load_architecture("Hopper").driver_reserved_bytes
     assert load_cluster("dgx-1-v100").gpu_memory_bytes == 32510 * MIB, "its total is an older driver's"
+
+
+def test_torchs_sdpa_takes_cudnns_kernels_on_hopper_and_blackwell_alone() -> None:
+    for name, generation in (("Hopper", 3), ("Blackwell", 3), ("Ampere", 2), ("Blackwell RTX", 2), ("CDNA 3", 2)):
+        architecture = load_architecture(name)
+        assert architecture.attention_speed(None, uses_sdpa=True) == architecture.attention_speed(generation), name
+        assert architecture.attention_speed(None) == architecture.attention_speed(2)
+        assert architecture.attention_speed(1, uses_sdpa=True) == architecture.attention_speed(1)
