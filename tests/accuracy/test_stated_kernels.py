@@ -134,3 +134,19 @@ def test_a_row_states_that_nothing_is_sent_beside_compute(zero_stage: int) -> No
     assert unstated.step_time_s == beside.step_time_s
     assert after.data_parallel_s == pytest.approx(after.data_parallel_wire_s)
     assert after.data_parallel_s > 1.5 * beside.data_parallel_s
+
+
+def test_a_compiled_loss_moves_less() -> None:
+    row = run(
+        framework="nanoGPT", zero_stage=0, hidden=768, layers=12, heads=12, vocab=50304, seq_len=1024, micro_batch=8
+    )
+    plain, compiled = (estimate(row.replace(torch_compile=True, compiled_loss=each)) for each in (False, True))
+    saved_bytes = 30 * 50304 * row.seq_len * row.global_batch / row.num_gpus
+    rate = workload_of_run(row, DATA).memory_bandwidth_bytes_per_s
+    assert plain.step.compute_s - compiled.step.compute_s == pytest.approx(saved_bytes / rate, rel=0.01)
+
+
+def test_oneflow_has_a_profile_by_either_name() -> None:
+    for name in ("OneFlow", "LiBai (OneFlow)", "LiBai 0.2"):
+        profile = workload_of_run(run(framework=name), DATA).framework
+        assert (profile.name, profile.kernels.fused, profile.kernels.host_s_per_block) == ("oneflow", True, 0.0)
