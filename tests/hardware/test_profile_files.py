@@ -323,3 +323,11 @@ def test_every_gpu_is_found_by_the_names_that_drivers_report() -> None:
         for name in gpu.driver_names:
             assert find_gpu(name, memory_total_bytes=gpu.memory_bytes) == gpu
     assert find_gpu("NVIDIA Nothing 9000") is None
+
+
+def test_a_name_in_words_is_no_path() -> None:
+    with pytest.raises(ProfileError, match="no network profile is called 'InfiniBand EDR 100 Gb/s a node'"):
+        load_network("InfiniBand EDR 100 Gb/s a node")
+    with pytest.raises(ProfileError, match="no machine profile is called '8 x H100 / node'") as found:
+        load_machine("8 x H100 / node")
+    assert found.value.hint == "did you mean 8xh100?"
