@@ -18,7 +18,7 @@ from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
 from paraplan.accuracy.recipes import RecipeTable, load_recipes
 from paraplan.cost.constants import CostConstants
-from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
 from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
@@ -149,9 +149,10 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         storage |= {"gradient_bytes": 2, "bf16_gradient_bytes": None}
     elif precision.startswith("fp32") and "reduce" not in precision:
         storage |= {"gradient_bytes": 4, "bf16_gradient_bytes": None}
-    kernels: dict[str, float | str] = {} if run.dropout is None else {"dropout": run.dropout}
-    # Published runs are older than torch 2.11, whose sdpa takes other kernels on some GPUs.
-    kernels["flash_generation"] = run.flash_generation or framework.kernels.flash_generation or FLASH_ATTENTION_2
+    kernels: dict[str, float | str | None] = {} if run.dropout is None else {"dropout": run.dropout}
+    # Published runs are older than torch 2.11, whose sdpa takes other kernels on some GPUs; our runtime's are not.
+    usual = None if framework.name == OWN_RUNTIME else framework.kernels.flash_generation or FLASH_ATTENTION_2
+    kernels["flash_generation"] = run.flash_generation or usual
     if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()):
         kernels["recomputed_ops"] = "experts"
     exchanges: dict[str, bool] = {}
