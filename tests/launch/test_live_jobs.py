@@ -215,8 +215,10 @@ def test_attach_ends_with_the_run_and_its_status_and_no_question_ends_a_rank(
     run = wait_for(tmp_path, lambda run: has_ranks(run) and run.ranks[1].state == "running")
     while Path(f"/proc/{run.ranks[1].pid}/comm").read_text() != "sleep\n":
         time.sleep(0.02)
-    done = ask("stacks", run.id)
-    assert "rank 1 does not answer" in done.stdout
+    patience_s = time.monotonic() + PATIENCE_S
+    while "rank 1 does not answer" not in (said := ask("stacks", run.id).stdout):
+        assert "ranks 0-1 do not answer" in said  # a busy machine keeps rank 0 from it for once
+        assert time.monotonic() < patience_s
     assert has_ranks(wait_for(tmp_path, has_ranks))  # the signal would have ended it
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "paraplan", "attach", run.id],
