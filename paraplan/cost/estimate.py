@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -215,19 +216,26 @@ def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
 
     For plans that were run: tables of runs round batches, and count stages with the embedding and the head.
     """
-    workload, table = CostModel.of_workload(workload), PlanTable.of_plans([plan])
+    return evaluate_plans(workload, [plan])[0]
+
+
+def evaluate_plans(workload: Workload, plans: Sequence[ParallelPlan]) -> list[PlanEstimate]:
+    """Return what `evaluate_plan` says of each of some plans of equal `pp`, for little more than one costs."""
+    workload, table = CostModel.of_workload(workload), PlanTable.of_plans(plans)
     costs, ranks = block_costs(workload, table), all_ranks(table, workload.model.num_blocks)
-    memory = _stage_memories(workload, table, costs, ranks)
-    time = step_time(workload, table, costs, ranks.apart())
-    ranks_of_node = min(plan.world_size, workload.cluster.gpus_per_node)
-    return PlanEstimate(
-        plan=plan,
-        memory=memory,
-        step=_step_record(workload, plan, time),
-        usable_memory_bytes=int(workload.usable_bytes(table.axes)[0]),
-        host_bytes_per_node=ranks_of_node * max(stage.host_bytes for stage in memory),
-        host_memory_bytes=workload.cluster.host_memory_bytes,
-    )
+    time = step_time(workload, table, costs, ranks.apart(plans[0].pp))
+    usable, gpus_per_node = workload.usable_bytes(table.axes), workload.cluster.gpus_per_node
+    return [
+        PlanEstimate(
+            plan=plan,
+            memory=memory,
+            step=_step_record(workload, plan, time, row),
+            usable_memory_bytes=int(usable[row]),
+            host_bytes_per_node=min(plan.world_size, gpus_per_node) * max(stage.host_bytes for stage in memory),
+            host_memory_bytes=workload.cluster.host_memory_bytes,
+        )
+        for row, (plan, memory) in enumerate(zip(plans, _stage_memories(workload, table, costs, ranks), strict=True))
+    ]
 
 
 def stage_memories(
@@ -236,40 +244,45 @@ def stage_memories(
     """Return the memory of each pipeline rank of a plan. `costs` are its `block_costs`, where they are known."""
     table = PlanTable.of_plans([plan])
     costs = costs or block_costs(workload, table)
-    return _stage_memories(workload, table, costs, all_ranks(table, workload.model.num_blocks))
+    return _stage_memories(workload, table, costs, all_ranks(table, workload.model.num_blocks))[0]
 
 
 def _stage_memories(
     workload: Workload, table: PlanTable, costs: BlockCosts, ranks: StageBlocks
-) -> tuple[MemoryEstimate, ...]:
-    rows = np.zeros_like(ranks.rank)
+) -> list[tuple[MemoryEstimate, ...]]:
+    """Return the memory of each rank of each plan; `ranks` are those of `all_ranks`."""
+    pp = len(ranks.rank) // len(table)
+    rows = np.repeat(np.arange(len(table)), pp)
     held = RankMemory.of(workload, table.select(rows), costs.select(rows), ranks)
     memory = peak_of(held)
     cached, on_host = cached_bytes(held, memory), host_bytes(held)
-    communicators_bytes = int(workload.communicators_bytes(table.axes)[0])
-    return tuple(
+    communicators_bytes = workload.communicators_bytes(table.axes)
+    records = [
         _memory_record(
             workload,
-            rank,
+            row,
             memory,
-            cached=float(cached[rank]),
-            on_host=float(on_host[rank]),
-            communicators_bytes=communicators_bytes,
+            stage=row % pp,
+            cached=float(cached[row]),
+            on_host=float(on_host[row]),
+            communicators_bytes=int(communicators_bytes[row // pp]),
         )
-        for rank in ranks.rank.tolist()
-    )
+        for row in range(len(rows))
+    ]
+    return [tuple(records[first : first + pp]) for first in range(0, len(records), pp)]
 
 
 def _memory_record(
     workload: Workload,
-    stage: int,
+    row: int,
     memory: StageMemory,
     *,
+    stage: int,
     cached: float,
     on_host: float,
     communicators_bytes: int,
 ) -> MemoryEstimate:
-    parts = {name: round(float(getattr(memory, name)[stage])) for name in MEMORY_PARTS}
+    parts = {name: round(float(getattr(memory, name)[row])) for name in MEMORY_PARTS}
     total = sum(parts.values())
     at_least, at_most = (
         workload.constants.device_bytes(
@@ -291,23 +304,23 @@ def _memory_record(
     )
 
 
-def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime) -> StepEstimate:
+def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime, row: int) -> StepEstimate:
     training, model = workload.training, workload.model
-    step_time_s = float(time.step_time_s[0])
+    step_time_s = float(time.step_time_s[row])
     tokens_per_s = training.tokens_per_step / step_time_s / (plan.world_size * plan.devices_per_process)
     flops_per_s = model.training_flops_per_token(training.seq_length) * tokens_per_s
     return StepEstimate(
         step_time_s=step_time_s,
-        compute_s=float(time.compute_s[0]),
-        recompute_s=float(time.recompute_s[0]),
-        tensor_parallel_s=float(time.tensor_parallel_s[0]),
-        context_parallel_s=float(time.context_parallel_s[0]),
-        expert_parallel_s=float(time.expert_parallel_s[0]),
-        pipeline_bubble_s=float(time.pipeline_bubble_s[0]),
-        pipeline_send_s=float(time.pipeline_send_s[0]),
-        data_parallel_s=float(time.data_parallel_s[0]),
-        optimizer_s=float(time.optimizer_s[0]),
-        data_parallel_wire_s=float(time.data_parallel_wire_s[0]),
+        compute_s=float(time.compute_s[row]),
+        recompute_s=float(time.recompute_s[row]),
+        tensor_parallel_s=float(time.tensor_parallel_s[row]),
+        context_parallel_s=float(time.context_parallel_s[row]),
+        expert_parallel_s=float(time.expert_parallel_s[row]),
+        pipeline_bubble_s=float(time.pipeline_bubble_s[row]),
+        pipeline_send_s=float(time.pipeline_send_s[row]),
+        data_parallel_s=float(time.data_parallel_s[row]),
+        optimizer_s=float(time.optimizer_s[row]),
+        data_parallel_wire_s=float(time.data_parallel_wire_s[row]),
         tokens_per_s_per_gpu=tokens_per_s,
         model_flops_per_s_per_gpu=flops_per_s,
         mfu=flops_per_s / effective_peak(workload.cluster.gpu, training),

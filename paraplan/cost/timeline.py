@@ -114,7 +114,7 @@ def _slots(workload: Workload, plan: ParallelPlan) -> tuple[list[MicroBatchTime]
     """Return the seconds of each rank and the shares of its chunks in them."""
     table = PlanTable.of_plans([plan])
     costs = block_costs(workload, table)
-    stages = all_ranks(table, workload.model.num_blocks).apart()
+    stages = all_ranks(table, workload.model.num_blocks).apart(plan.pp)
     return micro_batch_times(workload, table, costs, stages), [stage.chunk_shares(table.virtual) for stage in stages]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.estimate import PlanEstimate, estimate_plan, evaluate_plans, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.plan.executor import OWN_RUNTIME, Executor
@@ -105,9 +105,10 @@ def what_helps(
     with_plans = searches and workload.cluster.num_gpus <= MOST_SEARCHED_GPUS
     options = [each for each in _options(workload) if not (executor.is_own and training_reason(each.workload.training))]
     found = [_priced(each, best, executor, fixed, with_plans) for each in options]
-    for each in _plan_options(workload, best.plan):
-        is_fixed = any(getattr(fixed, name, None) is not None for name in each.plan)
-        found.append(_priced(each, best, executor, fixed, with_plans and is_fixed))
+    changes = list(_plan_options(workload, best.plan))
+    searched = [each for each in changes if with_plans and any(getattr(fixed, name) is not None for name in each.plan)]
+    found += [_priced(each, best, executor, fixed, True) for each in searched]
+    found += _priced_as_they_are(workload, [each for each in changes if each not in searched], best, executor)
     if searches:
         found += [_priced(each, best, executor, fixed, True) for each in _more_nodes(workload)]
         found += _machines(workload, best, executor, fixed)
@@ -199,13 +200,35 @@ def _priced(change: _Change, best: PlanEstimate, executor: Executor, fixed: Cons
             fixed = replace(fixed, **change.plan)
             other = search(change.workload, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
             estimate = other.best
+        elif _is_refused(change, best.plan, executor):
+            return None
         else:
-            plan = _changed(best.plan, change)
-            if _is_refused(change, plan, executor):
-                return None
-            estimate = estimate_plan(change.workload, plan)
-    except (ParaplanError, ValueError):  # nothing fits, or the fields of a plan contradict each other
+            estimate = estimate_plan(change.workload, best.plan)
+    except ParaplanError:  # nothing fits
         return None
+    return _gain(change, estimate, best)
+
+
+def _priced_as_they_are(
+    workload: Workload, changes: list[_Change], best: PlanEstimate, executor: Executor
+) -> list[Help | None]:
+    """Return changes of the plan alone with their gains, priced in one table; without those that nobody executes."""
+    plans = list[tuple[_Change, ParallelPlan]]()
+    for change in changes:
+        try:
+            plan = _changed(best.plan, change)
+        except ValueError:  # its fields contradict each other
+            continue
+        if not _is_refused(change, plan, executor) and why_unsuitable(workload, plan) is None:
+            plans.append((change, plan))
+    if not plans or is_stopped():
+        return []
+    estimates = evaluate_plans(workload, [plan for _, plan in plans])
+    return [_gain(change, estimate, best) for (change, _), estimate in zip(plans, estimates, strict=True)]
+
+
+def _gain(change: _Change, estimate: PlanEstimate, best: PlanEstimate) -> Help | None:
+    """Return what a change gains with the plan of `estimate`, None where that does not fit."""
     if not estimate.fits:
         return None
     return Help(

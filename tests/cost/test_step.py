@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.cost.communication.collectives import overlap_s
-from paraplan.cost.estimate import evaluate_plan, step_times
+from paraplan.cost.estimate import evaluate_plan, evaluate_plans, step_times
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
@@ -59,6 +59,22 @@ def test_a_table_times_each_plan_as_it_is_timed_alone(workload: MakeWorkload, ro
     together = step_times(workload(), PlanTable.of_plans(rows)).step_time_s
     alone = [evaluate_plan(workload(), plan).step.step_time_s for plan in rows]
     assert together.tolist() == pytest.approx(alone, rel=1e-6)
+
+
+@given(rows=st.lists(plans(), min_size=1, max_size=8), pp=st.sampled_from([1, 2, 4]))
+@settings(deadline=None, max_examples=20)
+def test_plans_of_as_many_stages_are_evaluated_at_once_as_each_is_alone(
+    workload: MakeWorkload, rows: list[ParallelPlan], pp: int
+) -> None:
+    schedule = "1f1b" if pp > 1 else None
+    few = [
+        plan.replace(pp=pp, pipeline_schedule=schedule, zero_stage=min(plan.zero_stage, 1 if pp > 1 else 3))
+        for plan in rows
+    ]
+    for found, plan in zip(evaluate_plans(workload(), few), few, strict=True):
+        alone = evaluate_plan(workload(), plan)
+        assert found.memory == alone.memory
+        assert found.step.model_dump() == pytest.approx(alone.step.model_dump(), rel=1e-6)
 
 
 def test_the_bubble_of_equal_stages_is_p_minus_1_slots(workload: MakeWorkload) -> None:

@@ -45,17 +45,18 @@ class StageBlocks:
             total += costs.among(column, low, high) * times
         return total
 
-    def apart(self) -> list[StageBlocks]:
-        """Return the ranks of several plans one by one."""
+    def apart(self, pp: int) -> list[StageBlocks]:
+        """Return the ranks of plans that stand rank by rank (`all_ranks`) one by one: first the first of every plan."""
         return [
             StageBlocks(
-                rank=self.rank[[row]],
-                low=self.low[:, [row]],
-                high=self.high[:, [row]],
-                is_first=self.is_first[[row]],
-                is_last=self.is_last[[row]],
+                rank=self.rank[rank::pp],
+                low=self.low[:, rank::pp],
+                high=self.high[:, rank::pp],
+                is_first=self.is_first[rank::pp],
+                is_last=self.is_last[rank::pp],
+                shape=None if self.shape is None else self.shape[rank::pp],
             )
-            for row in range(len(self.rank))
+            for rank in range(pp)
         ]
 
     @cached_property
@@ -92,9 +93,10 @@ def joined_ranks(stages: Sequence[StageBlocks]) -> StageBlocks:
 
 
 def all_ranks(table: PlanTable, num_blocks: int) -> StageBlocks:
-    """Return the ranks of the one plan of a table as if each were a plan of its own."""
-    ranks = np.arange(table.pp[0])
-    return even_stage(table.select(np.zeros_like(ranks)), num_blocks, ranks)
+    """Return the ranks of plans with as many each, all of the first plan first, as if each were a plan of its own."""
+    pp = int(table.pp[0])
+    rows = np.repeat(np.arange(len(table)), pp)
+    return even_stage(table.select(rows), num_blocks, np.tile(np.arange(pp), len(table)))
 
 
 def even_stage(table: PlanTable, num_blocks: int, rank: Ints, *, are_alike: bool = False) -> StageBlocks:
