@@ -9,6 +9,7 @@ import os
 import pickle
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -20,6 +21,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.endpoint import Endpoint
+from paraplan.launch.nodes.gate import Launcher
 from paraplan.launch.nodes.handshake import GREETING, RefusedError, greet
 from paraplan.launch.nodes.job_token import (
     PROTOCOL,
@@ -51,6 +53,19 @@ class Host:
         self.doors = Doors(TOKEN, say=self.said.append)
         self.store, self.port = self.doors.host_store_of_ranks("127.0.0.1", timeout=LONG)
         self.endpoint = Endpoint("127.0.0.1", self.port)
+
+
+class SlowDoors(Doors):
+    """Doors that take a while over who is here, in which a launcher may come."""
+
+    looked = threading.Event()
+    has_come = threading.Event()
+
+    def _guests(self) -> set[Launcher]:
+        here = super()._guests()
+        self.looked.set()
+        self.has_come.wait(0.5)
+        return here
 
 
 @pytest.fixture
@@ -366,3 +381,15 @@ def test_a_connection_that_its_process_has_let_go_of_is_nobodys() -> None:
             client.close()
             assert taken.recv(1) == b"x"
             assert not is_own_connection(here, there)
+
+
+def test_a_launcher_that_comes_while_its_last_connection_ends_is_not_gone() -> None:
+    # As after a network that was cut: noted behind its coming, the leaving would hold for ever.
+    doors, launcher = SlowDoors(TOKEN), Launcher("node0", "10.0.0.1", 17)
+    leaving = threading.Thread(target=doors._note_left, args=(launcher,))
+    leaving.start()
+    assert doors.looked.wait(PATIENCE_S)
+    doors._note_came(launcher)
+    doors.has_come.set()
+    leaving.join()
+    assert (doors.left, doors.gone) == ({}, {})

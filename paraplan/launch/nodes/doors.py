@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ class Doors:
     _line: list[socket.socket] = field(default_factory=list)
     _admissions: dict[tuple[str, int], Admission] = field(default_factory=dict)
     _hosted: set[int] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of `left` and `gone`: guests come and leave in threads of their own."""
 
     @property
     def seal(self) -> Seal:
@@ -187,16 +190,18 @@ class Doors:
         return gate.port
 
     def _note_came(self, launcher: Launcher) -> None:
-        self.left.pop(launcher.host, None)
-        self.gone.pop(launcher, None)
+        with self._lock:
+            self.left.pop(launcher.host, None)
+            self.gone.pop(launcher, None)
 
     def _note_left(self, launcher: Launcher) -> None:
-        here = self._guests()
-        if launcher in here:  # by another connection
-            return
-        self.gone[launcher] = time.monotonic()
-        if launcher.host not in {one.host for one in here}:  # another one may have come in its place
-            self.left[launcher.host] = self.gone[launcher]
+        with self._lock:  # or a launcher whose next connection comes in the meantime would be gone for good
+            here = self._guests()
+            if launcher in here:  # by another connection
+                return
+            self.gone[launcher] = time.monotonic()
+            if launcher.host not in {one.host for one in here}:  # another one may have come in its place
+                self.left[launcher.host] = self.gone[launcher]
 
     def _guests(self) -> set[Launcher]:
         return {launcher for gate in self._gates for launcher in gate.launchers}
