@@ -4,9 +4,9 @@
 
 Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
 the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
-The residuals of the scored rows, and those of quality A and B of `later_sources.csv`, `newest_sources.csv` and
-`blind_sources.csv` in `profiles/runs`, go into `profiles/accuracy.json`, from which predictions get their intervals;
-how many rows of sources left out these hold is printed.
+The residuals of the scored rows, and those of quality A and B of `later_sources.csv`, `newest_sources.csv`,
+`blind_sources.csv` and `second_blind_sources.csv` in `profiles/runs`, go into `profiles/accuracy.json`, from which
+predictions get their intervals; how many rows of sources left out these hold is printed.
 Tables may state columns in their notes (`columns_of_notes.py`). Rows without a measured step time or peak are counted.
 """
 
@@ -33,7 +33,7 @@ from paraplan.accuracy.scoring import ErrorSummary, Score, score
 README = Path(__file__).parent.parent / "README.md"
 PAGE = README.parent / "paraplan" / "docs" / "accuracy.md"
 RUNS = README.parent / "profiles" / "runs"
-LATER = tuple(RUNS / f"{name}_sources.csv" for name in ("later", "newest", "blind"))
+LATER = tuple(RUNS / f"{name}_sources.csv" for name in ("later", "newest", "blind", "second_blind"))
 ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 

@@ -25,7 +25,7 @@ class RunPrediction(Record):
     takes, with what it keeps for later, is less than the GPU has: of what it keeps it gives back whole segments alone.
     `parallelism` names the kinds of splitting without their degrees, `plan` the whole plan; `memory_reading` is what
     the measured peak is.
-    Runs of a framework that is not known are modelled as plain PyTorch.
+    Runs of a framework that is not known are modelled as plain PyTorch, with tp or pp as Megatron-Core.
     """
 
     id: str

@@ -19,7 +19,7 @@ from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
 from paraplan.accuracy.recipes import RecipeTable, load_recipes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
-from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FrameworkCatalog
+from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FALLBACK_OF_SPLIT_LAYERS, FrameworkCatalog
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.architecture import FLASH_ATTENTION_2
@@ -130,9 +130,10 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
 def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> FrameworkProfile:
     """Return the profile of the framework that a run names, with what the run states of gradients, dropout and flags.
 
-    A framework that is not known is modelled as plain PyTorch.
+    A framework that is not known is modelled as plain PyTorch, with tensor or pipeline parallelism as Megatron-Core.
     """
-    framework = frameworks.find(run.framework) or frameworks.load(FALLBACK_FRAMEWORK)
+    fallback = FALLBACK_OF_SPLIT_LAYERS if (run.tp or 1) > 1 or (run.pp or 1) > 1 else FALLBACK_FRAMEWORK
+    framework = frameworks.find(run.framework) or frameworks.load(fallback)
     later = framework.with_sequence_parallel
     if later and (run.sequence_parallel or run.recompute == "selective"):
         framework = frameworks.load(later)
@@ -192,8 +193,15 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
         attention=attention,
         compiled=bool(run.torch_compile),
         loss=stated_loss(run.kernels),
-        expert_load=max(1.0, run.capacity_factor or 1.0),
+        expert_load=_expert_load(run, framework),
     )
+
+
+def _expert_load(run: MeasuredRun, framework: FrameworkProfile) -> float | None:
+    """Return the load of the busiest rank of experts. Blank: published benchmarks force an even one, users do not."""
+    if run.capacity_factor:
+        return max(1.0, run.capacity_factor)
+    return None if run.routing == "natural" or (framework.is_own_runtime and not run.routing) else 1.0
 
 
 def _optimizer(words: str) -> OptimizerName:

@@ -19,7 +19,7 @@ SAME_PREDICTION = 1e-6
 """Predictions that differ by less, relatively, are equal but for rounding: the order of rows must not decide."""
 
 
-UNKNOWN_FRAMEWORK = "unknown: modelled as plain PyTorch"
+UNKNOWN_FRAMEWORK = "unknown: modelled as plain PyTorch, with tp or pp as Megatron-Core"
 """The group of runs whose framework no profile describes."""
 
 

@@ -280,15 +280,15 @@ class TrainingChoices:
         ),
     ] = False
     expert_load: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--expert-load",
             metavar="X",
             parser=amount(1, MOST_LOAD),
-            help="Rows of the busiest rank of experts over the mean: 1 for balanced routing.",
+            help="Rows of the busiest rank of experts over the mean: 1 for an even load. Default: what routers leave.",
             rich_help_panel=TRAINING_PANEL,
         ),
-    ] = 1.0
+    ] = None
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="torch.compile compiles the repeated blocks.", rich_help_panel=TRAINING_PANEL),

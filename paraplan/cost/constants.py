@@ -44,6 +44,11 @@ class CostConstants(Record):
     unaligned_slowdown: float = 2.0
     """How much longer a 16-bit matmul takes whose operands' rows are not multiples of 16 bytes (NVIDIA, Matrix
     Multiplication Background User's Guide, requirements of tensor cores)."""
+    expert_deviation: float = 0.3
+    """How much the rows of experts vary around their mean in one layer: 0.22 to 0.40 of 64 experts under an auxiliary
+    loss (Wang et al. 2024, arXiv 2408.15664, tables 2 and 6: busiest over mean), 0.18 to 0.29 of 256 with a bias on 64
+    ranks (marin-community/marin issue 7668), 0.26 with a bias, 0.74 and 1.1 under a loss (UltraEP, arXiv 2606.04101,
+    figure 11)."""
     overlap_slowdown: float = 1.2
     """How much longer compute and communication take that run at the same time (Galvatron, Miao et al. 2022, 3.4)."""
     fused_optimizer_bytes: float = 36.0

@@ -98,10 +98,11 @@ class TrainingSpec(Record):
     """What trains, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ..."""
     base_weights: WeightFormat | None = None
     """How frozen linear layers are stored. None: in the type that matmuls compute in."""
-    expert_load: float = Field(default=1.0, ge=1, le=MOST_LOAD)
-    """Rows of the busiest rank of experts over the mean of all ranks, in time alone: memory takes the mean. Where a
-    capacity factor drops what is over it, at most that; where rows are padded to it, that. Ranks
-    that have all experts (`ep` 1) have the rows of their own tokens."""
+    expert_load: float | None = Field(default=None, ge=1, le=MOST_LOAD)
+    """Rows of the busiest rank of experts over the mean of all ranks, in time alone: memory takes the mean. None: what
+    routers usually leave, more of it the fewer experts a rank has. 1 where benchmarks force an even load. Where a
+    capacity factor drops what is over it, at most that; where rows are padded to it, that. Ranks that have all experts
+    (`ep` 1) have the rows of their own tokens."""
     upcasts_frozen: bool = False
     """Frozen weights that are not quantized are in fp32, and with them the residual stream: what peft's
     prepare_model_for_kbit_training does."""

@@ -105,6 +105,24 @@ def test_runs_of_an_unknown_framework_are_a_group_of_their_own() -> None:
     prediction = predict_run(row, workload_of_run(row, DATA), planned(row), is_known_framework=False)
     assert not prediction.is_known_framework
     assert list(score([prediction], "step_time_error").by_framework) == [UNKNOWN_FRAMEWORK]
+    for split in ({"tp": 2}, {"pp": 2}):
+        assert framework_of_run(row.replace(**split), FRAMEWORKS).name == "megatron-core"
+
+
+def test_published_benchmarks_force_an_even_load_unless_they_say_that_routers_chose() -> None:
+    row = run(model_name="mixtral-8x7b", hidden=None, heads=None, layers=None, framework="Megatron-Core", ep=8)
+    own = row.replace(framework="paraplan")
+    loads = {
+        name: training_of_run(one, framework_of_run(one, FRAMEWORKS)).expert_load
+        for name, one in {
+            "published": row,
+            "natural": row.replace(routing="natural"),
+            "dropped": row.replace(routing="natural", capacity_factor=1.25),
+            "own": own,
+            "own, even": own.replace(routing="even"),
+        }.items()
+    }
+    assert loads == {"published": 1.0, "natural": None, "dropped": 1.25, "own": None, "own, even": 1.0}
 
 
 def test_runs_with_sequence_parallelism_are_of_a_later_release() -> None:

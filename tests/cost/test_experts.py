@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from paraplan.cost.blocks.costs import block_costs
+from paraplan.cost.blocks.routing import busiest_load
 from paraplan.cost.communication.collectives import expert_links
+from paraplan.cost.constants import CostConstants
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import PlanTable
@@ -29,7 +31,8 @@ DENSE = 46_702_792_704 - EXPERTS
 
 @pytest.fixture
 def mixtral(workload: MakeWorkload) -> Workload:
-    return replace(workload("mixtral-8x7b", seq_length=4096), framework=MEGATRON_CORE)
+    made = workload("mixtral-8x7b", seq_length=4096)
+    return replace(made, training=made.training.replace(expert_load=1.0), framework=MEGATRON_CORE)
 
 
 def parts(estimate: PlanEstimate) -> tuple[int, int, int]:
@@ -108,7 +111,7 @@ def test_fewer_experts_with_more_rows_each_compute_no_slower(mixtral: Workload) 
 
 def test_overlap_saves_what_it_saved_where_both_were_measured() -> None:
     # Qwen3-30B-A3B on 16 H100 with HybridEP and graphs of layers: 24.71 s a step, 20.99 with overlap (NVIDIA).
-    training = TrainingSpec(global_batch_size=1024, seq_length=4096, attention="flash")
+    training = TrainingSpec(global_batch_size=1024, seq_length=4096, attention="flash", expert_load=1.0)
     plain = Workload.of(read_model("qwen3-30b-a3b"), training, cluster_from_profile("dgx-h100", num_nodes=2))
     bridge = load_framework("megatron-bridge")
     share = bridge.experts.hidden_share_of_overlap
@@ -128,6 +131,40 @@ def test_the_busiest_rank_of_experts_decides(mixtral: Workload) -> None:
     # Of a message, the start does not grow, and what it ramps up over grows as its root.
     assert 1.35 < (after.expert_parallel_s - wait) / (before.expert_parallel_s - wait) < 1.5
     assert 1.2 < after.compute_s / before.compute_s < 1.5
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "ranks", "measured"),
+    [
+        (256, 64, 1.30),  # DeepSeek-V3 with a bias (UltraEP, arXiv 2606.04101, figure 11)
+        (256, 64, 1.21),  # the same after 18 steps (marin-community/marin issue 7668)
+        (64, 64, 1.72),  # of single experts under a loss (Wang et al. 2024, arXiv 2408.15664, table 2)
+        (64, 64, 1.52),
+        (8, 8, 1.13),  # eight experts under a loss (shawntan/scattermoe issue 10)
+    ],
+)
+def test_the_load_that_routers_leave_is_near_what_was_measured(num_experts: int, ranks: int, measured: float) -> None:
+    training = TrainingSpec(global_batch_size=8, seq_length=128)
+    (found,) = busiest_load(training, CostConstants(), num_experts=num_experts, ranks=np.array([ranks]))
+    assert found - 1 == pytest.approx(measured - 1, rel=0.7)
+
+
+def test_routers_load_more_ranks_less_evenly_and_a_rank_with_all_experts_is_the_mean() -> None:
+    training, ranks = TrainingSpec(global_batch_size=8, seq_length=128), np.array([1, 2, 4, 8, 64])
+    natural = busiest_load(training, CostConstants(), num_experts=128, ranks=ranks)
+    assert natural[0] == 1
+    assert (np.diff(natural) > 0).all()
+    assert (busiest_load(training, CostConstants(), num_experts=256, ranks=ranks)[1:] < natural[1:]).all()
+    stated = busiest_load(training.replace(expert_load=1.1), CostConstants(), num_experts=128, ranks=ranks)
+    assert stated.tolist() == [1.0, 1.1, 1.1, 1.1, 1.1]
+
+
+def test_natural_routing_costs_experts_and_exchanges_their_busiest_rank(mixtral: Workload) -> None:
+    natural = replace(mixtral, training=mixtral.training.replace(expert_load=None))
+    before, after = (evaluate_plan(each, DP.replace(ep=8)) for each in (mixtral, natural))
+    assert after.step.expert_parallel_s > before.step.expert_parallel_s
+    assert 1.05 < after.step.compute_s / before.step.compute_s < 1.2
+    assert after.memory == before.memory
 
 
 def test_ranks_that_have_all_experts_are_loaded_alike(mixtral: Workload) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from paraplan.cost.blocks.routing import busiest_load
 from paraplan.cost.blocks.saved_tensors import Shardings, saved_bytes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
@@ -95,7 +96,7 @@ class KernelTimes:
         profile, routed = self.framework.experts, [one for one in block.matmuls if one.num_experts > 1]
         if not routed:
             return 0.0
-        rows = self.shardings.tokens / self.shardings.sequence_tp * routed[0].rows_per_token * self._expert_load
+        rows = self.shardings.tokens / self.shardings.sequence_tp * routed[0].rows_per_token * self._load(routed[0])
         total = profile.row_moves * routed[0].k * self.training.activation_bytes
         if any(one.is_expert and one.name.endswith("bias") for one in block.parameters):
             total += profile.clamp_bytes[backward] * routed[0].n + profile.bias_bytes[backward] * routed[-1].n
@@ -215,15 +216,15 @@ class KernelTimes:
         tp = self._split_ranks(matmul)
         rows = self.shardings.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
         if matmul.num_experts > 1:
-            rows = rows * self._expert_load
+            rows = rows * self._load(matmul)
         n = matmul.n / tp if matmul.split == "column" else np.full_like(tp, matmul.n)
         k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
         return rows, n, k
 
-    @property
-    def _expert_load(self) -> Floats:
-        """Rows of the busiest rank over the mean: a rank that has all experts has the rows of its own tokens."""
-        return np.where(self.shardings.ep > 1, self.training.expert_load, 1.0)
+    def _load(self, matmul: Matmul) -> Floats:
+        """Return the rows of the busiest rank over the mean, of a matmul of experts."""
+        ranks = self.shardings.ep * (self.shardings.tp if self.framework.experts.over_tensor_ranks else 1)
+        return busiest_load(self.training, self.constants, num_experts=matmul.num_experts, ranks=ranks)
 
     def _split_ranks(self, matmul: Matmul) -> Floats:
         """Return over how many ranks each weight of a matmul is split, if it is: those of experts may be whole."""

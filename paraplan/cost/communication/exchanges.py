@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paraplan.cost.blocks.routing import busiest_load
 from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links, inside_links
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
@@ -156,12 +157,13 @@ def expert_exchange_s(
     The first two are what nothing hides, the last two what runs beside compute of another micro-batch.
     A rank sends `k` rows of each of its tokens to the ranks of their experts, all-to-all, and has as many back, in
     either pass (Lepikhin et al. 2020, GShard, section 3.2; Megatron-Core, moe/token_dispatcher.py, alltoall);
-    recomputation repeats the forward pass's. The busiest rank decides (`TrainingSpec.expert_load`). Beside tensor
+    recomputation repeats the forward pass's. The busiest rank decides (`busiest_load`). Beside tensor
     parallelism each of its ranks sends its share of the tokens and then gathers and scatters `k` rows of a token where
     a plain layer has one, which is counted apart. `tensor` are the links of tensor parallelism; `links` replaces those
     of the plans' orders.
     """
-    zeros, is_spread = np.zeros(len(table)), _expert_ranks(workload, table) > 1
+    zeros, ranks = np.zeros(len(table)), _expert_ranks(workload, table)
+    is_spread = ranks > 1
     if not is_spread.any():
         return zeros, zeros, zeros, zeros
     model, training = workload.model, workload.training
@@ -173,7 +175,8 @@ def expert_exchange_s(
         matmul = routed_matmul(run.block)
         if matmul is not None:
             # The busiest rank has the most to receive, and all wait for it.
-            rows, token = matmul.rows_per_token, tokens * matmul.k * training.activation_bytes * training.expert_load
+            load = busiest_load(training, workload.constants, num_experts=matmul.num_experts, ranks=ranks)
+            rows, token = matmul.rows_per_token, tokens * matmul.k * training.activation_bytes * load
             splits = (table.tp > 1) & (not profile.over_tensor_ranks)
             gathered = np.where(splits, tensor.all_reduce_s(rows * token) - tensor.all_reduce_s(token), 0.0)
             there = _exchange_s(workload, table, links, matmul, token / table.tp * narrow)
