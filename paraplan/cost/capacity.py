@@ -17,9 +17,15 @@ from paraplan.records import Record
 
 MOST_SEQUENCES = 4096
 # Replicas are asked about one by one, since memory does not always fall as they grow: shards are rounded up to rows.
-_NUMBERS_OF_REPLICAS = (np.arange(1, 128), np.array([*range(128, 1024, 8), *range(1024, 16385, 64)]))
-"""The usual ones, and those that are asked about where none of these is enough."""
-_WAYS = 64  # parts into which each round of a search divides what is open
+_NUMBERS_OF_REPLICAS = (
+    np.arange(1, 9),
+    np.arange(9, 128),
+    np.array([*range(128, 1024, 8), *range(1024, 16385, 64)]),
+)
+"""Those of one machine, and what is asked about where none of these is enough."""
+_FIRST_SIZES = 2 ** np.arange(MOST_SEQUENCES.bit_length())
+"""Micro-batches that are asked about first: the search has priced most of them."""
+_WAYS = 64  # parts into which each further round divides what is open
 
 
 class FitRow(Record):
@@ -77,10 +83,8 @@ def what_fits(workload: Workload, plan: ParallelPlan) -> tuple[FitRow, ...]:
         table = replace(table, ep=np.gcd(table.ep, dp * plan.cp))  # fewer ranks share out the experts among fewer
         return fits(workload, table, peak_memory(workload, table))
 
-    sizes = _last_true(
-        np.full(count, MOST_SEQUENCES), lambda kind, size: holds(kind, size, np.full(len(kind), replicas))
-    )
-    fewest = _first_true(count, lambda kind, dp: holds(kind, np.ones_like(kind), dp))
+    sizes = _last_true(count, lambda kind, size: holds(kind, size, np.full(len(kind), replicas)))
+    fewest = _first_true(count, lambda kind, dp: holds(kind, np.ones_like(kind), dp), even=plan.ep)
     return tuple(
         FitRow(
             zero_stage=stage,
@@ -121,31 +125,37 @@ def largest_layer(workload: Workload) -> LargestLayer:
     )
 
 
-def _first_true(count: int, holds: Callable[[Ints, Ints], Mask]) -> Ints:
-    """Return for each of `count` questions the first number of replicas for which it holds, 0 where it never does."""
+def _first_true(count: int, holds: Callable[[Ints, Ints], Mask], *, even: int) -> Ints:
+    """Return for each of `count` questions the first number of replicas for which it holds, 0 where it never does.
+
+    What holds for no power of two, nor for one times `even`, is not asked about further: these divide shards evenly.
+    """
     first = np.zeros(count, dtype=np.int64)
+    powers = 2 ** np.arange(15)
+    probes = np.array(sorted({*powers.tolist(), *(even * powers[even * powers <= powers[-1]]).tolist()}))
+    may_hold = holds(np.repeat(np.arange(count), len(probes)), np.tile(probes, count)).reshape(count, -1).any(axis=1)
     for numbers in _NUMBERS_OF_REPLICAS:
-        rows = np.flatnonzero(first == 0)
+        rows = np.flatnonzero((first == 0) & may_hold)
         if len(rows):
             answers = holds(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows))).reshape(len(rows), -1)
             first[rows] = np.where(answers.any(axis=1), numbers[np.argmax(answers, axis=1)], 0)
     return first
 
 
-def _last_true(most: Ints, holds: Callable[[Ints, Ints], Mask]) -> Ints:
-    """Return for each question the largest number up to its `most` for which it holds, 0 where it never does.
+def _last_true(count: int, holds: Callable[[Ints, Ints], Mask]) -> Ints:
+    """Return for each of `count` questions the largest micro-batch for which it holds, 0 where it never does.
 
     `holds` is given questions by their position and a number for each. What holds for a number holds for all smaller
-    ones. Every round asks all open questions about several numbers at once, evenly between what is known.
+    ones. Every round asks all open questions about several numbers at once.
     """
-    low, high = np.zeros_like(most), most + 1
-    steps = np.arange(1, _WAYS)
-    while (high - low > 1).any():
+    low, high, rows = np.zeros(count, dtype=np.int64), np.full(count, MOST_SEQUENCES + 1), np.arange(count)
+    numbers = np.tile(_FIRST_SIZES, (count, 1))
+    while len(rows):
+        answers = holds(np.repeat(rows, numbers.shape[1]), numbers.ravel()).reshape(numbers.shape)
+        passed = answers.sum(axis=1)
+        known = np.concatenate([low[rows, None], numbers, high[rows, None]], axis=1)
+        low[rows], high[rows] = (known[np.arange(len(rows)), passed + side] for side in (0, 1))
         rows = np.flatnonzero(high - low > 1)
         below, above = low[rows, None], high[rows, None]
-        numbers = np.maximum(below + (above - below) * steps // _WAYS, below + 1)
-        answers = holds(np.repeat(rows, len(steps)), numbers.ravel()).reshape(numbers.shape)
-        passed = answers.sum(axis=1)
-        known = np.concatenate([below, numbers, above], axis=1)
-        low[rows], high[rows] = (known[np.arange(len(rows)), passed + side] for side in (0, 1))
+        numbers = np.maximum(below + (above - below) * np.arange(1, _WAYS) // _WAYS, below + 1)
     return low
