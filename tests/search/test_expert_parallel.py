@@ -92,7 +92,12 @@ def _plans(space: PlanSpace) -> list[ParallelPlan]:
 
 def test_experts_of_a_large_mixture_are_spread_by_megatron_core(workload: MakeWorkload) -> None:
     made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), framework=MEGATRON_CORE)
-    assert search(made, executor=ANYTHING).best.plan.ep > 1
+    even, uneven = (
+        search(replace(made, training=made.training.replace(expert_load=load)), executor=ANYTHING).best.plan
+        for load in (1.0, 2.0)
+    )
+    assert even.ep > 1
+    assert uneven.ep < even.ep, "the busiest rank of few experts would keep the others waiting"
 
 
 @pytest.mark.parametrize(
