@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
+from paraplan.cost.blocks.routing import busiest_load
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.estimate import PlanEstimate, assumed_speeds
 from paraplan.cost.generation import task_notes
@@ -24,6 +27,15 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
         notes += (
             f"selective recompute drops what attention keeps of its scores, and {training.attention} attention keeps "
             f"none: it is as none, and {' or '.join(ways)} would keep less",
+        )
+    if plan.ep > 1 and training.expert_load is None:
+        ranks = plan.ep * (plan.tp if workload.framework.experts.over_tensor_ranks else 1)
+        (load,) = busiest_load(
+            training, workload.constants, num_experts=workload.model.num_experts, ranks=np.array([ranks])
+        )
+        notes += (
+            f"the busiest of {ranks} ranks of experts is taken to have {load:.2f} times the mean of their rows, as "
+            "routers leave it: --expert-load states another",
         )
     reason = training_reason(training) or unsupported_reason(
         plan, num_blocks=workload.model.num_blocks, precision=training.precision

@@ -321,3 +321,25 @@ def test_an_unknown_task_is_an_error() -> None:
     status, _, errors = run(*LLAMA, "--task", "ppo")
     assert status == 2
     assert errors.startswith("error: --task does not know 'ppo'\nhint: use sft, dpo, dpo:precomputed, reward or grpo:")
+
+
+def test_the_load_that_plans_of_mixtures_assume_is_told_unless_it_is_stated() -> None:
+    options = (
+        "mixtral-8x7b",
+        "--profile",
+        "dgx-h100",
+        "--framework",
+        "megatron-core",
+        "--dp",
+        "8",
+        "--zero",
+        "1",
+        "--json",
+    )
+
+    def told(*more: str) -> list[str]:
+        return [note for note in json.loads(run(*options, *more)[1])["warnings"] if "--expert-load" in note]
+
+    assert told("--ep", "8")[0].startswith("the busiest of 8 ranks of experts is taken to have 1.15 times the mean")
+    assert told("--ep", "8", "--expert-load", "1") == []
+    assert told() == []
