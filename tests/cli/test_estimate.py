@@ -325,6 +325,7 @@ def test_an_unknown_task_is_an_error() -> None:
 
 def test_the_load_that_plans_of_mixtures_assume_is_told_unless_it_is_stated() -> None:
     options = (
+        "estimate",
         "mixtral-8x7b",
         "--profile",
         "dgx-h100",
