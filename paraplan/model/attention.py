@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paraplan.model.norm import NormKind, norm
 from paraplan.model.part import KeptBy, Part, dropout, kept, linear
@@ -18,8 +17,7 @@ QkNorm = Literal["none", "per_head", "all_heads", "weight_per_head"]
 weight_per_head: each head normalised alone and scaled by its own weights."""
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """Shapes of one attention. `hidden` is the width of its input and output."""
 
     hidden: int
@@ -49,8 +47,7 @@ class Heads:
         )
 
 
-@dataclass(frozen=True)
-class AttentionStyle:
+class AttentionStyle(NamedTuple):
     """How a family writes its attention down.
 
     `projections` names query, key, value and output, or the one fused projection and the output.
@@ -239,8 +236,7 @@ def _qk_norms(heads: Heads, style: AttentionStyle) -> Part:
     return part
 
 
-@dataclass(frozen=True)
-class LatentHeads:
+class LatentHeads(NamedTuple):
     """Shapes of multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
 
     `query_rank` is None where queries are projected in one step.

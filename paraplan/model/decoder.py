@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import gcd
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paraplan.model.attention import AttentionStyle, Heads, LatentHeads, attention, latent_attention, residual_dropout
 from paraplan.model.config_file import ModelConfig
@@ -19,8 +19,7 @@ ResidualLayout = Literal["sequential", "parallel", "parallel_two_norms"]
 input, each through a norm of its own."""
 
 
-@dataclass(frozen=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """What tells one layer of a model from another: its attention window and its feed-forward part."""
 
     feed_forward: Part
@@ -28,8 +27,7 @@ class LayerKind:
     name: str = "transformer"
 
 
-@dataclass(frozen=True)
-class EmbeddingStyle:
+class EmbeddingStyle(NamedTuple):
     """Token embedding of `width` features, learned positions if any, and what follows before the first block."""
 
     name: str
@@ -121,7 +119,7 @@ def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> Bloc
     part = Part()
     style = shape.attention
     if kind.window is not None and seq_length is not None and seq_length >= kind.window:
-        style = replace(style, is_windowed=True)
+        style = style._replace(is_windowed=True)
     for index, name in enumerate(shape.norms):
         keeps_input = index == 0 or shape.residual != "parallel_two_norms"  # both norms read the same input
         part += norm(name, shape.norm_kind, shape.hidden, keeps_input=keeps_input)

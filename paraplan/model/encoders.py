@@ -5,7 +5,7 @@ Shapes and defaults are those of the transformers library's configuration and mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paraplan.errors import ModelError
 from paraplan.model.attention import AttentionStyle, Heads, attention
@@ -18,8 +18,7 @@ from paraplan.model.part import Part, dropout, kept, linear, weight
 from paraplan.model.spec import BlockRun, BlockSpec, Matmul, ModelSpec
 
 
-@dataclass(frozen=True)
-class EncoderLayer:
+class EncoderLayer(NamedTuple):
     """One encoder layer: names of its parts; norms stand behind (BERT) or before (ViT) attention and MLP."""
 
     projections: tuple[str, str, str, str]

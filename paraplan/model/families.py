@@ -6,7 +6,7 @@ Shapes and defaults are those of the transformers library's configuration classe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paraplan.errors import ModelError
 from paraplan.model.attention import AttentionStyle, Heads
@@ -29,8 +29,7 @@ FOUR_NORMS = (
 )
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """A choice that a field of the config makes."""
 
     name: str
@@ -45,8 +44,7 @@ def choose(config: ModelConfig, choice: Choice) -> bool:
     return config.flag(choice.name, default=choice.default) if isinstance(choice, Flag) else choice
 
 
-@dataclass(frozen=True)
-class ModernFamily:
+class ModernFamily(NamedTuple):
     """A family whose config uses the field names of Llama's; what differs stands here.
 
     `head_dim` is the default of that field, None for hidden_size / num_attention_heads; `reads_head_dim` is False where
@@ -156,8 +154,8 @@ def modern_attention(config: ModelConfig, family: ModernFamily) -> AttentionStyl
     if family.qk_norm is None or not choose(config, family.qk_norm[0]):
         return style
     pattern = family.qk_norm[1]
-    return replace(
-        style, qk_norm=pattern.qk_norm, qk_norm_kind=pattern.qk_norm_kind, qk_norm_names=pattern.qk_norm_names
+    return style._replace(
+        qk_norm=pattern.qk_norm, qk_norm_kind=pattern.qk_norm_kind, qk_norm_names=pattern.qk_norm_names
     )
 
 

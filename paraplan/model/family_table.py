@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from paraplan.model.config_file import ModelConfig
@@ -29,7 +28,7 @@ def _described(describe: Callable[[ModelConfig], DecoderShape]) -> Reader:
     return read
 
 
-QWEN3_MOE = replace(MODERN["qwen3"], head_dim=None, kv_heads=4, layers=qwen3_moe_layers)
+QWEN3_MOE = MODERN["qwen3"]._replace(head_dim=None, kv_heads=4, layers=qwen3_moe_layers)
 
 READERS: dict[str, Reader] = {
     **{name: _modern(family) for name, family in (MODERN | EXPERTS | {"qwen3_moe": QWEN3_MOE}).items()},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paraplan.errors import ModelError
 from paraplan.model.part import KeptBy, Part, dropout, kept, linear, weight
@@ -22,8 +21,7 @@ def kept_by_activation(activation: str) -> int:
     return _KEPT_BY_ACTIVATION.get(activation, 1)
 
 
-@dataclass(frozen=True)
-class MlpStyle:
+class MlpStyle(NamedTuple):
     """How a family writes its MLP down: names of the projections in, then out; two in, or one fused, make it gated."""
 
     projections: tuple[str, ...]
@@ -74,8 +72,7 @@ def activation_saved(
     return part + kept("MLP inner output", inner, element_type=element_type, split="tensor")
 
 
-@dataclass(frozen=True)
-class ExpertsStyle:
+class ExpertsStyle(NamedTuple):
     """Routed experts of a block: shapes, and how transformers stores and runs them (packed, grouped matmuls).
 
     `router` says what is made of the router's logits: a softmax of all of them in fp32, one of the chosen only, or

@@ -9,8 +9,8 @@ pass. Within the first that does, gradients of inputs are counted everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from paraplan.errors import PlanError
 from paraplan.model.part import Part, kept
@@ -23,8 +23,7 @@ _ADAPTER_KERNELS: dict[InputCopy, int] = {"fused": 0, "shared": 4, "activation":
 _NORM_WORDS = ("norm", "ln_", "_ln", "ln.")
 
 
-@dataclass(frozen=True)
-class FrozenStorage:
+class FrozenStorage(NamedTuple):
     """How a training stores and reads what is frozen.
 
     `weights` is the format of the blocks' linear layers; embedding, head and norms have 16 bits, or fp32 where the

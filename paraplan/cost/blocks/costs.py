@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,7 @@ from paraplan.model.spec import BlockSpec, Matmul, Parameter
 from paraplan.plan.training import TrainingSpec
 
 
-@dataclass(frozen=True, eq=False)
-class BlockCosts:
+class BlockCosts(NamedTuple):
     """Costs of the blocks of a model under K distinct shardings, of one micro-batch on one rank.
 
     What blocks cost is `[K, R]`, of one block of each of R kinds: `among` sums them. Others are `[K]`.
@@ -104,7 +104,7 @@ class BlockCosts:
 
     def select(self, rows: Mask | Ints) -> BlockCosts:
         """Return the costs for some of the plans."""
-        return replace(self, key=self.key[rows])
+        return self._replace(key=self.key[rows])
 
     def among(self, column: Floats, low: Ints, high: Ints, key: Ints | None = None) -> Floats:
         """Return the sum of a `[K, R]` cost over the blocks from `low` to below `high` of each plan."""
