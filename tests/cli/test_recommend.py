@@ -204,7 +204,9 @@ def test_a_plan_for_another_framework_is_estimated_by_its_profile(tmp_path: Path
                "--framework", "megatron-core", "-o", path, "--json")  # fmt: skip
     step = json.loads(made[1])["estimate"]["step"]
     answer = json.loads(run("estimate", "mixtral-8x7b", *options, "--plan", path, "--json")[1])
-    assert (answer["plan"]["ep"], answer["step"], answer["warnings"]) == (4, step, [])
+    assert (answer["plan"]["ep"], answer["step"]) == (4, step)
+    (note,) = answer["warnings"]
+    assert note.startswith("the busiest of 4 ranks of experts")
     own = json.loads(run("estimate", "mixtral-8x7b", *options, "--plan", path, "--framework", "paraplan", "--json")[1])
     assert own["step"] != step
     assert "does not execute this plan: ep=4" in own["warnings"][0]
