@@ -155,7 +155,8 @@ def amount(least: float, most: float) -> Callable[[str | float], float]:
         except ValueError:
             found = float("nan")
         if not least <= found <= most:
-            raise typer.BadParameter(f"{value!r} is no number from {least:g} to {most:g}, such as 1e12 or 1T")
+            example = "1e12 or 1T" if most >= 1e12 else f"{min(least + 0.5, most):g}"
+            raise typer.BadParameter(f"{value!r} is no number from {least:g} to {most:g}, such as {example}")
         return found
 
     return read
