@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from paraplan.launch.elastic.records import AttemptSettings
 from paraplan.launch.faults.failures import Cause, RankFailure
 from paraplan.launch.faults.report import say
+from paraplan.launch.ranks.cores import waited_for_cpu_s
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle
 from paraplan.units import ranks_in_words
 
 LEAVES_WITHIN_S = 5.0
-"""How long a rank gets to leave its script, on a busy machine too: it is killed then, and begins in another process."""
+"""How long a rank gets to leave its script, without the time that others had its CPU: it is killed then, and begins in
+another process."""
+
+_WAITS_FOR_CPU_S = 25.0
+"""How much longer it gets at most where others have its CPU."""
 
 _LOOK_S = 0.05
 
 
 @dataclass
 class RankKeeper:
-    """The ranks of one attempt that are kept, by local rank. `exits` is where those are that have ended or failed.
+    """The ranks of one attempt that are kept, by local rank.
 
-    `held` wait after an error, `parked` have left their script, `stayed` run in the process of the attempt before.
+    `pids` are their processes, `exits` is where those are that have ended or failed. `held` wait after
+    an error, `parked` have left their script, `stayed` run in the process of the attempt before.
     """
 
     spawner: SpawnerHandle
     settings: AttemptSettings
+    pids: Mapping[int, int]
     exits: dict[int, RankExit]
     name: Callable[[int], int]
     """The global rank of a local one."""
@@ -110,12 +117,15 @@ class RankKeeper:
         Says why one does not stay.
         """
         asked = {*running, *self.held}
+        waited_s = {rank: waited_for_cpu_s(self.pids[rank]) for rank in asked}
         with self.hold():
             self.spawner.park(sorted(asked))
         deadline = time.monotonic() + LEAVES_WITHIN_S
-        while self._waits_for(asked) and time.monotonic() < deadline:
+        while stuck := self._waits_for(asked):
+            later_s = max(0.0, *(waited_for_cpu_s(self.pids[rank]) - waited_s[rank] for rank in stuck))
+            if time.monotonic() > deadline + min(later_s, _WAITS_FOR_CPU_S):
+                break
             collect(_LOOK_S)
-        stuck = self._waits_for(asked)
         for rank in stuck:
             self.reasons[rank] = f"it has not left its script within {LEAVES_WITHIN_S:.0f} s, and is killed"
         for rank, reason in sorted(self.reasons.items()):

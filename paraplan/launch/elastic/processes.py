@@ -79,7 +79,7 @@ class RankProcesses(ProcessContext):
         self._signals = HeldSignals(lambda number: job.stop.ask(number.name, number))
         self._pids: dict[int, int] = {}
         self._exits: dict[int, RankExit] = {}
-        self._keeper = RankKeeper(spawner, settings, self._exits, name=self._global_rank, hold=self._signals.held)
+        self._keeper = RankKeeper(spawner, settings, self._pids, self._exits, self._global_rank, self._signals.held)
         self._stopped: set[int] = set()
         self._is_closed = False
         self._looks_at = 0.0
@@ -138,7 +138,7 @@ class RankProcesses(ProcessContext):
             for rank in range(self.nprocs)
         ]
         with self._signals.held():
-            self._pids = self._spawner.start(
+            self._pids |= self._spawner.start(
                 commands,
                 environment=os.environ,
                 fork=self._settings.fork,
