@@ -1,6 +1,6 @@
 """Measure what it costs ranks to note their steps: with marks and without, in turns, in one job.
 
-    python scripts/bench_step_marks.py [--blocks 40] [--steps 50] [--waits 0 50 200]
+    python scripts/bench_step_marks.py [--blocks 1200] [--steps 4] [--waits 0 50 200]
 
 Two ranks train a small model under DDP on CPUs; beside it they make so many collectives in each step. Every other block
 of steps is noted. Shown: the CPU time of the main thread for a step without marks (medians of the blocks), what marks
@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+_WARM_STEPS = 100
 
 
 def measure(num_waits: int, *, num_blocks: int, num_steps: int) -> tuple[float, float, float, float]:
@@ -40,19 +41,26 @@ def measure(num_waits: int, *, num_blocks: int, num_steps: int) -> tuple[float, 
         batch, token = torch.randn(128, 256), torch.ones(1)
         cpu_s: dict[bool, list[float]] = {True: [], False: []}
         wall_s = []
-        for block in range(num_blocks):
-            marks.is_on = bool(block % 2)
-            marks.is_noting &= marks.is_on
-            began: Any = time.thread_time(), time.perf_counter()
-            for _ in range(num_steps):
-                model(batch).square().mean().backward()
-                for _ in range(num_waits):
-                    dist.all_reduce(token)
-                optimizer.step()
-                optimizer.zero_grad()
-            if block > 1:
-                cpu_s[marks.is_on].append((time.thread_time() - began[0]) / num_steps)
-                wall_s.append((time.perf_counter() - began[1]) / num_steps)
+
+        def step() -> None:
+            model(batch).square().mean().backward()
+            for _ in range(num_waits):
+                dist.all_reduce(token)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for pair in range(num_blocks // 2):
+            for is_on in (pair % 2 == 0, pair % 2 == 1):
+                step()  # in which the last note of the block before ends
+                marks.is_on = is_on
+                marks.is_noting &= is_on
+                step()
+                began = time.thread_time(), time.perf_counter()
+                for _ in range(num_steps):
+                    step()
+                if 2 * pair * num_steps >= _WARM_STEPS:
+                    cpu_s[is_on].append((time.thread_time() - began[0]) / num_steps)
+                    wall_s.append((time.perf_counter() - began[1]) / num_steps)
     plain_s = statistics.median(cpu_s[False])
     # neighbours in time, so that a change of the machine's speed is in both
     added = [on - off for on, off in zip(cpu_s[True], cpu_s[False], strict=True)]
@@ -64,8 +72,8 @@ def measure(num_waits: int, *, num_blocks: int, num_steps: int) -> tuple[float, 
 def main() -> None:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--blocks", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--waits", type=int, nargs="+", default=[0, 50, 200])
     options = parser.parse_args()
     if "RANK" not in os.environ:

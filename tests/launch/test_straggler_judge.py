@@ -30,7 +30,6 @@ def step_of(number: int, *, work_s: float, period_s: float) -> Step:
         queue_s=0.0,
         gc_s=0.0,
         major_faults=0,
-        involuntary_switches=0,
         num_waits=1,
     )
 

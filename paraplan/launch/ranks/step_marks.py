@@ -4,7 +4,7 @@ A step begins where the first backward pass after an optimizer's step begins. Of
 clock, how long its main thread waited in collectives, for its data loader and for garbage collection, how long the
 backward pass and the optimizer took, and what the kernel says: CPU time, time in the run queue, page faults. Other
 ranks' lateness follows without a common clock: the ranks of a step wait less, the later they come.
-Where steps are short every second one is noted, or fewer: the same ones on all ranks, by their numbers.
+Where steps are short every second pair of them is noted, or fewer: the same ones on all ranks, by their numbers.
 
 Standard library only, and importable alone: see `bootstrap`. torch calls it through `torch_private.step_hooks`.
 """
@@ -42,7 +42,6 @@ FIELDS = (
     "queue_s",
     "gc_s",
     "major_faults",
-    "involuntary_switches",
     "num_waits",
 )
 """What a record holds, one double each."""
@@ -65,6 +64,13 @@ _SHARE_OF_NOTES = 0.007
 """The share of the time that notes may take: of shorter steps fewer are noted."""
 
 _MOST_STRIDE = 64
+_TOGETHER = 2
+"""So many steps in a row are noted: where one ends, the next one begins, and the kernel is asked once."""
+
+_UNUSUAL = 1.1
+_LOOKS_AT_FAULTS = 16
+"""Page faults are looked at in steps that are longer by so much than usual, and in every so many th record."""
+
 _SETTLED = 32
 """So many steps are all noted: the first ones tell how long steps are."""
 
@@ -72,7 +78,7 @@ HEADER = struct.Struct("=8sqq")
 RECORD = struct.Struct(f"={1 + len(FIELDS)}d")
 """A record: its number, from 1, and the fields."""
 
-MAGIC = b"ppsteps3"
+MAGIC = b"ppsteps4"
 
 REQUEST = struct.Struct("=qdd")
 """A profile that the launcher asks for: its number (0: none), seconds, and until when it may begin (of the epoch)."""
@@ -142,7 +148,8 @@ class StepMarks:
         self._loader_cpu_s = self._waited_cpu_s = self._gc_began_s = 0.0
         self.num_waits = 0
         self._waited_queue_s = 0.0
-        self._kernel = (0.0, 0.0, 0, 0)
+        self._kernel = (0.0, 0.0)
+        self._num_faults = resource.getrusage(_RUSAGE).ru_majflt
         self.reads_often = self._queue_file is not None
 
     def end_run(self) -> None:
@@ -238,21 +245,28 @@ class StepMarks:
         if self._profile is not None or self._words[_REQUEST_WORD] != self._request:
             self._go_on_profiling()
         self._num_steps += 1  # one begins here
-        is_next = self._num_steps % self._stride == 0
+        is_next = self._is_noted(self._num_steps)
         if self.is_noting or is_next:
             now_s, kernel = time.perf_counter(), self._read_kernel()
             if self.is_noting:
                 self._write(now_s, kernel)
-                is_next = self._num_steps % self._stride == 0
+                is_next = self._is_noted(self._num_steps)
             self._began_s, self._kernel = now_s, kernel
             self.wait_s = self._loader_s = self._backward_s = self._optimizer_s = self._gc_s = 0.0
             self._loader_cpu_s = self._waited_cpu_s = self._waited_queue_s = 0.0
             self.num_waits = 0
         self.is_noting = is_next
 
-    def _write(self, now_s: float, kernel: tuple[float, float, int, int]) -> None:
+    def _is_noted(self, step: int) -> bool:
+        return step // _TOGETHER % self._stride == 0
+
+    def _write(self, now_s: float, kernel: tuple[float, float]) -> None:
         """Write the record of the step that ends, and choose which steps are noted from here on."""
         before, period_s = self._kernel, now_s - self._began_s
+        usual_s = self._usual_s or period_s
+        num_faults = self._num_faults
+        if period_s > _UNUSUAL * usual_s or self._num_records % _LOOKS_AT_FAULTS == 0:
+            num_faults = resource.getrusage(_RUSAGE).ru_majflt
         at = _FIRST_VALUE + self._num_records % CAPACITY * _NUM_VALUES
         self._num_records += 1
         values = self._values
@@ -261,23 +275,21 @@ class StepMarks:
         values[at + 6], values[at + 7] = self._backward_s, self._optimizer_s
         values[at + 8], values[at + 9] = kernel[0] - before[0] - self._waited_cpu_s, self._loader_cpu_s
         values[at + 10], values[at + 11] = kernel[1] - before[1] - self._waited_queue_s, self._gc_s
-        values[at + 12], values[at + 13] = kernel[2] - before[2], kernel[3] - before[3]
-        values[at + 14] = self.num_waits
+        values[at + 12], values[at + 13] = num_faults - self._num_faults, self.num_waits
+        self._num_faults = num_faults
         self._words[_COUNT_WORD] = self._num_records
         # two readings of each wait
         affordable = _SHARE_OF_READINGS * period_s / (2 * _READING_S)
         self.reads_often = self._queue_file is not None and self.num_waits < affordable
-        usual_s = self._usual_s or period_s
         self._usual_s = min(max(period_s, usual_s / _DRIFT), _DRIFT * usual_s)
         wanted = _NOTING_S / (_SHARE_OF_NOTES * max(self._usual_s, 1e-6))
         if self._num_records >= _SETTLED and not self._stride / 2 < wanted <= self._stride:
             # powers of two: where ranks differ by one, they still have steps in common
             self._stride = min(_MOST_STRIDE, 1 << max(0, math.ceil(math.log2(wanted))))
 
-    def _read_kernel(self) -> tuple[float, float, int, int]:
-        """Return the CPU time of the main thread, its time in the run queue, its page faults, its lost turns."""
-        usage = resource.getrusage(_RUSAGE)
-        return time.thread_time(), self._read_queue(), usage.ru_majflt, usage.ru_nivcsw
+    def _read_kernel(self) -> tuple[float, float]:
+        """Return the CPU time of the main thread and its time in the run queue."""
+        return time.thread_time(), self._read_queue()
 
     def _read_queue(self) -> float:
         """Return how long the main thread has waited for a core so far."""

@@ -28,7 +28,6 @@ class Step:
     queue_s: float
     gc_s: float
     major_faults: float
-    involuntary_switches: float
     num_waits: float
 
     @property
