@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
-from paraplan.cost.blocks.routing import busiest_load
+from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.estimate import PlanEstimate, assumed_speeds
 from paraplan.cost.generation import task_notes
@@ -29,7 +29,7 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
             f"none: it is as none, and {' or '.join(ways)} would keep less",
         )
     if plan.ep > 1 and training.expert_load is None:
-        ranks = plan.ep * (plan.tp if workload.framework.experts.over_tensor_ranks else 1)
+        ranks = expert_ranks(workload.framework, ep=plan.ep, tp=plan.tp)
         (load,) = busiest_load(
             training, workload.constants, num_experts=workload.model.num_experts, ranks=np.array([ranks])
         )

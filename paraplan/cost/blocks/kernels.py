@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from paraplan.cost.blocks.routing import busiest_load
+from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.blocks.saved_tensors import Shardings, saved_bytes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
@@ -223,7 +223,7 @@ class KernelTimes:
 
     def _load(self, matmul: Matmul) -> Floats:
         """Return the rows of the busiest rank over the mean, of a matmul of experts."""
-        ranks = self.shardings.ep * (self.shardings.tp if self.framework.experts.over_tensor_ranks else 1)
+        ranks = expert_ranks(self.framework, ep=self.shardings.ep, tp=self.shardings.tp)
         return busiest_load(self.training, self.constants, num_experts=matmul.num_experts, ranks=ranks)
 
     def _split_ranks(self, matmul: Matmul) -> Floats:

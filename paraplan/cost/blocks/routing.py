@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 
 from paraplan.cost.constants import CostConstants
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Ints
 from paraplan.plan.training import TrainingSpec
 
 _MEASURED_EXPERTS = 64
 """The experts of the mixtures by which the deviation is known. Of eight, the busiest had 1.03 to 1.22 of the mean
 (shawntan/scattermoe issue 10)."""
+
+Counts = TypeVar("Counts", int, Ints, Floats)
+
+
+def expert_ranks(framework: FrameworkProfile, *, ep: Counts, tp: Counts) -> Counts:
+    """Return over how many ranks whole experts, or the same share of each, are spread."""
+    return ep * tp if framework.experts.over_tensor_ranks else ep
 
 
 def busiest_load(training: TrainingSpec, constants: CostConstants, *, num_experts: int, ranks: Ints | Floats) -> Floats:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paraplan.cost.blocks.routing import busiest_load
+from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links, inside_links
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
@@ -107,11 +107,6 @@ def touched(parts: Floats | float, rows: float) -> Floats:
     return np.asarray(parts * (1.0 - (1.0 - 1.0 / np.maximum(parts, 1.0)) ** rows))
 
 
-def _expert_ranks(workload: Workload, table: PlanTable) -> Ints:
-    """Return over how many ranks whole experts, or the same share of each, are spread."""
-    return table.ep * (table.tp if workload.framework.experts.over_tensor_ranks else 1)
-
-
 def _at_own_rate(workload: Workload, links: GroupLinks) -> GroupLinks:
     """Return `links` with the bandwidth that the framework's own exchange reaches of them."""
     own = workload.framework.experts.link_efficiency
@@ -139,7 +134,7 @@ def _exchange_s(workload: Workload, table: PlanTable, links: GroupLinks, matmul:
     all_s = links.all_to_all_s(rows * token)
     if not workload.framework.experts.sends_tokens_once:
         return all_s
-    ranks = _expert_ranks(workload, table).astype(float)
+    ranks = expert_ranks(workload.framework, ep=table.ep, tp=table.tp).astype(float)
     nodes = np.maximum(1.0, table.ep * np.maximum(table.tp, 1) / cluster.gpus_per_node)
     links = _at_own_rate(workload, links)
     within = touched(ranks, rows) * token
@@ -162,7 +157,7 @@ def expert_exchange_s(
     a plain layer has one, which is counted apart. `tensor` are the links of tensor parallelism; `links` replaces those
     of the plans' orders.
     """
-    zeros, ranks = np.zeros(len(table)), _expert_ranks(workload, table)
+    zeros, ranks = np.zeros(len(table)), expert_ranks(workload.framework, ep=table.ep, tp=table.tp)
     is_spread = ranks > 1
     if not is_spread.any():
         return zeros, zeros, zeros, zeros
