@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -304,8 +305,10 @@ def test_nothing_is_left_of_ranks_that_stayed_and_of_spares(
     process = start_forked(*STAYS, "--spare-ranks", 2, "--nproc-per-node", 2, path)
     assert process.stdout is not None
     read_until(process.stdout, lambda text: text.count("attempt 1 of rank") == 2 and text.endswith("\n"))
-    family = [process.pid, *descendants(process.pid)]
-    assert len(family) >= 6  # launcher, spawner, two ranks, two spares
+    deadline = time.monotonic() + 30
+    while len(family := [process.pid, *descendants(process.pid)]) < 6 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(family) >= 6  # launcher, spawner, two ranks, two spares, one of which has just begun
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.wait() == (130 if number == signal.SIGINT else -9)
