@@ -58,7 +58,7 @@ _SHARE_OF_READINGS = 0.004
 """The share of a step that looks at the run queue may take; where a step has more waits, only its end is looked at."""
 
 _NOTING_S = 220e-6
-"""What it costs to note a step: 210 to 222 us of steps of 9 to 15 ms, on the same machine."""
+"""What it costs to note a step by itself: 210 to 222 us of steps of 9 to 15 ms, on the same machine; in pairs less."""
 
 _SHARE_OF_NOTES = 0.007
 """The share of the time that notes may take: of shorter steps fewer are noted."""
@@ -69,7 +69,8 @@ _TOGETHER = 2
 
 _UNUSUAL = 1.1
 _LOOKS_AT_FAULTS = 16
-"""Page faults are looked at in steps that are longer by so much than usual, and in every so many th record."""
+"""Page faults are counted in steps that are longer by so much than usual, and in every so many th record: those since
+the last count, of steps that nobody noted too."""
 
 _SETTLED = 32
 """So many steps are all noted: the first ones tell how long steps are."""
