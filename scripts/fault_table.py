@@ -265,6 +265,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := namespaces.missing_for_hosts():
         sys.exit(f"error: no hosts can be made: {reason}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts and jobs end with it, as with Ctrl-C
     rows = []
     with named_hosts(3) as hosts:
         for case in CASES:
