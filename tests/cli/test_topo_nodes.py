@@ -21,6 +21,7 @@ from paraplan.cli.main import app
 pytestmark = pytest.mark.ranks
 
 IP = shutil.which("ip") or ""
+_RENDEZVOUS = "0107D50A:72D8"  # 10.213.7.1:29400 as Linux writes it: the address in host byte order
 NAMES = "".join(f"GPU {number}: NVIDIA RTX A6000 (UUID: GPU-{number}aaa)\n" for number in range(2))
 BRIDGED = NAMES + (
     "\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\n"
@@ -127,22 +128,23 @@ def test_nodes_with_addresses_of_their_own_meet_and_listen_on_the_one_asked_for_
     with two_namespaces() as spaces:
         same = ("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400", "--wait", "200")
         first = start(sources[0], *same, prefix=(IP, "netns", "exec", spaces[0]))
-        listening = wait_for_listeners(spaces[0])
+        listening = wait_for_listeners(spaces[0], _RENDEZVOUS)
         second = start(sources[1], *same, prefix=(IP, "netns", "exec", spaces[1]))
         for status, out, err in finish([first, second]):
             assert status == 0, err
             assert "Differs: node 1 has PHB between GPUs 0-1" in out
     outside = {address for address in listening if not address.startswith("0100007F:")}  # 127.0.0.1
-    assert outside == {"0107D50A:72D8"}  # 10.213.7.1:29400 as Linux writes it: the address in host byte order
+    assert outside == {_RENDEZVOUS}
 
 
-def wait_for_listeners(space: str) -> set[str]:
+def wait_for_listeners(space: str, awaited: str) -> set[str]:
+    """Return all addresses on which somebody listens, once the awaited one is among them."""
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         command = [IP, "netns", "exec", space, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
         rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         found = {row.split()[1] for row in rows if len(row.split()) > 3 and row.split()[3] == "0A"}
-        if found:
+        if awaited in found:
             return found
         time.sleep(0.1)
-    raise AssertionError("the first node does not listen")
+    raise AssertionError(f"nobody listens on {awaited}: {found}")

@@ -56,6 +56,7 @@ def test_a_node_whose_ranks_have_ended_ends_when_another_is_lost(
     early: int, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
     done, lost = start(three_hosts, start_node, script, early=early, seconds=600)
+    done.wait_for(f"the ranks of node{early} have ended")  # until then its launcher may not have seen its rank end
     lost.stop()
     status, said = done.end()
     assert status == 1
