@@ -240,6 +240,8 @@ def distinct_rows(*columns: Ints) -> tuple[list[Ints], Ints]:
 def first_rows(*columns: Ints) -> tuple[Ints, Ints]:
     """Return where each distinct row of columns of whole numbers from 0 comes first, and which one each row is."""
     packed, size = np.zeros(len(columns[0]), dtype=np.int64), 1
+    if len(packed) == 1:  # one plan is often asked about
+        return packed, packed
     for column in columns:
         most = int(column.max(initial=0)) + 1
         packed, size = packed * most + column, size * most

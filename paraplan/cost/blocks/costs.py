@@ -106,12 +106,11 @@ class BlockCosts(NamedTuple):
         """Return the costs for some of the plans."""
         return self._replace(key=self.key[rows])
 
-    def among(self, column: Floats, low: Ints, high: Ints, key: Ints | None = None) -> Floats:
+    def among(self, column: Floats, low: Ints, high: Ints) -> Floats:
         """Return the sum of a `[K, R]` cost over the blocks from `low` to below `high` of each plan."""
-        key = self.key if key is None else key
-        total: Floats = column[key, 0] * (self.counts[0, high] - self.counts[0, low])
+        total: Floats = column[self.key, 0] * (self.counts[0, high] - self.counts[0, low])
         for kind in range(1, len(self.counts)):
-            total += column[key, kind] * (self.counts[kind, high] - self.counts[kind, low])
+            total += column[self.key, kind] * (self.counts[kind, high] - self.counts[kind, low])
         return total
 
     def of_all(self, column: Floats) -> Floats:

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, ScheduleCode, distinct_rows, first_rows
 from paraplan.model.spec import ModelSpec
+
+
+class _Kinds(NamedTuple):
+    """Plans under which a rank's blocks cost alike."""
+
+    asked: Ints
+    """The column that they were found for: kept, so that no other one gets its place in memory."""
+    key: Ints
+    """The sharding of each kind, a row of a cost's `[K, R]`."""
+    num_blocks: Ints
+    """`[D, R]`: how many blocks of each run of equal ones the rank holds under each kind."""
+    of_plan: Ints
+    """The kind of each plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,15 +42,13 @@ class StageBlocks:
     is_first: Mask
     is_last: Mask
     shape: Ints | None = None
-    _found: dict[int, tuple[Ints, Ints]] = field(default_factory=dict, repr=False)
+    _kinds: dict[int, _Kinds] = field(default_factory=dict, repr=False)
 
     def sum(self, costs: BlockCosts, column: Floats) -> Floats:
         """Return the sum of a `[K, R]` cost over the blocks of this rank."""
-        firsts, inverse = self._distinct(costs)
-        key, total = costs.key[firsts], np.zeros(len(firsts))
-        for low, high in zip(self.low, self.high, strict=True):
-            total += costs.among(column, low[firsts], high[firsts], key)
-        return np.asarray(total[inverse])
+        kinds = self._kinds_of(costs)
+        of_kinds = (column[kinds.key] * kinds.num_blocks).sum(axis=1)
+        return np.asarray(of_kinds[kinds.of_plan])
 
     def sum_in_flight(self, costs: BlockCosts, column: Floats, kept: Floats) -> Floats:
         """Return the sum of a cost over the blocks of this rank, each chunk as often as `kept` [V, N] says."""
@@ -72,12 +84,16 @@ class StageBlocks:
             return equal
         return np.where(self.num_blocks > 0, (self.high - self.low) / np.maximum(self.num_blocks, 1), equal)
 
-    def _distinct(self, costs: BlockCosts) -> tuple[Ints, Ints]:
-        """Return the first plan of each kind that cuts and divides its blocks alike, and the kind of each plan."""
-        if id(costs.key) not in self._found:
+    def _kinds_of(self, costs: BlockCosts) -> _Kinds:
+        """Return the kinds of plans that cut and divide their blocks alike."""
+        found = self._kinds.get(id(costs.key))
+        if found is None:
             shape = np.zeros_like(self.rank) if self.shape is None else self.shape
-            self._found[id(costs.key)] = first_rows(costs.key, shape)
-        return self._found[id(costs.key)]
+            firsts, of_plan = first_rows(costs.key, shape)
+            blocks = costs.counts[:, self.high[:, firsts]] - costs.counts[:, self.low[:, firsts]]
+            found = _Kinds(costs.key, costs.key[firsts], blocks.sum(axis=1).T, of_plan)
+            self._kinds[id(costs.key)] = found
+        return found
 
 
 def joined_ranks(stages: Sequence[StageBlocks]) -> StageBlocks:
