@@ -29,11 +29,10 @@ SLACK = 1.02
 
 _AXES = tuple(axis.name for axis in AXES)
 _ROUNDING = 1 + 1e-9
-_FIRST_ROWS = 64
 _MOST_ROWS = 16_000
 """Plans whose time is priced at once."""
 _FEW_ROWS = 1000
-"""Up to so many plans, what a table costs is what the calls on its columns do, however many chunks these have."""
+"""Up to so many plans, what a table costs is what the calls on its columns do, however many plans or chunks."""
 _SORTED_ROWS = 4 * _MOST_ROWS
 
 
@@ -252,7 +251,7 @@ class Survey:
         while len(batch):
             priced, rows = self._price(batch)
             np.minimum.at(best, kind[rows], priced.peak_bytes if self.smallest_first else priced.seconds)
-            size = min(4 * size, _MOST_ROWS)
+            size = min(max(4 * size, _FEW_ROWS), _MOST_ROWS)
             next_rows = next_rows[self._may_matter(next_rows, kind, best)]
             if len(next_rows) < size:
                 waiting = waiting[self._may_matter(waiting, kind, best)]
@@ -283,7 +282,7 @@ class Survey:
         rows = np.flatnonzero(among & (self.plans.least_s < min(best, at_most_s)))
         is_new = np.isnan(self.peaks[rows])
         rows = np.concatenate([rows[is_new], rows[self._fits[rows] & np.isinf(self.seconds[rows])]])
-        size = _FIRST_ROWS
+        size = _FEW_ROWS
         while len(rows) and not is_stopped():
             batch, rows = _least_first(rows, self.plans.least_s, size)
             self._price(batch)
