@@ -140,7 +140,7 @@ def fits_sentence(fits: dict[str, int]) -> str:
         return sentence
     return (
         f"{sentence}\nOf {fits['ended_otherwise']} more that failed memory is not the reason: in the same sweep a run "
-        "with no less on each GPU ended well.\n"
+        "with no less on each GPU\nended well, on as many GPUs or fewer.\n"
     )
 
 

@@ -178,16 +178,24 @@ def _memory_key(run: MeasuredRun) -> tuple[object, ...]:
     """Return what has to be equal for the memory of two runs to be compared without predicting it."""
     shapes = (run.model_name, run.params_b, run.layers, run.hidden, run.seq_len, run.vocab)
     software = (run.framework, run.precision, run.recompute, run.nonstandard_features)
-    return (run.gpu, run.num_gpus, *shapes, *software)
+    return (run.gpu, *shapes, *software)
 
 
 def _holds_no_less(one: MeasuredRun, other: MeasuredRun) -> bool:
     """Return whether each GPU of a run holds at least as much as in another: no more split, in batches no smaller."""
-    degrees = all((getattr(one, name) or 1) <= (getattr(other, name) or 1) for name in ("tp", "pp", "cp"))
+    degrees = all((getattr(one, name) or 1) <= (getattr(other, name) or 1) for name in ("num_gpus", "tp", "pp", "cp"))
     is_whole = all(
         (getattr(one, name) or 0) <= (getattr(other, name) or 0) for name in ("zero_stage", "sequence_parallel")
     )
-    return degrees and is_whole and (one.micro_batch or 1) >= (other.micro_batch or 1)
+    batches = (one.micro_batch or 1) >= (other.micro_batch or 1)
+    return degrees and is_whole and batches and _share_in_flight(one) >= _share_in_flight(other)
+
+
+def _share_in_flight(run: MeasuredRun) -> float:
+    """Return of how many of the model's layers a first pipeline stage keeps a micro-batch's activations, as a share."""
+    pp = run.pp or 1
+    ranks = run.num_gpus / (pp * (run.tp or 1) * (run.cp or 1))
+    return min(pp, run.num_microbatches or run.global_batch / ranks / (run.micro_batch or 1)) / pp
 
 
 def rank_correlation(first: Floats, second: Floats) -> float:

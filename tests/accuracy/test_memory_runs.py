@@ -108,12 +108,18 @@ def test_fits_counts_what_ran_and_what_ran_out_of_memory() -> None:
         ({"tp": 2, "micro_batch": 2, "zero_stage": 1}, 0),
         ({"tp": 2, "micro_batch": 2, "recompute": "full"}, 0),
         ({"tp": 2, "micro_batch": 2, "seq_len": 512}, 0),
+        ({"num_gpus": 4}, 1),
+        ({"num_gpus": 16}, 0),
+        ({"num_microbatches": 1}, 1),  # without a pipeline none wait
+        ({"pp": 2}, 1),
+        ({"pp": 8}, 0),
+        ({"pp": 2, "num_microbatches": 1}, 0),  # half of the layers have a micro-batch, with pp=4 all had
     ],
 )
 def test_what_failed_where_no_less_on_each_gpu_ran_did_not_run_out_of_memory(
     ended_well: dict[str, object], otherwise: int
 ) -> None:
-    failed = run(tp=2, micro_batch=2, zero_stage=0, recompute="none")
+    failed = run(tp=2, micro_batch=2, zero_stage=0, recompute="none", pp=4 if "pp" in ended_well else 1)
     other = failed.replace(**ended_well)
     score = score_fits([of_run(failed, fits=False), of_run(other, fits=True)])
     assert (score.ended_otherwise, score.out_of_memory) == (otherwise, 1 - otherwise)
