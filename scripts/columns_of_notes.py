@@ -22,6 +22,7 @@ COLUMNS = (
     "grad_dtype",
     "memory_rank",
     "network",
+    "cpu",
     "release",
     "overlaps_gradients",
 )
@@ -44,7 +45,7 @@ def found_in_words(notes: str, metric: str) -> dict[str, object]:
     if context := re.search(r"includes (?:the )?(\d+) (MB|MiB) CUDA context", metric):
         found["context_bytes"] = int(context[1]) * UNITS[context[2]]
     if "playbook sweep" in notes:
-        found["network"] = "aws-efa-3200-playbook"
+        found |= {"network": "aws-efa-3200-playbook", "cpu": "AMD EPYC 7R13"}
     if release := re.match(r"([\d.]+\d)(?:-\w+)? NeMo Container", notes):
         found["release"] = release[1]
     if "last rank" in metric.lower():

@@ -22,7 +22,7 @@ class DescribedMachines(Record):
 
     `gpu` is a name such as `A100-80GB`; `link` names the links inside a node (`NVLink3 600GB/s`, `PCIe`), "" if
     unknown; `network_bits_per_s_per_gpu` is the rate of the NICs divided by the GPUs of a node; `network` names one of
-    the bundled networks, which is taken instead.
+    the bundled networks, which is taken instead; `cpu` is the model of the CPUs.
     """
 
     gpu: str
@@ -31,6 +31,7 @@ class DescribedMachines(Record):
     link: str = ""
     network_bits_per_s_per_gpu: float | None = None
     network: str = ""
+    cpu: str = ""
 
 
 def gpu_by_label(label: str, gpus: list[GpuProfile] | None = None) -> GpuProfile:
@@ -91,6 +92,7 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
         node=_node(gpu, per_node, machines.link),
         num_nodes=num_nodes,
         network=network if num_nodes > 1 else None,
+        cpu=machines.cpu or None,
     )
 
 

@@ -86,6 +86,7 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         link=run.intra_node_link,
         network_bits_per_s_per_gpu=run.inter_node_gbps_per_gpu and run.inter_node_gbps_per_gpu * 1e9,
         network=run.network,
+        cpu=run.cpu,
     )
     framework, constants = framework_of_run(run, data.frameworks), CostConstants()
     framework = data.recipes.applied(run, framework)

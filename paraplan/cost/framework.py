@@ -121,6 +121,8 @@ class KernelProfile(_Group):
     fused, 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and saves 49)."""
     host_s_per_block: float
     """Seconds of the host to start the kernels of one block's forward pass: a floor under its time."""
+    host_cpu: str | None = None
+    """The CPU that took these seconds, as Linux names it: others take more or less. None: they are taken for any."""
     collective_host_s: float = 0.0
     """Seconds of the host to start one collective of tensor parallelism, where `host_s_per_block` holds none."""
     default_attention: AttentionKind = "flash"
@@ -205,6 +207,8 @@ class DataParallelProfile(_Group):
     """Seconds of the host to gather a block."""
     reduce_host_s: float = 0.0
     """Seconds of the host to reduce the gradients of a block."""
+    host_cpu: str | None = None
+    """The CPU that took these seconds, as Linux names it; None: they are taken for any."""
 
 
 class ExpertsProfile(Record):

@@ -287,7 +287,8 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
     adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
     routed = sum(run.count for run in model.runs if routed_matmul(run.block)) / max(1, model.num_blocks)
     starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
-    return np.asarray((framework.kernels.host_s_per_block + starts) * table.devices)
+    of_kernels = framework.kernels.host_s_per_block * workload.host_slowdown(framework.kernels.host_cpu)
+    return np.asarray((of_kernels + starts) * table.devices)
 
 
 def _expert_parallel(

@@ -15,6 +15,7 @@ from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, PlanTable
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
+from paraplan.hardware.cpus import one_core_score
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
@@ -166,6 +167,14 @@ class Workload:
     def _of_group(self, size: Ints) -> Ints:
         pair, many = self.constants.pair_communicator_bytes, self.constants.communicator_bytes
         return np.asarray(np.where(size > 2, many, np.where(size == 2, pair, 0)))
+
+    def host_slowdown(self, measured_on: str | None) -> float:
+        """Return how many times as long as on the CPU of a measurement the host takes, 1 where either is not known.
+
+        By the scores of one core: Python and the calls that start kernels run on one.
+        """
+        theirs, ours = (one_core_score(name) if name else None for name in (measured_on, self.cluster.cpu))
+        return theirs / ours if theirs and ours else 1.0
 
     @property
     def memory_bandwidth_bytes_per_s(self) -> float:

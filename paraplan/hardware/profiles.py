@@ -219,6 +219,8 @@ class MachineProfile(Record):
     node: NodeTopology
     network: NetworkProfile | None = None
     host_memory_bytes: int | None = None
+    cpu: str | None = None
+    """The model of its CPUs, as Linux names it."""
     measured: tuple[MeasuredCollective, ...] = ()
     notes: tuple[str, ...] = ()
     source: str

@@ -13,6 +13,7 @@ from paraplan.accuracy.scoring import UNKNOWN_FRAMEWORK, score
 from paraplan.cost.framework_files import FrameworkCatalog, load_framework
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.hardware.cpus import load_cpu_scores
 from paraplan.model.named import known_configs
 from paraplan.plan.parallel import ParallelPlan
 
@@ -186,6 +187,20 @@ def test_a_block_of_little_work_takes_the_host_its_calls_and_collectives() -> No
     floor = 2 * kernels.host_s_per_block + 10 * kernels.collective_host_s  # 4 collectives forward, 6 backward
     assert slot_s(micro_batch=1) == pytest.approx(floor, rel=0.25)
     assert slot_s(micro_batch=16) > 3 * floor
+
+
+def test_a_slower_cpu_takes_longer_to_start_the_same_calls() -> None:
+    def step_s(cpu: str, **values: object) -> float:
+        one = nanotron_run(cpu=cpu, **values)
+        return predict_run(one, workload_of_run(one, DATA), planned(one)).predicted_step_time_s or 0.0
+
+    unknown, slower, same = (step_s(cpu, micro_batch=1) for cpu in ("", "AMD EPYC 7R32", "AMD EPYC-Genoa"))
+    blocks_s = 2 * load_framework("nanotron").kernels.host_s_per_block * 16 * planned(nanotron_run()).num_microbatches
+    scores = load_cpu_scores().scores
+    share = scores["AMD EPYC-Genoa"] / scores["AMD EPYC 7R32"]
+    assert unknown == same
+    assert slower - same == pytest.approx(blocks_s * (share - 1), rel=0.3)
+    assert step_s("AMD EPYC 7R32", micro_batch=16) == pytest.approx(step_s("", micro_batch=16), rel=0.01)
 
 
 def test_collectives_hold_tensors_only_where_the_gpu_is_slower_than_the_host() -> None:

@@ -56,6 +56,7 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     cast = np.where(is_whole, AUTOCAST_BYTES if storage.is_autocast and is_mixed else 0.0, 0.0)
     made_bytes = np.where(cast > 0, 4.0, float(workload.training.activation_bytes))
     adds = np.where(keeps_shards, 0.0, 0.0 if profile.fuses_accumulation else 1.0 - once)
+    slowdown = workload.host_slowdown(profile.host_cpu)
     has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
     reduced = reductions * profile.reduce_traffic[kept_bytes > 2] + once * profile.replica_traffic * has_replicas
     return WeightWork(
@@ -63,8 +64,8 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
         forward=gathers * profile.gather_traffic,
         backward=again * profile.gather_traffic + reduced + adds * (made_bytes + 2.0 * kept_bytes),
         gathered=np.where(is_zero_3, profile.gather_traffic / 2, 0.0),
-        forward_host_s=gathers * profile.gather_host_s,
-        backward_host_s=again * profile.gather_host_s + reductions * profile.reduce_host_s,
+        forward_host_s=gathers * profile.gather_host_s * slowdown,
+        backward_host_s=(again * profile.gather_host_s + reductions * profile.reduce_host_s) * slowdown,
     )
 
 

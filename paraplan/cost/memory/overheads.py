@@ -105,7 +105,8 @@ def held_by_collectives_bytes(workload: Workload, table: PlanTable, costs: Block
     if not commands:
         return np.zeros(len(table))
     blocks = np.maximum(stage.num_blocks, 1)
-    host_s = (2.0 * kernels.host_s_per_block + _COLLECTIVES * kernels.collective_host_s) * blocks
+    block_s = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
+    host_s = (2.0 * block_s + _COLLECTIVES * kernels.collective_host_s) * blocks
     gpu_s = stage.sum(costs, costs.forward_s) + stage.sum(costs, costs.backward_s)
     gained = 2.0 * blocks * table.num_microbatches * np.maximum(0.0, 1.0 - host_s / np.maximum(gpu_s, host_s))
     ahead = np.minimum(_QUEUED_COMMANDS / commands, gained)

@@ -56,6 +56,7 @@ class MachineFile(Record):
     nics: tuple[NicRule, ...] = ()
     peer_access: tuple[PeerAccess, ...] = ()
     host_memory_bytes: int | None = Field(default=None, gt=0)
+    cpu: str | None = None
     measured: tuple[MeasuredCollective, ...] = ()
     notes: tuple[str, ...] = ()
     source: str = ""
@@ -96,6 +97,7 @@ class MachineFile(Record):
             node=node,
             network=network,
             host_memory_bytes=self.host_memory_bytes,
+            cpu=self.cpu,
             measured=self.measured,
             notes=self.notes,
             source=self.source or source,
@@ -173,6 +175,7 @@ def compact_machine(machine: MachineProfile) -> MachineFile:
             num_gpus=len(machine.node.gpus),
             links=(LinkRule(link_type=LinkType.NODE),),
             host_memory_bytes=machine.host_memory_bytes,
+            cpu=machine.cpu,
             measured=machine.measured,
             notes=machine.notes,
             source=machine.source,
@@ -206,6 +209,7 @@ def compact_machine(machine: MachineProfile) -> MachineFile:
         ),
         peer_access=machine.node.peer_access,
         host_memory_bytes=machine.host_memory_bytes,
+        cpu=machine.cpu,
         measured=machine.measured,
         notes=machine.notes,
         source=machine.source,

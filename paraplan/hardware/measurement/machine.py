@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 from paraplan.errors import ProfileError
 from paraplan.hardware.architecture import architecture_of
 from paraplan.hardware.catalogue.profile_files import with_architecture
 from paraplan.hardware.catalogue.real_machines import machine_from_topology
+from paraplan.hardware.cpus import this_cpu
 from paraplan.hardware.measurement.kernels import (
     KernelCase,
     KernelEvent,
@@ -71,16 +71,6 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def cpu_title(*, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the name of this machine's CPU, its architecture where the system tells no name."""
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def _cpu_machine(
     machine: MachineProfile,
     cases: Sequence[KernelCase],
@@ -92,7 +82,7 @@ def _cpu_machine(
     memory = host_memory_bytes()
     share = memory // len(machine.node.gpus)
     gpu = machine.gpu.replace(
-        title=f"CPU process on {cpu_title()}",
+        title=f"CPU process on {this_cpu()}",
         architecture=platform.machine(),
         memory_bytes=share,
         memory_bandwidth_bytes_per_s=_copied(cases, events),
