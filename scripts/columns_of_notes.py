@@ -25,12 +25,17 @@ COLUMNS = (
     "cpu",
     "release",
     "overlaps_gradients",
+    "overlaps_products",
 )
 UNITS = {"MB": 10**6, "MiB": 2**20}
 
 
-def found_in_words(notes: str, metric: str) -> dict[str, object]:
-    """Return the values of columns that notes and the description of a memory reading hold."""
+def found_in_words(notes: str, metric: str, framework: str = "") -> dict[str, object]:
+    """Return the values of columns that notes and the description of a memory reading hold.
+
+    NeMo's recipes for benchmarks switch the overlap of tensor parallelism on (nemo/collections/llm/recipes,
+    `MegatronCommOverlapCallback`).
+    """
     found: dict[str, object] = {}
     if dropout := re.search(r"dropout attention [\d.]+ hidden ([\d.]+\d)", notes):
         found["dropout"] = dropout[1]
@@ -52,6 +57,9 @@ def found_in_words(notes: str, metric: str) -> dict[str, object]:
         found["memory_rank"] = "last"
     elif re.search(r"\b(max|all|every)\b", metric):
         found["memory_rank"] = "all"
+    is_recipe = "recipe defaults" in notes and framework.startswith("NeMo")
+    if is_recipe or re.search(r"tp[- ]comm[- ]overlap|async TP", notes, re.IGNORECASE):
+        found["overlaps_products"] = 1
     return found | overlap_in_words(notes)
 
 
@@ -80,7 +88,7 @@ def with_columns(text: str) -> str:
     writer.writeheader()
     for row in reader:
         notes, metric = row.get("notes") or "", row.get("memory_metric") or ""
-        found = found_in_words(notes, metric)
+        found = found_in_words(notes, metric, row.get("framework") or "")
         row |= {name: value for name, value in found.items() if not row.get(name)}
         if "framework" in row:
             row["framework"] = framework_in_words(row["framework"] or "", notes)

@@ -137,6 +137,8 @@ class MeasuredRun(Record):
     """Generation of the FlashAttention kernels. Blank: that of the framework."""
     overlaps_gradients: bool | None = None
     """Gradients and updated weights are sent beside compute. Blank: as the framework does."""
+    overlaps_products: bool | None = None
+    """Collectives of tensor parallelism go chunk by chunk beside products. Blank: as the framework does."""
     offload: str = ""
     """What lies in the host's memory."""
     fp8_attention: bool | None = None

@@ -164,6 +164,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         storage=storage,
         kernels=kernels,
         data_parallel=exchanges,
+        tensor_parallel={} if run.overlaps_products is None else {"overlaps_products": run.overlaps_products},
         loss=compiled if run.compiled_loss else {},
     )
 

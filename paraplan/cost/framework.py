@@ -272,6 +272,9 @@ class TensorParallelProfile(_Group):
 
     overlaps_backward: bool = False
     """Collectives of backward passes overlap with the gradients of weights."""
+    overlaps_products: bool = False
+    """Under sequence parallelism what a product reads is gathered and what it makes is reduced beside it, by chunks
+    (Transformer Engine's userbuffers, Megatron-LM's `--tp-comm-overlap`; torch's asynchronous tensor parallelism)."""
     keeps_gathered_inputs: bool = False
     """Under sequence parallelism matmuls keep their gathered inputs; Megatron-LM keeps a share of them and gathers it
     again (Korthikanti et al. 2022, section 4.2.2)."""

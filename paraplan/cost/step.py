@@ -234,9 +234,8 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     forward, backward, again = _passes(workload, costs, stage, work)
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
-    forward_sends, backward_sends = _tensor_parallel(
-        workload, table, stage.num_blocks * reductions_share(workload) * tp.all_reduce_s(activation), backward
-    )
+    summed_s = stage.num_blocks * reductions_share(workload) * _summed_s(table, tp, activation)
+    forward_sends, backward_sends = _tensor_parallel(workload, table, summed_s, again, backward)
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time.
     host_s = _block_host_s(workload, table)
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
@@ -344,17 +343,37 @@ def _collective_host_s(workload: Workload, table: PlanTable, tp: GroupLinks) -> 
     return np.maximum(least, one_s * count), np.maximum(least, one_s * (count + again))
 
 
-def _tensor_parallel(
-    workload: Workload, table: PlanTable, all_reduce_s: Floats, backward_s: Floats
-) -> tuple[Floats, Floats]:
-    """Return the exposed seconds of tensor parallelism in forward and backward passes, from those of one all-reduce.
+def _summed_s(table: PlanTable, tp: GroupLinks, activation: Floats) -> Floats:
+    """Return the seconds in which ranks sum an activation: under sequence parallelism by two collectives.
 
-    Each block has two all-reduces in either pass (Shoeybi et al. 2019, section 3). Beside the gradients of weights,
-    half of the backward pass, run the two of the backward pass; under sequence parallelism the gathering of outputs'
-    gradients does not, and inputs are gathered again (Korthikanti et al. 2022, section 4.2.2): one all-reduce exposed
-    and two hidden.
+    These are no faster where a switch reduces (NVLink SHARP), as an all-reduce is: for them NCCL does so with buffers
+    that are registered alone.
     """
-    if not workload.framework.tensor_parallel.overlaps_backward:
-        return 2.0 * all_reduce_s, 2.0 * all_reduce_s
-    hidden = overlap_s(2.0 * all_reduce_s, backward_s / 2.0, slowdown=workload.constants.overlap_slowdown)
-    return 2.0 * all_reduce_s, np.asarray((table.sequence_parallel == 1) * all_reduce_s + hidden)
+    in_two = tp.reduce_scatter_s(activation) + tp.all_gather_s(activation)
+    return np.where(table.sequence_parallel == 1, in_two, tp.all_reduce_s(activation))
+
+
+def _tensor_parallel(
+    workload: Workload, table: PlanTable, summed_s: Floats, forward_s: Floats, backward_s: Floats
+) -> tuple[Floats, Floats]:
+    """Return the exposed seconds of tensor parallelism in forward and backward passes, from those of one sum.
+
+    Each block sums two activations in either pass (Shoeybi et al. 2019, section 3). Beside the gradients of weights,
+    half of the backward pass, run the two of the backward pass; under sequence parallelism the gathering of outputs'
+    gradients does not, and inputs are gathered again (Korthikanti et al. 2022, section 4.2.2): one sum exposed and two
+    hidden. Where collectives go beside the products themselves, the first of tp chunks stays alone.
+    """
+    profile, slowdown = workload.framework.tensor_parallel, workload.constants.overlap_slowdown
+    forward = 2.0 * summed_s
+    if not profile.overlaps_backward:
+        return forward, forward
+    is_divided = table.sequence_parallel == 1
+    backward = is_divided * summed_s + overlap_s(2.0 * summed_s, backward_s / 2.0, slowdown=slowdown)
+    if not profile.overlaps_products:
+        return forward, np.asarray(backward)
+    first = summed_s / table.tp
+    beside = [
+        count * first + overlap_s(count * (summed_s - first), compute_s, slowdown=slowdown)
+        for count, compute_s in ((2.0, forward_s), (3.0, backward_s))
+    ]
+    return np.where(is_divided, beside[0], forward), np.where(is_divided, beside[1], backward)

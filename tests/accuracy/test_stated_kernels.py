@@ -137,6 +137,30 @@ def test_a_row_states_that_nothing_is_sent_beside_compute(zero_stage: int) -> No
     assert after.data_parallel_s > 1.5 * beside.data_parallel_s
 
 
+def test_collectives_beside_products_leave_one_chunk_alone() -> None:
+    row = run(framework="Megatron-Core", hidden=8192, heads=64, layers=8, seq_len=4096, tp=8, sequence_parallel=True)
+    unstated, apart, beside = (
+        estimate(row.replace(overlaps_products=stated)).step.tensor_parallel_s for stated in (None, False, True)
+    )
+    assert unstated == apart
+    assert apart / 8 < beside < 0.7 * apart
+    whole = row.replace(sequence_parallel=False)
+    assert estimate(whole.replace(overlaps_products=True)).step == estimate(whole).step
+
+
+def test_a_switch_reduces_for_all_reduces_but_not_for_sequence_parallelism() -> None:
+    shapes: dict[str, object] = {"hidden": 8192, "heads": 64, "layers": 8, "seq_len": 4096, "gpu": "H100-80GB"}
+    row = run(framework="torchtitan", **shapes, micro_batch=4, global_batch=32)
+
+    def sums_s(tp: int, sequence_parallel: bool) -> float:
+        made = row.replace(tp=tp, sequence_parallel=sequence_parallel)
+        return estimate(made).step.tensor_parallel_s
+
+    ratios = {tp: sums_s(tp, True) / sums_s(tp, False) for tp in (4, 8)}
+    assert ratios[4] == pytest.approx(1, abs=0.05)  # a switch reduces for groups of more than four
+    assert ratios[8] == pytest.approx(1.3, abs=0.05)
+
+
 def test_a_compiled_loss_moves_less() -> None:
     row = run(
         framework="nanoGPT", zero_stage=0, hidden=768, layers=12, heads=12, vocab=50304, seq_len=1024, micro_batch=8
