@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from launching import ForkedLaunch, WriteScript
 
@@ -67,6 +71,34 @@ def test_losses_of_ranks_that_have_stayed_twice_are_those_of_a_job_that_nothing_
     words = ("--no-logs", "--nproc-per-node", 4, "--max-restarts", 2)
     ended = launch_forked(*words, "--restart-in-process", script(text), 2)
     assert ended.returncode == 0, ended.stderr
-    assert "ranks 0, 2-3 stay in their processes; rank 1 takes a spare process" in ended.stderr
-    assert "ranks 0-1, 3 stay in their processes; rank 2 takes a spare process" in ended.stderr
+    assert "ranks 0, 2-3 stay in their processes; rank 1 takes a spare process" in ended.stderr, ended.stderr
+    assert "ranks 0-1, 3 stay in their processes; rank 2 takes a spare process" in ended.stderr, ended.stderr
     assert ended.stdout == launch_forked(*words, script(text), 0).stdout
+
+
+GROUPS = """
+import gc, os, sys
+import torch, torch.distributed as dist
+from paraplan.launch.torch_private import runs
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+before = threads()
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+with_group = threads()
+groups = runs.forget_groups()
+gc.collect()
+assert not dist.is_initialized()
+assert before < with_group == threads()
+groups.clear()
+assert threads() == before
+dist.init_process_group("gloo", init_method=sys.argv[1] + "2", rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_threads_of_forgotten_groups_end_once_all_else_has_been_dropped(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GROUPS, f"file://{tmp_path}/store"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -178,13 +178,14 @@ class KeptRank:
             self._state_module.end_children()
             self._state_module.shut_connections()
             try:
-                torch.forget_groups()
+                groups = torch.forget_groups()
                 state.end_exits()
                 torch.forget_run()
                 reason = state.running_thread()
                 if reason is None:
                     state.drop_modules()
                     gc.collect()
+                    groups.clear()
                     reason = torch.free_gpus()
                 state.restore()
             except Exception as error:  # of a library that is not as it was when this was written

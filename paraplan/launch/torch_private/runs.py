@@ -70,19 +70,26 @@ def abort_groups() -> None:
             group.abort()
 
 
-def forget_groups() -> None:
-    """Have torch.distributed know no process group any more, nor what follows from one."""
+def forget_groups() -> list[Any]:
+    """Have torch.distributed know no process group any more, nor what follows from one; return the groups there were.
+
+    They are to be dropped after all that holds them: the end of a group waits for its threads, which may wait for
+    Python's lock, and DDP's reducer keeps that lock where it drops the last reference.
+    """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
-        return
+        return []
+    world = c10d._world
+    groups = list(world.pg_map)
     if c10d.is_initialized():
         c10d._abort_process_group()
-        return
-    world = c10d._world  # of a group that was being made; its number is part of what ranks call the next one
+        return groups
+    # Of a group that was being made; its number is part of what ranks call the next one.
     for name in _TABLES_OF_GROUPS:
         getattr(world, name).clear()
     c10d._unregister_all_process_groups()
     world.group_count = 0
+    return groups
 
 
 def forget_run() -> None:
