@@ -80,9 +80,11 @@ def watched_gpus() -> Iterator[Callable[[], tuple[GpuState, ...]]]:
 def save_inspected(survey: MachineSurvey, path: Path) -> MachineProfile:
     """Write a machine as a profile that `load_cluster` reads, and return it."""
     from paraplan.hardware.catalogue.real_machines import machine_from_topology, save_machine
+    from paraplan.hardware.cpus import this_cpu
 
     machine = survey.machine or machine_from_topology(survey.node, name=path.stem)
-    machine = machine.replace(name=path.stem, node=survey.node)
+    is_here = survey.cuda is not None
+    machine = machine.replace(name=path.stem, node=survey.node, cpu=this_cpu() if is_here else machine.cpu)
     save_machine(machine, path)
     return machine
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.hardware.catalogue.profile_files import load_machine, profile_names
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine, profile_names
+from paraplan.hardware.catalogue.real_machines import save_machine
 from paraplan.hardware.cpus import load_cpu_scores, one_core_score, this_cpu
 
 
@@ -33,6 +34,12 @@ def test_every_cpu_that_a_machine_profile_names_has_a_score() -> None:
     named = {cpu for name in profile_names("machines") if (cpu := load_machine(name).cpu) is not None}
     assert len(named) > 5
     assert [cpu for cpu in named if one_core_score(cpu) is None] == []
+
+
+def test_a_machine_keeps_its_cpu_in_its_file(tmp_path: Path) -> None:
+    machine = load_machine("aws-p5-48xlarge")
+    save_machine(machine, tmp_path / "mine.json")
+    assert cluster_from_profile(str(tmp_path / "mine.json"), num_nodes=2).cpu == machine.cpu == "AMD EPYC 7R13"
 
 
 def test_the_name_of_this_machines_cpu_is_linuxs(tmp_path: Path) -> None:

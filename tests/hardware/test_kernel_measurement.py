@@ -4,6 +4,7 @@ import pytest
 
 from paraplan.errors import ProfileError
 from paraplan.hardware.catalogue.profile_files import load_machine
+from paraplan.hardware.cpus import this_cpu
 from paraplan.hardware.measurement.kernels import (
     KernelCase,
     KernelEvent,
@@ -100,6 +101,7 @@ def test_a_known_gpu_keeps_its_data_sheet_and_an_unknown_one_gets_what_was_measu
     machine = load_machine("dgx-h100")
     cases, events = measured()
     found = calibrated_machine(machine, machine.node, cases, events, links=None, name="mine", source="test")
+    assert found.cpu == this_cpu()
     assert found.gpu.peak_flops_per_s == machine.gpu.peak_flops_per_s
     assert found.gpu.calibration is not None
     assert found.name == "mine"

@@ -62,6 +62,7 @@ def calibrated_machine(
         name=name,
         gpu=made.gpu.replace(calibration=calibration),
         measured=links.to_measured() if links is not None else (),
+        cpu=this_cpu(),
         source=f"{made.source}; calibrated: {source}" if made.source != source else source,
     )
 
