@@ -364,16 +364,16 @@ def _tensor_parallel(
     hidden. Where collectives go beside the products themselves, the first of tp chunks stays alone.
     """
     profile, slowdown = workload.framework.tensor_parallel, workload.constants.overlap_slowdown
-    forward = 2.0 * summed_s
-    if not profile.overlaps_backward:
-        return forward, forward
     is_divided = table.sequence_parallel == 1
-    backward = is_divided * summed_s + overlap_s(2.0 * summed_s, backward_s / 2.0, slowdown=slowdown)
-    if not profile.overlaps_products:
-        return forward, np.asarray(backward)
-    first = summed_s / table.tp
-    beside = [
-        count * first + overlap_s(count * (summed_s - first), compute_s, slowdown=slowdown)
-        for count, compute_s in ((2.0, forward_s), (3.0, backward_s))
-    ]
-    return np.where(is_divided, beside[0], forward), np.where(is_divided, beside[1], backward)
+    forward, backward, sums = 2.0 * summed_s, 2.0 * summed_s, 2.0
+    if profile.overlaps_backward:
+        backward, sums = is_divided * summed_s + overlap_s(2.0 * summed_s, backward_s / 2.0, slowdown=slowdown), 3.0
+    if profile.overlaps_products:
+        first = summed_s / table.tp
+        beside = [
+            count * first + overlap_s(count * (summed_s - first), compute_s, slowdown=slowdown)
+            for count, compute_s in ((2.0, forward_s), (sums, backward_s))
+        ]
+        forward = np.where(is_divided, beside[0], forward)
+        backward = np.where(is_divided, beside[1], backward)
+    return forward, np.asarray(backward)

@@ -137,8 +137,9 @@ def test_a_row_states_that_nothing_is_sent_beside_compute(zero_stage: int) -> No
     assert after.data_parallel_s > 1.5 * beside.data_parallel_s
 
 
-def test_collectives_beside_products_leave_one_chunk_alone() -> None:
-    row = run(framework="Megatron-Core", hidden=8192, heads=64, layers=8, seq_len=4096, tp=8, sequence_parallel=True)
+@pytest.mark.parametrize("framework", ["Megatron-Core", "torchtitan"])
+def test_collectives_beside_products_leave_one_chunk_alone(framework: str) -> None:
+    row = run(framework=framework, hidden=8192, heads=64, layers=8, seq_len=4096, tp=8, sequence_parallel=True)
     unstated, apart, beside = (
         estimate(row.replace(overlaps_products=stated)).step.tensor_parallel_s for stated in (None, False, True)
     )

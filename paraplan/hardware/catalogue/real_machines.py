@@ -25,7 +25,6 @@ def machine_from_topology(
     gpu: GpuProfile | None = None,
     network: NetworkProfile | None = None,
     host_memory_bytes: int | None = None,
-    cpu: str | None = None,
 ) -> MachineProfile:
     """Return a profile of a real machine, for `paraplan topo --save`. `notes` says what is left to fill in.
 
@@ -52,7 +51,6 @@ def machine_from_topology(
         node=node,
         network=network,
         host_memory_bytes=host_memory_bytes,
-        cpu=cpu,
         notes=tuple(notes),
         source=f"this machine, {node.source}",
     )
