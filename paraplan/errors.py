@@ -69,12 +69,12 @@ class NoGpuError(ParaplanError):
     exit_status = 3
 
 
-def near_names(name: str, known: Iterable[str], *, count: int = 3) -> str:
-    """Return a hint that lists the names of `known` that look like `name`, or all of them if none does."""
+def near_names(name: str, known: Iterable[str], *, count: int = 3, listed: Iterable[str] | None = None) -> str:
+    """Return a hint that lists the names of `known` that look like `name`, or all of them (`listed`) if none does."""
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.6) or [
         candidate for candidate in names if name.lower() in candidate
     ]
     if near:
         return "did you mean " + " or ".join(near[:count]) + "?"
-    return "known: " + ", ".join(names)
+    return "known: " + ", ".join(names if listed is None else sorted(listed))

@@ -47,7 +47,7 @@ class FrameworkCatalog:
         if name is None:
             raise ProfileError(
                 f"there is no framework {name_or_path!r}",
-                hint=near_names(name_or_path, {*self.names(), *self._known_aliases()}),
+                hint=near_names(name_or_path, {*self.names(), *self._known_aliases()}, listed=self.names()),
             )
         profile, asked = self._bundled(name), name_or_path.strip().lower()
         return profile.replace(export_target=asked) if asked in profile.alias_targets else profile

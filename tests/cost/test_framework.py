@@ -50,6 +50,12 @@ def test_an_unknown_framework_is_an_error_and_not_paraplans_runtime(framework: s
     assert refused.value.hint
 
 
+def test_where_no_name_is_near_the_profiles_are_listed_and_not_every_alias() -> None:
+    with pytest.raises(ProfileError) as refused:
+        load_framework("nosuch")
+    assert refused.value.hint == f"known: {', '.join(FrameworkCatalog().names())}"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_value_of_a_framework_has_a_source(name: str) -> None:
     profile = load_framework(name)
