@@ -140,12 +140,12 @@ def _tried(case: Case, folder: Path, ends: list[Callable[[], None]]) -> Answer:
             return Answer("wrong", message=message, detail=traceback.format_exc())
         found.gradients.append(
             {
-                name: engine.whole(name, held.grad).clone()
+                name: engine.whole(name, held.grad).cpu().clone()
                 for name, held in engine.parameters.items()
                 if held.grad is not None
             }
         )
-    found.parameters = {name: engine.whole(name).clone() for name in engine.parameters}
+    found.parameters = {name: engine.whole(name).cpu().clone() for name in engine.parameters}
     found.buffers = _buffers(engine)
     return compare(expected, others, found, job.world, roughness=_ROUGH.get(recipe.optimizer, 1.0))
 
@@ -196,7 +196,9 @@ def errors(expected: Tensors, found: Tensors) -> dict[str, float]:
 
 def _buffers(engine: Engine) -> Tensors:
     held: Any = engine
-    return {name: buffer.detach().clone() for name, buffer in held._part.buffers.items()}  # no public name has them
+    return {
+        name: buffer.detach().cpu().clone() for name, buffer in held._part.buffers.items()
+    }  # no public name has them
 
 
 def _rows(tree: Any, start: int, count: int) -> Any:

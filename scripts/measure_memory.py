@@ -21,12 +21,14 @@ import importlib.util
 import json
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import paraplan
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, UsageError
@@ -41,7 +43,8 @@ from paraplan.units import format_bytes
 
 SCHEMA_VERSION = 1
 AIM = 0.03
-NUM_STEPS = 3
+NUM_STEPS, NUM_TIMED = 3, 5
+MEASURED = ("peak_bytes", "device_bytes", "reserved_bytes", "step_s")
 MODELS = ("gpt2", "gpt2-medium", "qwen2.5-0.5b", "llama-3.2-1b")
 SEQUENCES = (512, 1024)
 ATTENTIONS: tuple[AttentionKind, ...] = ("sdpa", "eager")
@@ -90,6 +93,8 @@ class Row:
     case: Case
     peak_bytes: int | None
     device_bytes: int | None = None
+    reserved_bytes: int | None = None
+    step_s: float | None = None
 
 
 def full_grid(models: Iterable[str] = MODELS) -> list[Case]:
@@ -129,8 +134,13 @@ def predict(case: Case) -> int:
     return estimate_plan(workload, case.plan).peak_memory_bytes
 
 
-def train(case: Case, *, num_steps: int = NUM_STEPS, before_steps: Callable[[], None] = lambda: None) -> None:
-    """Train `case` for a few steps in this process, on the GPU where there is one; `before_steps` is called first."""
+def train(
+    case: Case, *, num_steps: int = NUM_STEPS, num_timed: int = 0, before_steps: Callable[[], None] = lambda: None
+) -> float | None:
+    """Train `case` for a few steps in this process, on the GPU where there is one; `before_steps` is called first.
+
+    Returns the mean seconds of `num_timed` steps more.
+    """
     import torch
 
     from paraplan import runtime
@@ -152,8 +162,15 @@ def train(case: Case, *, num_steps: int = NUM_STEPS, before_steps: Callable[[], 
     tokens = torch.randint(config.count("vocab_size"), size, device=job.device)
     before_steps()
     for _ in range(num_steps):
-        engine.step(tokens, tokens)
+        loss = engine.step(tokens, tokens)
+    loss.item()  # waits for the GPU
+    started_s = time.perf_counter()
+    for _ in range(num_timed):
+        loss = engine.step(tokens, tokens)
+    loss.item()
+    ended_s = time.perf_counter()
     job.close()
+    return (ended_s - started_s) / num_timed if num_timed else None
 
 
 def measure(case: Case) -> Row:
@@ -161,10 +178,10 @@ def measure(case: Case) -> Row:
     import torch
 
     try:
-        train(case, before_steps=torch.cuda.reset_peak_memory_stats)
+        step_s = train(case, num_timed=NUM_TIMED, before_steps=torch.cuda.reset_peak_memory_stats)
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        return Row(case, torch.cuda.max_memory_allocated(), total - free)
+        return Row(case, torch.cuda.max_memory_allocated(), total - free, torch.cuda.max_memory_reserved(), step_s)
     except torch.cuda.OutOfMemoryError:
         return Row(case, None)
     finally:
@@ -177,12 +194,12 @@ def describe_machine() -> dict[str, Any]:
     import torch
 
     gpu = torch.cuda.get_device_properties(0)
-    names = ("torch", "transformers", "paraplan")
+    names = ("torch", "transformers")
     return {
         "date": dt.date.today().isoformat(),
         "hardware": {"gpu": gpu.name, "memory_bytes": gpu.total_memory},
         "versions": {name: importlib.metadata.version(name) for name in names}
-        | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        | {"paraplan": paraplan.__version__, "python": platform.python_version(), "cuda": torch.version.cuda},
     }
 
 
@@ -191,9 +208,9 @@ def to_json(machine: dict[str, Any], rows: Iterable[Row]) -> str:
     content = {
         "schema_version": SCHEMA_VERSION,
         "unit": "bytes, torch.cuda.max_memory_allocated over the steps after the model is in place; device_bytes is "
-        "what the driver reports in use then, by all processes",
+        "what the driver reports in use then, by all processes; step_s is the mean of later steps in seconds",
         **machine,
-        "rows": [asdict(row.case) | {"peak_bytes": row.peak_bytes, "device_bytes": row.device_bytes} for row in rows],
+        "rows": [asdict(row.case) | {name: getattr(row, name) for name in MEASURED} for row in rows],
     }
     return json.dumps(content, indent=1) + "\n"
 
@@ -206,7 +223,7 @@ def from_json(text: str, *, source: str) -> list[Row]:
             raise ValueError(f"schema_version={content['schema_version']!r}, expected {SCHEMA_VERSION}")
         rows = []
         for row in content["rows"]:
-            measured = {name: row.pop(name) for name in ("peak_bytes", "device_bytes")}
+            measured = {name: row.pop(name) for name in MEASURED if name in row or name in MEASURED[:2]}
             rows.append(Row(Case(**row), **measured))
         return rows
     except (ValueError, KeyError, TypeError) as error:
@@ -248,14 +265,14 @@ def measure_grid(cases: list[Case], output: Path | None) -> int:
         print("hint: --list shows the grid and its predictions, --compare FILE an earlier measurement", file=sys.stderr)
         return 3
     machine = describe_machine()
+    gpu = str(machine["hardware"]["gpu"]).lower().replace(" ", "-")
+    path = output or profiles_folder() / "measured" / f"memory-{gpu}-{machine['date']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, case in enumerate(cases, start=1):
         print(f"{number}/{len(cases)} {case}", file=sys.stderr)
         rows.append(measure(case))
-    gpu = str(machine["hardware"]["gpu"]).lower().replace(" ", "-")
-    path = output or profiles_folder() / "measured" / f"memory-{gpu}-{machine['date']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(machine, rows), encoding="utf-8")
+        path.write_text(to_json(machine, rows), encoding="utf-8")  # what is there if time ends it
     print(f"written to {path}", file=sys.stderr)
     return print_comparison(rows)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_cases import HAS_GPU, TRIES
+
+sys.path.append(str(Path(__file__).parents[1] / "launch"))  # how jobs are started and what is left of them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import errno
 import json
 import os
 import pickle
@@ -85,6 +86,10 @@ def sent(port: int, data: bytes, *, address: str = "127.0.0.1") -> bytes | None:
     except TimeoutError:
         return None
     except ConnectionError:
+        return b""
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:  # the gate has closed already
+            raise
         return b""
 
 
