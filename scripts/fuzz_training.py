@@ -96,6 +96,7 @@ def reference_of(recipe: Recipe, folder: Path, *, is_first: bool) -> Callable[[]
 def try_case(case: Case, folder: Path) -> tuple[Answer, Callable[[], None]]:
     """Train `case` on this rank; return what came of it, and what ends the job once all ranks have answered."""
     torch.manual_seed(case.recipe.seed)
+    torch.backends.cudnn.allow_tf32 = False  # which torch has convolutions do
     ends: list[Callable[[], None]] = []
     try:
         answer = _tried(case, folder, ends)

@@ -165,6 +165,11 @@ CONTRACTS = (
     Contract(f"{_C10D}:_world.pg_names", "groups of a collective that timed out"),
     Contract("torch.distributed:ProcessGroup._get_backend", "the timeout of the default group"),
     Contract("torch.distributed:ProcessGroupGloo._Options", "the timeout of other groups"),
+    Contract("torch.distributed:ProcessGroup._register_backend", "ranks that share a GPU"),
+    Contract("torch.distributed:ProcessGroup._set_default_backend", "as above"),
+    Contract("torch.distributed:ProcessGroup._allgather_base", "as above"),
+    Contract("torch.distributed:ProcessGroup._reduce_scatter_base", "as above"),
+    Contract("torch._C._distributed_c10d:_create_work_from_future", "as above"),
     Contract("torch.testing._internal.distributed.fake_pg:FakeStore", "fake worlds"),
     Contract(
         "torch.distributed.pipelining._backward:stage_backward_weight",

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import paraplan
 from paraplan.errors import NoGpuError, UsageError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
 from paraplan.hardware.catalogue.real_machines import machine_content as machine_content
@@ -146,7 +147,7 @@ def _source(num_ranks: int, threads: int | None) -> str:
     each = "GPU" if threads is None else "CPU process"
     many = f"{num_ranks} {each}{'es' if threads is not None else 's'}" if num_ranks > 1 else f"1 {each}"
     of = f" of {threads} thread{'s' if threads != 1 else ''}" if threads is not None else ""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "paraplan"))
+    versions = f"torch {importlib.metadata.version('torch')}, paraplan {paraplan.__version__}"
     return f"paraplan calibrate on {many}{of}, {dt.date.today()}, {versions}, Python {platform.python_version()}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.live import Live
 from rich.table import Table
@@ -12,12 +12,9 @@ from rich.table import Table
 from paraplan.api.inspection import watched_gpus
 from paraplan.cli.known_columns import known_columns
 from paraplan.cli.terminal import make_console
-from paraplan.units import format_bytes
 
 if TYPE_CHECKING:
     from paraplan.hardware.probe.nvml_state import GpuState
-
-_Number = TypeVar("_Number", int, float)
 
 
 def watch(every_s: float) -> None:
@@ -38,22 +35,26 @@ def state_table(states: Sequence[GpuState]) -> Table:
     """Return what GPUs are doing, one a row."""
     columns: dict[str, Callable[[GpuState], str | None]] = {
         "GPU": lambda one: str(one.index),
-        "memory used": lambda one: _of(one.memory_used_bytes, one.memory_total_bytes, format_bytes),
+        "memory used": lambda one: _of(_gib(one.memory_used_bytes), _gib(one.memory_total_bytes), "GiB"),
         "busy": lambda one: None if one.busy_share is None else f"{one.busy_share:.0%}",
-        "power": lambda one: _of(one.power_w, one.power_limit_w, lambda watts: f"{watts:.0f} W"),
-        "temperature": lambda one: None if one.temperature_c is None else f"{one.temperature_c} C",
-        "SM clock": lambda one: _of(one.sm_clock_mhz, one.sm_clock_max_mhz, lambda rate: f"{rate} MHz"),
+        "power": lambda one: _of(one.power_w, one.power_limit_w, "W"),
+        "temp": lambda one: None if one.temperature_c is None else f"{one.temperature_c} C",
+        "SM clock": lambda one: _of(one.sm_clock_mhz, one.sm_clock_max_mhz, "MHz"),
         "PCIe now": _pcie_now,
         "slowed by": lambda one: ", ".join(one.slowed_by) or None,
-        "ECC errors": lambda one: None if one.ecc_errors is None else str(one.ecc_errors),
+        "ECC": lambda one: None if one.ecc_errors is None else str(one.ecc_errors),
     }
     return known_columns(columns, tuple(states), unknown="")
 
 
-def _of(now: _Number | None, most: _Number | None, words: Callable[[_Number], str]) -> str | None:
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / 2**30
+
+
+def _of(now: float | None, most: float | None, unit: str) -> str | None:
     if now is None:
         return None
-    return words(now) if most is None else f"{words(now)} of {words(most)}"
+    return f"{now:.0f} {unit}" if most is None else f"{now:.0f} of {most:.0f} {unit}"
 
 
 def _pcie_now(state: GpuState) -> str | None:

@@ -121,6 +121,6 @@ def _ranks_of(*, name: str = "", description: str = "") -> tuple[int, ...]:
 
 def default_timeout(device: torch.device) -> timedelta | None:
     """Return after what time collectives of the default group on `device` fail; None without gloo or NCCL there."""
-    if backend_of(device) not in ("gloo", "nccl"):
+    if not backend_of(device).startswith(("gloo", "nccl")):
         return None
     return timeout_of_world(device)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental._config as symbolic_shapes
 from torch import nn
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -233,6 +234,45 @@ def timeout_of_world(device: torch.device) -> timedelta:
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
     timeout: timedelta = backend.options._timeout
     return timeout
+
+
+GATHER_INTO, REDUCE_INTO = "_allgather_base", "_reduce_scatter_base"
+"""What torch calls of a group for `all_gather_into_tensor` and `reduce_scatter_tensor`."""
+
+_ProcessGroup: Any = dist.ProcessGroup  # its methods have several forms, of which torch calls one
+
+
+class GroupOverGloo(_ProcessGroup):  # type: ignore[misc]
+    """A group that a subclass carries out with `gloo`, a group of the same ranks.
+
+    The subclass overrides the collectives by their public names, but for two: `gather_into` and `reduce_into`.
+    """
+
+    gather_into: Callable[..., dist.Work]
+    reduce_into: Callable[..., dist.Work]
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self.gloo = dist.ProcessGroup(store, rank, size)
+        self.gloo._set_default_backend(kind)
+        for group, device in ((self.gloo, "cpu"), (self, "cpu"), (self, "cuda")):
+            group._register_backend(torch.device(device), kind, backend)
+
+    def _allgather_base(self, *arguments: Any) -> dist.Work:
+        return self.gather_into(*arguments)
+
+    def _reduce_scatter_base(self, *arguments: Any) -> dist.Work:
+        return self.reduce_into(*arguments)
+
+
+def finished_work(result: list[torch.Tensor]) -> dist.Work:
+    """Return the work of a collective that is done, with what it has written."""
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(result)
+    work: dist.Work = _create_work_from_future(future)
+    return work
 
 
 def recorded_collectives() -> list[dict[str, Any]] | None:

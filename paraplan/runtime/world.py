@@ -21,7 +21,7 @@ from paraplan.runtime.torch_private import NOISY_LOGGERS, VIEW_WARNING
 
 DEFAULT_TIMEOUT_S = 600.0
 BACKEND = "PARAPLAN_BACKEND"
-"""Set to gloo, ranks share GPUs and talk over the CPU: slow, for tests on fewer GPUs than ranks."""
+"""Set to gloo, ranks share GPUs and talk over the CPU (`shared_gpu.py`): slow, for tests on fewer GPUs than ranks."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,23 @@ def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float
     by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store_of_job(host, port, world, timeout, by_agent=by_agent)
     dist.init_process_group(
-        "gloo" if not on_gpu or environment.get(BACKEND) == "gloo" else "cpu:gloo,cuda:nccl",
+        _backend(world, environment),
         store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
         device_id=world.device if on_gpu and environment.get(BACKEND) != "gloo" else None,
     )
+
+
+def _backend(world: World, environment: Mapping[str, str]) -> str:
+    if world.device.type != "cuda":
+        return "gloo"
+    if environment.get(BACKEND) != "gloo":
+        return "cpu:gloo,cuda:nccl"
+    from paraplan.runtime import shared_gpu
+
+    return shared_gpu.register()
 
 
 def backend_of(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from training_cases import HIDDEN, TOKENS, VOCABULARY, Decoder, Layer, loss_fn
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checks import references
 from paraplan.runtime.engine import Engine
 
 PLANS = {
@@ -220,3 +222,34 @@ def with_dropout() -> nn.Module:
 def test_one_pass_of_a_piece_shows_all_that_is_asked_of_it(ranks: RankHarness) -> None:
     """Two sequences, one of them from another seed and both together; one with dropout again without it."""
     assert ranks.run(losses_of_two_steps, [plain, with_dropout], size=2) == [[[4 + 1, 1], [3 + 3 + 1, 1]]] * 2
+
+
+def memory_after_a_step() -> tuple[int, int]:
+    """Return the numbers of the copy that a check compares with, when it was made and after the step."""
+    made: list[nn.Module] = []
+    copied = references._copied
+
+    def noted(*arguments: Any) -> references.Reference | None:
+        found = copied(*arguments)
+        assert found is not None
+        made.append(found.model)
+        return found
+
+    references._copied = noted
+    gc.disable()  # a cycle is collected some steps later, and memory is short in these
+    job = runtime.init(ParallelPlan(micro_batch_size=4, recompute="full"), shows_progress=False)
+    engine = job.prepare(plain(), loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.1))
+
+    def size() -> int:
+        return sum(held.numel() + (0 if held.grad is None else held.grad.numel()) for held in made[0].parameters())
+
+    before = size()
+    tokens = torch.randint(VOCABULARY, (4, TOKENS))
+    engine.step(tokens, tokens)
+    job.close()
+    return before, size()
+
+
+def test_the_model_that_a_plan_is_checked_by_gives_its_memory_back(ranks: RankHarness) -> None:
+    before, after = ranks.run_alone(memory_after_a_step, is_fresh=True)
+    assert (before > 0, after) == (True, 0)

@@ -146,6 +146,10 @@ class FirstStep:
             before, self._sums = self._sums, None
             check_weights_stay([before, before, weight_sums(self._module)], self._mesh)
 
+    def _end_verification(self, verification: Verification) -> None:
+        verification.release()
+        self._verification = None
+
     def _look(
         self, pieces: Sequence[Piece], needs_rule: bool, verification: Verification | None, num_sequences: int
     ) -> None:
@@ -159,7 +163,7 @@ class FirstStep:
         if verification is None:
             return
         if not verification.is_current():
-            self._verification = None
+            self._end_verification(verification)
             return
         if self._gathers and len(pieces) > 1:
             pieces = [joined(pieces[0], pieces[1])]
@@ -168,7 +172,7 @@ class FirstStep:
         if taken_s is None and verification.can_run_again and self._tries < _MOST_TRIES:
             self._tries += 1
             return
-        self._verification = None
+        self._end_verification(verification)
         if self._mesh.world.rank == 0 and (taken_s is None or taken_s > _WORTH_SAYING_S):
             said = "the plan is not checked against one process, which gives no number on two sequences"
             if taken_s is not None:

@@ -172,6 +172,13 @@ class RunningReference:
             load_whole_model(reader, self.model)
         self._versions = self._held_versions()
 
+    def release(self) -> None:
+        """Give back the memory of the model. Its hooks hold it in a cycle, which Python looks for some steps later."""
+        self._terms.clear()
+        for held in (*self.model.parameters(), *self.model.buffers()):
+            held.grad = None
+            held.data = held.data.new_empty(0)
+
     def _held_versions(self) -> list[tuple[int, int]]:
         """Return what writing counts up: of shards the tensor that code sees, and what this rank holds of it."""
         return [(version_of(one), version_of(local_part(one))) for one in self._part.parameters.values()]

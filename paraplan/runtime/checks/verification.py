@@ -85,6 +85,10 @@ class Verification:
         """Whether `check` may be called again where it returned None."""
         return not self._reference.is_streamed
 
+    def release(self) -> None:
+        """Give back the memory of the reference, which is not used any more."""
+        self._reference.release()
+
     def check(self, pieces: Sequence[Piece], rule: LossRule, *, trains: bool) -> float | None:
         """Return how long it took, in seconds, after both were run on `pieces`; `trains` says in which mode.
 
