@@ -44,7 +44,7 @@ from paraplan.units import format_bytes
 SCHEMA_VERSION = 1
 AIM = 0.03
 NUM_STEPS, NUM_TIMED = 3, 5
-MEASURED = ("peak_bytes", "device_bytes", "reserved_bytes", "step_s")
+MEASURED = ("peak_bytes", "device_bytes", "reserved_bytes", "step_s", "busy_s")
 MODELS = ("gpt2", "gpt2-medium", "qwen2.5-0.5b", "llama-3.2-1b")
 SEQUENCES = (512, 1024)
 ATTENTIONS: tuple[AttentionKind, ...] = ("sdpa", "eager")
@@ -95,6 +95,7 @@ class Row:
     device_bytes: int | None = None
     reserved_bytes: int | None = None
     step_s: float | None = None
+    busy_s: float | None = None
 
 
 def full_grid(models: Iterable[str] = MODELS) -> list[Case]:
@@ -136,10 +137,10 @@ def predict(case: Case) -> int:
 
 def train(
     case: Case, *, num_steps: int = NUM_STEPS, num_timed: int = 0, before_steps: Callable[[], None] = lambda: None
-) -> float | None:
+) -> tuple[float, float] | None:
     """Train `case` for a few steps in this process, on the GPU where there is one; `before_steps` is called first.
 
-    Returns the mean seconds of `num_timed` steps more.
+    Returns, on a GPU, the mean seconds of `num_timed` steps more, and how long kernels run in one of them.
     """
     import torch
 
@@ -169,8 +170,15 @@ def train(
         loss = engine.step(tokens, tokens)
     loss.item()
     ended_s = time.perf_counter()
+    times = None
+    if num_timed and torch.cuda.is_available():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            engine.step(tokens, tokens).item()
+        on_gpu = [event for event in profile.events() if event.device_type.name == "CUDA"]
+        busy_s = sum(event.time_range.elapsed_us() for event in on_gpu) / 1e6
+        times = (ended_s - started_s) / num_timed, busy_s
     job.close()
-    return (ended_s - started_s) / num_timed if num_timed else None
+    return times
 
 
 def measure(case: Case) -> Row:
@@ -178,10 +186,11 @@ def measure(case: Case) -> Row:
     import torch
 
     try:
-        step_s = train(case, num_timed=NUM_TIMED, before_steps=torch.cuda.reset_peak_memory_stats)
+        times = train(case, num_timed=NUM_TIMED, before_steps=torch.cuda.reset_peak_memory_stats)
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        return Row(case, torch.cuda.max_memory_allocated(), total - free, torch.cuda.max_memory_reserved(), step_s)
+        peaks = torch.cuda.max_memory_allocated(), total - free, torch.cuda.max_memory_reserved()
+        return Row(case, *peaks, *(times or ()))
     except torch.cuda.OutOfMemoryError:
         return Row(case, None)
     finally:
@@ -208,7 +217,8 @@ def to_json(machine: dict[str, Any], rows: Iterable[Row]) -> str:
     content = {
         "schema_version": SCHEMA_VERSION,
         "unit": "bytes, torch.cuda.max_memory_allocated over the steps after the model is in place; device_bytes is "
-        "what the driver reports in use then, by all processes; step_s is the mean of later steps in seconds",
+        "what the driver reports in use then, by all processes; step_s is the mean of later steps in seconds, of which "
+        "kernels run for busy_s",
         **machine,
         "rows": [asdict(row.case) | {name: getattr(row, name) for name in MEASURED} for row in rows],
     }
