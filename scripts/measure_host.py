@@ -67,7 +67,8 @@ def build(name: str, depth: int, folder: Path) -> nn.Module:
     path = folder / f"{name}-{depth}.json"
     path.write_text(json.dumps(content))
     with torch.device("cuda"):
-        return library_factory(load_config(path), attention="sdpa")()
+        model: nn.Module = library_factory(load_config(path), attention="sdpa")()
+    return model
 
 
 def tokens() -> torch.Tensor:

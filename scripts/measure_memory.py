@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import paraplan
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
@@ -129,10 +129,15 @@ def quick_grid(models: Iterable[str] = MODELS) -> list[Case]:
 
 def predict(case: Case) -> int:
     """Return the predicted peak in bytes, as torch's allocator counts."""
+    return estimated(case).peak_memory_bytes
+
+
+def estimated(case: Case, *, profile: str = "dgx-h100") -> PlanEstimate:
+    """Return what is predicted on one GPU of a machine; which one it is does not enter what is allocated."""
     spec = read_model(case.model, seq_length=case.seq_length)
-    cluster = cluster_from_profile("dgx-h100", gpus_per_node=1)  # which GPU it is does not enter what is allocated
+    cluster = cluster_from_profile(profile, gpus_per_node=1)
     workload = Workload.of(spec, case.training, cluster, load_link_speeds())
-    return estimate_plan(workload, case.plan).peak_memory_bytes
+    return estimate_plan(workload, case.plan)
 
 
 def train(

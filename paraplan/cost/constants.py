@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from paraplan.plan.training import Fp8Recipe
+from paraplan.plan.training import Fp8Recipe, OptimizerName
 from paraplan.records import Record
 from paraplan.units import GIB, MIB
 
@@ -41,9 +41,11 @@ class CostConstants(Record):
     """Share of the matmul peak of eager attention's two products (assumed: batched, inner size is small)."""
     memory_bandwidth_efficiency: float = 0.80
     """Share of the data sheet's memory bandwidth that element-wise kernels reach (0.6 to 0.9 for usual sizes)."""
-    unaligned_slowdown: float = 2.0
+    unaligned_slowdown: float = 3.5
     """How much longer a 16-bit matmul takes whose operands' rows are not multiples of 16 bytes (NVIDIA, Matrix
-    Multiplication Background User's Guide, requirements of tensor cores)."""
+    Multiplication Background User's Guide, requirements of tensor cores): the geometric mean of 2.6, which makes GPT-2
+    a quarter slower on an A100 with 50,257 tokens than with 50,304, as the author of nanoGPT wrote in February 2023,
+    and 4.9, which the steps of GPT-2 on an H200 leave for it (profiles/measured)."""
     expert_deviation: float = 0.3
     """How much the rows of experts vary around their mean in one layer: 0.22 to 0.40 of 64 experts under an auxiliary
     loss (Wang et al. 2024, arXiv 2408.15664, tables 2 and 6: busiest over mean), 0.18 to 0.29 of 256 with a bias on 64
@@ -98,9 +100,14 @@ class CostConstants(Record):
         moved = 4.0 if own is None else own - 2.0 * compiled
         return self.replace(quantizing_bytes=moved, has_16bit_weight_gradients=recipe == "rowwise_with_gw_hp")
 
-    def optimizer_traffic(self, how: str) -> float:
-        """Return the bytes that a step of AdamW moves for each of its parameters, clipping counted; `how` it goes."""
-        return self.fused_optimizer_bytes if how == "fused" else self.unfused_optimizer_bytes
+    def optimizer_traffic(self, how: str, optimizer: OptimizerName) -> float:
+        """Return the bytes that a step moves for each of its parameters, clipping counted; `how` it goes.
+
+        Of SGD by lists clipping moves 12, the step 12, and momentum 20 (counted in torch/optim/sgd.py); on an H200
+        steps of 1.2 B parameters took as long as 29 and 50. All others are priced as AdamW.
+        """
+        share = {"sgd": 24.0, "sgd_momentum": 44.0}.get(optimizer, 92.0) / 92.0
+        return self.fused_optimizer_bytes if how == "fused" else self.unfused_optimizer_bytes * share
 
     def for_cpu(self) -> CostConstants:
         """Return the constants of ranks without a GPU: nothing that CUDA's libraries keep, no buffers of NCCL."""

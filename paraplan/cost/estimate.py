@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -217,6 +218,16 @@ def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
     For plans that were run: tables of runs round batches, and count stages with the embedding and the head.
     """
     return evaluate_plans(workload, [plan])[0]
+
+
+def host_share(workload: Workload, plan: ParallelPlan) -> float:
+    """Return the share of a step for which GPUs wait for the host to start kernels and collectives."""
+    quick: dict[str, dict[str, float]] = {
+        "kernels": {"host_s_per_block": 0.0, "collective_host_s": 0.0},
+        "data_parallel": {"gather_host_s": 0.0, "reduce_host_s": 0.0},
+    }
+    without = evaluate_plan(replace(workload, framework=workload.framework.changed(**quick)), plan)
+    return 1.0 - without.step.step_time_s / evaluate_plan(workload, plan).step.step_time_s
 
 
 def evaluate_plans(workload: Workload, plans: Sequence[ParallelPlan]) -> list[PlanEstimate]:

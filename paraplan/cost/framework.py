@@ -18,7 +18,6 @@ FUSED_TRAFFIC = 1.6
 """Bytes that a forward pass of fused kernels moves outside of matmuls for each byte that it saves for the backward
 pass, counted by operation: a GPT block moves 54 bytes and saves 34 for each hidden feature."""
 
-
 _HALF = 2.0
 _PURE_STORAGE: dict[str, Any] = {
     "weight_bytes": _HALF,
@@ -46,7 +45,6 @@ _STEPS = {
     "galore_adamw": "for_loop",
 }
 """How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
-
 
 RecomputedOps = Literal["torch", "modules", "experts"]
 """Who chooses. torch: the policy that torchtitan gives to torch's selective checkpointing. It keeps the input of a
@@ -121,6 +119,13 @@ class KernelProfile(_Group):
     fused, 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and saves 49)."""
     host_s_per_block: float
     """Seconds of the host to start the kernels of one block's forward pass: a floor under its time."""
+    backward_host: float = 1.0
+    """How many times as long the host needs for a block's backward pass."""
+    rerun_host: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """How many times as long it needs for a block that runs again under recompute `selective`, `selective_ops` and
+    `full`: hooks see every tensor that is saved, and modes every operation."""
+    compiled_host: float = 1.0
+    """The share of all this that torch.compile leaves; where it is below 1, hooks and modes are compiled as well."""
     host_cpu: str | None = None
     """The CPU that took these seconds, as Linux names it: others take more or less. None: they are taken for any."""
     collective_host_s: float = 0.0
@@ -148,6 +153,9 @@ class KernelProfile(_Group):
     complex_rotary_bytes: float = 0.0
     """Bytes that either pass under torch.compile moves for each element of queries and keys, beyond what one fused
     operation would, where complex numbers turn them: torch.compile makes no kernels of complex operations."""
+    groups_in_sdpa: bool = False
+    """Grouped keys and values are given to torch's sdpa as they are, which of its kernels FlashAttention alone and the
+    one that writes out all scores take (`enable_gqa` in torch's documentation)."""
     repeats_key_heads: bool = False
     """Keys and values of grouped queries are repeated to all heads and saved so."""
     recomputes_ops: bool = False
@@ -383,8 +391,9 @@ class FrameworkProfile(Record):
         return "shared" if self.data_parallel.uses_fsdp else "fp32"
 
     def compiled(self) -> FrameworkProfile:
-        """Return the profile of blocks under torch.compile, which fuses what stands between matmuls.
-
-        The host's time is left as it is: nobody has measured it for compiled blocks.
-        """
-        return self.changed(kernels={"fused": True, "traffic_per_saved_byte": FUSED_TRAFFIC})
+        """Return the profile of blocks under torch.compile, which fuses what stands between matmuls."""
+        kernels = self.kernels
+        host: dict[str, Any] = {"host_s_per_block": kernels.host_s_per_block * kernels.compiled_host}
+        if kernels.compiled_host < 1.0:
+            host |= {"backward_host": 1.0, "rerun_host": (1.0, 1.0, 1.0)}
+        return self.changed(kernels={"fused": True, "traffic_per_saved_byte": FUSED_TRAFFIC} | host)

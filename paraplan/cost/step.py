@@ -32,10 +32,13 @@ from paraplan.cost.memory.activations import copy_s
 from paraplan.cost.pipeline.bubble import bubble_s
 from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
-from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
+from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode, ScheduleCode
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import ModelSpec
 
+_HALVES_HOST = 1.5
+"""How many times as long the host needs for a backward pass in two halves: ranks of a pipeline took 1.2 to 1.6 times as
+much CPU time for whole steps (12 small blocks on two CPU ranks, torch 2.13)."""
 ADAPTER_KERNEL_S = 0.0003 / 39
 """Seconds of the host to start one kernel of an adapter: those of a Llama block of transformers, 39 by operation (16 of
 its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms that it takes."""
@@ -152,7 +155,7 @@ _PURE_SHARE = 0.5
 def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats:
     """Return the seconds of an optimizer step on `sharded` parameters of one rank, on the GPU or offloaded."""
     constants = workload.constants
-    traffic = constants.optimizer_traffic(workload.framework.storage.optimizer_step)
+    traffic = constants.optimizer_traffic(workload.framework.storage.optimizer_step, workload.training.optimizer)
     if workload.training.precision == "bf16-pure":
         traffic *= _PURE_SHARE
     return np.where(
@@ -239,9 +242,11 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time.
     host_s = _block_host_s(workload, table)
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
-    again = np.maximum(again, (host_s + forward_starts) * stage.num_blocks - forward_sends)
+    again_host_s = host_s * _rerun_host(workload, table)
+    again = np.maximum(again, (again_host_s + forward_starts) * stage.num_blocks - forward_sends)
     forward_host_s = host_s + forward_starts + work.forward_host_s
-    backward_host_s = host_s + backward_starts + work.backward_host_s
+    halves = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, _HALVES_HOST, 1.0)
+    backward_host_s = host_s * workload.block_kernels.backward_host * halves + backward_starts + work.backward_host_s
     copies = copy_s(workload, costs, stage)  # of activations to the host and back, beside all that a pass does
     forward = np.maximum(forward, np.maximum(forward_host_s * stage.num_blocks, copies) - forward_sends)
     backward = np.maximum(backward, np.maximum(backward_host_s * stage.num_blocks, copies - again) - backward_sends)
@@ -250,7 +255,7 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first + head_s
     recompute = np.where(is_full, again, stage.sum(costs, costs.recompute_s))
     # Modules go through all of a block again, whichever of its operations they find kept.
-    recompute = np.where(repeats & ~is_full, np.maximum(recompute, host_s * stage.num_blocks), recompute)
+    recompute = np.where(repeats & ~is_full, np.maximum(recompute, again_host_s * stage.num_blocks), recompute)
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = framework.pipeline.splits_sends
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
@@ -286,8 +291,14 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
     adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
     routed = sum(run.count for run in model.runs if routed_matmul(run.block)) / max(1, model.num_blocks)
     starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
-    of_kernels = framework.kernels.host_s_per_block * workload.host_slowdown(framework.kernels.host_cpu)
+    kernels = workload.block_kernels
+    of_kernels = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
     return np.asarray((of_kernels + starts) * table.devices)
+
+
+def _rerun_host(workload: Workload, table: PlanTable) -> Floats:
+    """Return how many times as long as for a forward pass the host needs for a block that runs again."""
+    return np.asarray((1.0, *workload.block_kernels.rerun_host))[table.recompute]
 
 
 def _expert_parallel(

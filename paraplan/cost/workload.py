@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from paraplan.cost.constants import CostConstants
-from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
+from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile, KernelProfile
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, PlanTable
 from paraplan.errors import PlanError
@@ -18,6 +18,7 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.cpus import one_core_score
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.parallel import Recompute
@@ -99,6 +100,31 @@ class Workload:
             plain_framework=framework,
         )
 
+    @cached_property
+    def writes_out_scores(self) -> bool:
+        """Whether torch's sdpa has no fused kernel for this model, as for grouped queries without FlashAttention.
+
+        That takes 16 bits, compute capability 8.0 and heads of at most 256 features. Layers whose window is shorter
+        than the sequences give a mask, for which transformers repeats the heads.
+        """
+        training, gpu = self.training, self.cluster.gpu
+        if training.attention != "sdpa" or not self.framework.kernels.groups_in_sdpa or gpu.vendor == "cpu":
+            return False
+        cores = [run.block.attention for run in self.model.runs if run.block.attention is not None]
+        grouped = [core for core in cores if core.num_kv_heads < core.num_heads and core.window is None]
+        has_flash = training.precision != "fp32" and gpu.shared.runs_flash
+        return any(not has_flash or core.qk_head_dim > LARGEST_FLASH_HEAD for core in grouped)
+
+    @cached_property
+    def kernel_training(self) -> TrainingSpec:
+        """The training as kernels of blocks run it."""
+        return self.training.replace(attention="eager") if self.writes_out_scores else self.training
+
+    @cached_property
+    def block_kernels(self) -> KernelProfile:
+        """The framework's kernels of blocks, under torch.compile where the training compiles them."""
+        return (self.framework.compiled() if self.training.compiled else self.framework).kernels
+
     @property
     def keeps_fp32_weights(self) -> bool:
         """Whether all weights are in fp32 under autocast: not where some are frozen in fewer bits."""
@@ -122,7 +148,7 @@ class Workload:
         An attention core that keeps no scores has nothing to drop but a number for each head and token. Megatron-Core's
         modules that drop their outputs are those of experts.
         """
-        dropped: set[Recompute] = set() if self.training.attention == "eager" else {"selective"}
+        dropped: set[Recompute] = set() if self.kernel_training.attention == "eager" else {"selective"}
         kernels = self.framework.kernels
         if not kernels.recomputes_ops or (kernels.recomputed_ops != "torch" and self.model.num_experts == 1):
             dropped.add("selective_ops")

@@ -102,6 +102,14 @@ class ArchitectureProfile(Record):
     sources: tuple[Source, ...] = Field(min_length=1)
     """Where the values come from."""
 
+    @property
+    def runs_flash(self) -> bool:
+        """Whether torch's FlashAttention runs here: from compute capability 8.0 on, and on AMD's GPUs.
+
+        torch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (check_flash_attention_hardware_support).
+        """
+        return not any(name[0].isdecimal() and float(name) < 8.0 for name in self.capabilities)
+
     def attention_speed(self, generation: int | None, *, uses_sdpa: bool = False) -> FlashAttentionSpeed:
         """Return the speed of a generation of FlashAttention, of the nearest older one where it is not listed.
 

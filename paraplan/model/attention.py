@@ -10,7 +10,7 @@ from paraplan.model.spec import Attention, AttentionKernel, ElementType
 
 FUSED_KERNELS: tuple[AttentionKernel, ...] = ("flash", "sdpa")
 EAGER: tuple[AttentionKernel, ...] = ("eager",)
-_LARGEST_FLASH_HEAD = 256  # torch's own rule (ATen/native/transformers/cuda/sdp_utils.cpp)
+LARGEST_FLASH_HEAD = 256  # torch's own rule (ATen/native/transformers/cuda/sdp_utils.cpp)
 
 QkNorm = Literal["none", "per_head", "all_heads", "weight_per_head"]
 """per_head: one weight of head_dim features for all heads; all_heads: a norm over all heads' features together;
@@ -287,7 +287,7 @@ def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
     # The values are a view of the expansion, so that the keys' part of it stays too.
     nope_width = heads.num_heads * heads.nope_head_dim
     part += kept("keys before rotation", nope_width, split="tensor", kernels=FUSED_KERNELS, by="modules")
-    if heads.qk_head_dim == heads.v_head_dim <= _LARGEST_FLASH_HEAD:
+    if heads.qk_head_dim == heads.v_head_dim <= LARGEST_FLASH_HEAD:
         # Flash attention gives its output the order of the queries, which were put together head by head: the output
         # projection reads a copy in the order of tokens. The other kernel, for unequal sizes, has that order itself.
         width = heads.num_heads * heads.v_head_dim

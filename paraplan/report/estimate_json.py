@@ -22,7 +22,13 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
     """Return what to know of an estimate, a sentence each: of its training, and whether paraplan runs the plan."""
     notes = training_notes(workload.model, workload.training) + task_notes(workload) + assumed_speeds(workload)
     training = workload.training
-    if plan.recompute == "selective" and training.attention != "eager":
+    if workload.writes_out_scores:
+        why = "in fp32" if training.precision == "fp32" else f"of this model on {workload.cluster.gpu.title}"
+        notes += (
+            f"torch's sdpa has no fused kernel for grouped queries {why}: all scores are kept and counted, as in eager "
+            "attention",
+        )
+    if plan.recompute == "selective" and workload.kernel_training.attention != "eager":
         ways = [name for name in workload.recomputes if name in ("selective_ops", "full")]
         notes += (
             f"selective recompute drops what attention keeps of its scores, and {training.attention} attention keeps "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from paraplan.cost.estimate import STEP_PARTS, PlanEstimate, StepEstimate, estimate_plan
+from paraplan.cost.estimate import STEP_PARTS, PlanEstimate, StepEstimate, estimate_plan, host_share
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import AXES, ParallelPlan
@@ -82,7 +82,13 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
     step, found = estimate.step, []
     cause, share = _largest_waste(step)
     if step.mfu < LOW_MFU and workload.cluster.gpu.vendor != "cpu":
+        waited = host_share(workload, estimate.plan)
         why = f"{share:.0%} of the step is {cause}" if share > 0.25 else "kernels this small do not fill the GPU"
+        if waited > max(share, 0.25):
+            helps = ["larger micro-batches"] * (estimate.plan.num_microbatches > 1)
+            helps += [] if workload.training.compiled else ["--compile"]
+            less = f", which {' and '.join(helps)} would shorten" if helps else ""
+            why = f"for {waited:.0%} of the step they wait for the host to start kernels{less}"
         found.append(f"only {step.mfu:.1%} of the GPUs' peak is used: {why}{_scarcity(workload)}")
     elif step.pipeline_bubble_s > LARGE_BUBBLE * step.step_time_s:
         bubble = step.pipeline_bubble_s / step.step_time_s
@@ -140,11 +146,12 @@ def _of_batch(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
 
 
 def _plain(workload: Workload, batch: int) -> Iterator[PlanEstimate]:
-    """Yield FSDP over all GPUs with a batch that they divide: one micro-batch without recompute, and many with it."""
+    """Yield DDP, and FSDP in one micro-batch without recompute and in many with it, with a batch that GPUs divide."""
     gpus = workload.cluster.num_gpus
     share = batch // gpus
     plan = ParallelPlan(dp=gpus, zero_stage=3 if gpus > 1 else 0, num_microbatches=share, recompute="full")
-    plans = (plan.replace(micro_batch_size=share, num_microbatches=1, recompute="none"), plan)
+    at_once = plan.replace(micro_batch_size=share, num_microbatches=1, recompute="none")
+    plans = (at_once.replace(zero_stage=0), at_once, plan)
     other = workload.trained_as(workload.training.replace(global_batch_size=batch))
     for each in plans:
         with suppress(ParaplanError):

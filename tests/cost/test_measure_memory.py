@@ -112,3 +112,23 @@ def test_a_case_is_trained_with_the_runtimes_engine(script: ModuleType, tiny: st
     called: list[str] = []
     script.train(case, num_steps=1, before_steps=lambda: called.append("prepared"))
     assert called == ["prepared"]
+
+
+MEASURED = SCRIPT.parents[1] / "profiles" / "measured" / "memory-nvidia-h200-2026-11-26.json"
+
+
+def test_peaks_on_a_gpu_are_those_that_were_predicted(script: ModuleType) -> None:
+    rows = script.from_json(MEASURED.read_text(), source="file")
+    errors = [script.predict(row.case) / row.peak_bytes - 1 for row in rows]
+    assert len(errors) == 48
+    assert sum(map(abs, errors)) / len(errors) < 0.003
+    assert max(map(abs, errors)) < 0.02
+
+
+def test_steps_that_wait_for_the_host_are_told_from_others(script: ModuleType) -> None:
+    """Nothing says how fast a host is: two machines of this kind differ by half. On this one all waits are longer."""
+    rows = script.from_json(MEASURED.read_text(), source="file")
+    waiting = [row for row in rows if row.step_s > 1.3 * row.busy_s]
+    steps = [script.estimated(row.case, profile="hgx-h200").step.step_time_s / row.step_s for row in waiting]
+    assert len(steps) > 25
+    assert 0.6 < sum(steps) / len(steps) < 1.0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,7 @@ def test_the_host_is_the_limit_of_small_blocks_that_are_gathered(workload: MakeW
 
 def test_a_recomputed_pass_casts_again_and_gathers_nothing(made: Workload) -> None:
     plan = DP.replace(recompute="full", micro_batch_size=2)
+    made = replace(made, framework=made.framework.changed(kernels={"host_s_per_block": 0.0}))  # no block waits for it
     bandwidth = made.memory_bandwidth_bytes_per_s
     uncast = replace(made, framework=made.framework.changed(storage={"is_autocast": False, "autocast_copy_bytes": 0}))
     casts = [evaluate_plan(each, plan).step.recompute_s for each in (made, uncast)]
@@ -116,3 +118,39 @@ def test_a_recomputed_pass_casts_again_and_gathers_nothing(made: Workload) -> No
         for each in (made, replace(made, framework=made.framework.changed(data_parallel={"gather_traffic": 0})))
     ]
     assert np.ptp(gathered) == 0
+
+
+def test_recompute_and_halves_of_a_backward_pass_cost_the_host_more(workload: MakeWorkload) -> None:
+    small = workload("gpt2", seq_length=64, global_batch_size=4)
+    steps = {
+        recompute: evaluate_plan(small, ParallelPlan(recompute=recompute, micro_batch_size=1, num_microbatches=4)).step
+        for recompute in ("none", "selective_ops", "full")
+    }
+    host_s = small.framework.kernels.host_s_per_block
+    assert steps["none"].compute_s == pytest.approx(4 * 12 * host_s * 3.4, rel=0.15)
+    again = [steps[name].recompute_s / (4 * 12 * host_s) for name in ("selective_ops", "full")]
+    assert again == pytest.approx([6.2, 2.9])
+    pipelines = [
+        evaluate_plan(
+            small, ParallelPlan(pp=2, pipeline_schedule=schedule, micro_batch_size=1, num_microbatches=4)
+        ).step
+        for schedule in ("1f1b", "zero_bubble")
+    ]
+    assert pipelines[1].compute_s > 1.2 * pipelines[0].compute_s
+
+
+def test_compiled_blocks_take_the_host_half_the_time(workload: MakeWorkload) -> None:
+    plain, compiled = (workload("gpt2", seq_length=64, compiled=each).block_kernels for each in (False, True))
+    assert compiled.host_s_per_block == pytest.approx(0.5 * plain.host_s_per_block)
+    assert (compiled.backward_host, compiled.rerun_host) == (1.0, (1.0, 1.0, 1.0))
+
+
+def test_sdpa_without_a_fused_kernel_keeps_all_scores(workload: MakeWorkload) -> None:
+    def makes_scores(model: str, profile: str, **options: Any) -> bool:
+        return workload(model, profile=profile, seq_length=512, **options).writes_out_scores
+
+    assert makes_scores("llama-3.2-1b", "dgx-h100", precision="fp32")
+    assert not makes_scores("llama-3.2-1b", "dgx-h100", precision="bf16")
+    assert makes_scores("llama-3.2-1b", "titan-rtx-x2", precision="fp16")  # compute capability 7.5
+    assert not makes_scores("gpt2", "titan-rtx-x2", precision="fp32")  # as many keys as queries
+    assert not makes_scores("llama-3.2-1b", "dgx-h100", precision="fp32", attention="eager")

@@ -17,7 +17,8 @@ from paraplan.plan.training import TrainingPrecision
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is a prototype feature:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # of torch's own compiler
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # of torch's own compiler, as the next one
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 ALONE = ParallelPlan(micro_batch_size=BATCH)
 Record = Callable[[str, Any], None]

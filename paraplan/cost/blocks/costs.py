@@ -130,7 +130,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     if missing or not known.rows:
         new = Shardings.of_columns(
             [column[missing] for column in columns],
-            workload.training,
+            workload.kernel_training,
             autocast=framework.storage.is_autocast,
             keeps_gathered_inputs=framework.tensor_parallel.keeps_gathered_inputs,
             rings_context=framework.kernels.ring_attention,
@@ -145,7 +145,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
 
 def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     """Return the columns of `BlockCosts` for some shardings."""
-    model, training, framework = workload.model, workload.training, workload.framework
+    model, training, framework = workload.model, workload.kernel_training, workload.framework
     ends = _embedding_and_head_costs(workload, shardings)
     if training.compiled:  # the blocks, not what stands around them
         shardings, framework = replace(shardings, is_compiled=True), framework.compiled()
@@ -204,7 +204,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
 
 def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     """Return the columns of the embedding, of the head with the loss, and of what blocks hand on."""
-    model, training, framework = workload.model, workload.training, workload.framework
+    model, training, framework = workload.model, workload.kernel_training, workload.framework
     times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
     boundary = shardings.tokens * model.hidden_size * training.activation_bytes / shardings.sequence_tp
     return {
@@ -347,7 +347,7 @@ def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, shardings: Shar
 def _kept_bytes(
     block: BlockSpec, workload: Workload, shardings: Shardings, *, kernels: KernelProfile, is_first: bool
 ) -> Floats:
-    training = workload.training
+    training = workload.kernel_training
     if not block.has_backward:
         return np.zeros_like(shardings.tp)
     whole, rest = (

@@ -28,6 +28,7 @@ def effective_peak(gpu: GpuProfile, training: TrainingSpec) -> float:
     return next(gpu.peak_flops_per_s[name] for name in wanted if name in gpu.peak_flops_per_s)
 
 
+_GELU_BYTES = 3.0  # for each byte of its powers, in either pass
 _UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
 """What torch's own operations move for each score beyond one fused kernel, forward and backward.
 
@@ -65,6 +66,7 @@ class KernelTimes:
         traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = traffic * (2.0 if backward else 1.0)
         traffic = traffic + self._routed_bytes(block, backward=backward) + self._rotary_bytes(block)
+        traffic = traffic + self._written_gelu_bytes(whole)
         if self.constants.has_8bit_matmuls and block.attention is not None:
             traffic = traffic + self._quantizing_bytes(block, backward=backward)
         attention = self.attention_s(block, backward=backward)
@@ -79,6 +81,18 @@ class KernelTimes:
             each = one.quantized_bytes + self.training.activation_bytes
             total += one.k * one.n * one.num_experts * each / ranks
         return total
+
+    def _written_gelu_bytes(self, block: BlockSpec) -> Floats:
+        """Return what a pass of a GELU that is written out moves beyond what its saved tensors tell.
+
+        Of 16 saved bytes an element in 16 bits, 12 of them powers and products in fp32, transformers' gelu_new moves 76
+        forward and 120 backward, casts counted (transformers/activations.py, NewGELUActivation, under autocast).
+        """
+        powers = [one for one in block.saved if one.name == "power"]
+        if self.framework.kernels.fused or not powers:
+            return np.zeros_like(self.shardings.tp)
+        of_powers = block.replace(saved=tuple(powers))
+        return _GELU_BYTES * saved_bytes(of_powers, self.training, self.shardings, fused_kernels=False)
 
     def _rotary_bytes(self, block: BlockSpec) -> Floats | float:
         """Return what a pass moves to turn queries and keys as complex numbers, beyond a fused rotation.

@@ -97,7 +97,9 @@ def kernel_cases(precisions: Sequence[Precision], *, on_gpus: bool, num_ranks: i
     cases += [
         KernelCase(kind="copy", precision=first, sizes=(size,), is_required=size == elements[0]) for size in elements
     ]
-    cases += [KernelCase(kind="optimizer", precision="fp32", sizes=(elements[1],))]
+    # Of few parameters a GPU's step is what its calls take, and fits into its caches.
+    parameters = 2 * elements[2] if on_gpus else elements[1]
+    cases += [KernelCase(kind="optimizer", precision="fp32", sizes=(parameters,))]
     cases += [KernelCase(kind="overlap", precision=first, sizes=(elements[1],))] * (num_ranks > 1)
     for precision in precisions:
         for length in tokens:
