@@ -34,7 +34,7 @@ def estimate(row: MeasuredRun) -> PlanEstimate:
 
 
 def test_a_row_states_the_generation_of_its_attention_kernels() -> None:
-    row = run(framework="FSDP2", zero_stage=3, seq_len=8192)
+    row = run(framework="FSDP2", zero_stage=3, seq_len=8192, hidden=4096, heads=32)
     workloads = [workload_of_run(row.replace(flash_generation=each), DATA) for each in (None, 2, 3)]
     assert [each.framework.kernels.flash_generation for each in workloads] == [2, 2, 3]
     assert workload_of_run(row.replace(framework="paraplan"), DATA).framework.kernels.flash_generation is None
