@@ -1,11 +1,13 @@
-"""DataParallel in one process: what is refused without its GPUs, and what the model is wrapped in."""
+"""DataParallel in one process: what is refused without its GPUs, what the model is wrapped in. The sums of DDP."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_harness import RankHarness, RanksFailedError
 from torch import nn
 from training_cases import GLOBAL_BATCH, train
@@ -15,12 +17,15 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data_parallel.wrapping import (
     NoSync,
+    ReplicaReduction,
     apply_data_parallelism,
     gradient_sync,
     share_among_devices,
 )
 from paraplan.runtime.job_start import check_devices
+from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.structure.blocks import compile_blocks, find_blocks
+from paraplan.runtime.torch_private import default_store
 
 TWO_GPUS = ParallelPlan(devices_per_process=2, micro_batch_size=GLOBAL_BATCH)
 
@@ -87,3 +92,40 @@ def test_compiled_blocks_are_refused_under_dataparallel() -> None:
 def test_two_gpus_of_one_process_train_as_one() -> None:
     alone, shared = train("decoder", ParallelPlan(micro_batch_size=GLOBAL_BATCH)), train("decoder", TWO_GPUS)
     assert shared.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+class Bucket:
+    """Gradients as DDP gives them to what sums them."""
+
+    def __init__(self) -> None:
+        self.gradients = torch.ones(4)
+
+    def buffer(self) -> torch.Tensor:
+        return self.gradients
+
+    def is_last(self) -> bool:
+        return True
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_a_sum_on_its_way_does_not_hold_its_process_group(reduce_dtype: ReduceType, ranks: RankHarness) -> None:
+    num_references, _ = ranks.run(_count_references_of_a_sum, reduce_dtype, size=2)
+    assert num_references == 0, "a thread of the group would drop the last one, wait for itself, and abort the rank"
+
+
+def _count_references_of_a_sum(reduce_dtype: ReduceType) -> int:
+    job = runtime.init()
+    group = job.mesh.replica_group
+    assert group is not None
+    if not job.is_main:
+        default_store().wait(["counted"])
+        dist.all_reduce(torch.ones(4, dtype=torch.bfloat16 if reduce_dtype == "bf16" else None), group=group)
+        return 0
+    before = sys.getrefcount(group)
+    summed = ReplicaReduction(nn.Linear(2, 2), group, 0, reduce_dtype).sum(bucket := Bucket())
+    num_references = sys.getrefcount(group) - before
+    default_store().set("counted", "")
+    summed.wait()
+    assert bucket.gradients.tolist() == [2.0] * 4
+    return num_references

@@ -267,8 +267,11 @@ class ReplicaReduction:
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
         self._is_complete = self._is_complete or bucket.is_last()
+        # What follows a sum is dropped by a thread of gloo's, perhaps after all else. It does not hold `self`, and with
+        # it the group: the end of a group waits for its threads, and a thread that waits for itself aborts the rank.
+        is_narrow = self._is_narrow
         summed: torch.futures.Future[torch.Tensor] = work.get_future().then(
-            lambda future: buffer.copy_(future.value()[0]) if self._is_narrow else future.value()[0]
+            lambda future: buffer.copy_(future.value()[0]) if is_narrow else future.value()[0]
         )
         return summed
 
