@@ -276,13 +276,14 @@ def _check_limits(num_ranks: int, world_size: int) -> Findings:
 
 
 def _report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
-    """Say why the job has failed though the ranks of this node have ended well; return the status."""
+    """Say why the job has failed though the ranks of this node have not; return the status."""
     if not error.failures:
-        say(f"the job ends: {error.reason}; the ranks of this node had ended well")
+        say(f"the job ends: {error.reason}; the ranks of this node {error.became}")
         return 1
     first = first_node_failure(error.failures)
     folder = shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None
-    write_report(render_failure_elsewhere(first, [], ReportContext(hostname=socket.gethostname(), log_folder=folder)))
+    context = ReportContext(hostname=socket.gethostname(), log_folder=folder, became=error.became)
+    write_report(render_failure_elsewhere(first, [], context))
     return first.exit_status
 
 

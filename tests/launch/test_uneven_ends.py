@@ -23,6 +23,9 @@ if os.environ["RANK"] != early:
 print("ended", flush=True)
 """
 
+LATE = ["--monitor-interval", 8]
+"""A launcher with this says long after its ranks have ended that they have."""
+
 
 def start(
     made: Hosts, start_node: StartNode, script: WriteScript, *, early: int, seconds: float, fault: str = "none"
@@ -90,3 +93,44 @@ def test_a_rank_that_fails_is_not_started_again_where_those_of_another_node_have
     assert [status for status, _ in ended] == [1, 1], said
     assert said.count("began") == 2, said
     assert said.count("cannot start again: no restart") == 1
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_that_fails_before_another_node_says_that_its_ranks_have_ended_is_not_started_again(
+    early: int, script: WriteScript, three_hosts: Hosts, start_node: StartNode
+) -> None:
+    train, port = script(SCRIPT), free_port()
+    where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{port}"]
+    words = [*where, "--max-restarts", 3, "--rdzv-conf", "last_call_timeout=30", "--no-logs"]
+    ends = [train, early, 1, "fails"]
+    nodes = [start_node(index, *words, *(LATE if index == early else []), *ends) for index in range(2)]
+    done, failed = nodes[early], nodes[1 - early]
+    failed.wait_for("restarting all ranks (2 of 3 restarts left)")
+    status, said = failed.end(60)
+    assert (status, said.count("began")) == (1, 1), said
+    assert said.count("ranks of another node have ended well, and cannot start again: no restart") == 1
+    assert "RuntimeError: late failure" in said.splitlines()[-1]
+    status, said = done.end(10)
+    assert (status, said.count("began")) == (1, 1), said
+    assert f"rank {1 - early} failed first, on host node{1 - early}: RuntimeError: late failure" in said
+    assert f"on host node{early} all ranks had ended well" in said
+
+
+def test_a_node_whose_healthy_ranks_were_stopped_for_a_restart_that_cannot_be_ends_too(
+    script: WriteScript, three_hosts: Hosts, start_node: StartNode
+) -> None:
+    train, port = script(SCRIPT), free_port()
+    where = ["--nnodes", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{port}"]
+    words = [*where, "--max-restarts", 3, "--no-logs"]
+    done = start_node(0, *words, *LATE, train, 0, 0, "none")
+    failed = start_node(1, *words, train, 0, 1, "fails")
+    healthy = start_node(2, *words, train, 0, 600, "none")
+    healthy.wait_for("restarting all ranks")
+    status, said = healthy.end(60)
+    assert (status, said.count("began")) == (1, 1), said
+    assert "cannot start again: no restart" in said
+    assert "rank 1 failed first, on host node1: RuntimeError: late failure" in said
+    assert "on host node2 all ranks had been stopped to start again" in said
+    for node in (failed, done):
+        status, said = node.end(10)
+        assert (status, "RuntimeError: late failure" in said) == (1, True), said

@@ -20,14 +20,14 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.elastic.ending import await_other_nodes
+from paraplan.launch.elastic.ending import await_other_nodes, end_without_restart
 from paraplan.launch.elastic.movable import MovableRendezvous
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
-from paraplan.launch.nodes.store import NodeLostError, NodeStore
+from paraplan.launch.nodes.store import NodeEndedError, NodeLostError, NodeStore
 from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import (
     ElasticAgent,
@@ -40,6 +40,7 @@ from paraplan.launch.torch_private.elastic import (
 
 _LOOK_INTERVAL_S = 1.0
 _LOST_MEANWHILE = "a node is lost before the ranks have started: meeting again"
+_NO_RESTART = "ranks of another node have ended well, and cannot start again: no restart"
 
 
 class NodeAgent(ElasticAgent):
@@ -68,14 +69,24 @@ class NodeAgent(ElasticAgent):
         self._before_start = before_start
         self._job = job
         self._doors, self._nodes, self._endpoint = doors, nodes, endpoint
-        self._is_restart_told = self._is_spare = self._is_restarting = False
+        self._is_restart_told = self._is_spare = self._is_restarting = self._is_meeting = False
         job.may_restart = lambda: self._is_restarting or self.restarts_left > 0
+        job.waits_for_ended = lambda: self._is_meeting and self._is_anyone_done()
+        self._failed: RunResult | None = None
         self._store_of_nodes: NodeStore | None = None
         self._looks_at = 0.0
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the ranks to their end. torch returns nothing for a node that the job has never needed."""
-        result: RunResult | None = super().run(role)
+        result: RunResult | None
+        try:
+            result = super().run(role)
+        except NodeEndedError:  # which had not said so yet when this node began to wait for it
+            say(_NO_RESTART)
+            if self._failed is None:
+                assert self._store_of_nodes is not None
+                raise end_without_restart(self._store_of_nodes) from None
+            result = self._failed
         self._doors.spares = spares(self._handler)
         if result is None:
             say("the job has ended, and this node was not needed")
@@ -85,6 +96,8 @@ class NodeAgent(ElasticAgent):
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Return how the ranks are, and start them again where a node was lost."""
         result = super().monitor_workers(group)
+        has_failed = result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY)
+        self._failed = result if has_failed else None
         reason = self._reason_to_move()
         if result.state == WorkerState.HEALTHY and reason is not None:
             self._tell_restart(reason)
@@ -93,9 +106,9 @@ class NodeAgent(ElasticAgent):
             then = "restarting the other nodes without it" if self._may_go_on_without() else "waiting for it"
             self._tell_restart(f"a node is lost: {then}")
             self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
-        elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.restarts_left > 0:
+        elif has_failed and self.restarts_left > 0:
             if self._is_anyone_done():
-                say("ranks of another node have ended well, and cannot start again: no restart")
+                say(_NO_RESTART)
                 self.forgo_restarts()
             else:
                 self._tell_failure()
@@ -181,13 +194,17 @@ class NodeAgent(ElasticAgent):
             await_other_nodes(self._store_of_nodes)
 
     def rendezvous(self, group: WorkerGroup) -> None:
-        """Wait for the other nodes; an error says which have come."""
+        """Wait for the other nodes; an error says which have come.
+
+        Raises `NodeEndedError` where ranks of one of the last round end well meanwhile: it does not come.
+        """
         # torch's dynamic rendezvous keeps where the ranks' store is from its first round on: a node that comes later
         # is never told, and one that stays looks for a store on a node that may be gone.
         is_over = threading.Event()
         if participants(self._handler) is not None and self._nodes.max > 1:
             threading.Thread(target=self._say_who_is_missing, args=(is_over,), daemon=True).start()
         began_s = time.monotonic()
+        self._is_meeting = True
         try:
             self._meet(group)
             while (group.group_world_size or 0) < self._nodes.min:
@@ -205,6 +222,7 @@ class NodeAgent(ElasticAgent):
                 say("this node takes the place of one that is lost")
             self._is_spare = False
         finally:
+            self._is_meeting = False
             self._job.clock.waiting_s += time.monotonic() - began_s
             is_over.set()
 

@@ -13,17 +13,27 @@ from paraplan.launch.nodes.store import NodeStore
 
 _LOOK_S = (0.05, 1.0)  # at first, and later
 _OTHER_NODES_S = 15.0
+_FAILURES_S = 5.0
 _LEAVE_S = 30.0
 _MOST_NAMED = 4
 
 
 class FailedElsewhereError(Exception):
-    """The ranks of this node have ended well, and those of another one have not."""
+    """The ranks of this node have not failed, and the job has: by ranks of another node."""
 
-    def __init__(self, reason: str, failures: Sequence[NodeFailure] = ()) -> None:
-        """Take a sentence, and how ranks failed, where nodes have said so."""
+    def __init__(self, reason: str, failures: Sequence[NodeFailure] = (), *, became: str = "had ended well") -> None:
+        """Take a sentence, how ranks failed, where nodes have said so, and what became of the ranks of this node."""
         super().__init__(reason)
-        self.reason, self.failures = reason, list(failures)
+        self.reason, self.failures, self.became = reason, list(failures), became
+
+
+def end_without_restart(store: NodeStore) -> FailedElsewhereError:
+    """Return how the job ends for a node that has stopped healthy ranks for a restart which cannot be."""
+    failures = store.failures_of_others(timeout_s=_FAILURES_S)
+    store.note_stop("a restart without those that had ended well")
+    return FailedElsewhereError(
+        "ranks of another node had ended well", failures, became="had been stopped to start again"
+    )
 
 
 def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time.sleep) -> None:

@@ -125,6 +125,7 @@ def run_agent(
         is_gone=doors.is_gone,
         silence_s=silence_s,
         has_moved=lambda: doors.standing.newer is not None,
+        waits_for_ended=lambda: job.waits_for_ended(),
     )
     movable = None
     if silence_s is not None:

@@ -88,6 +88,8 @@ class JobRecord:
     live: LiveRanks = field(default_factory=LiveRanks)
     may_restart: Callable[[], bool] = lambda: False
     """Whether the ranks start again if they end now."""
+    waits_for_ended: Callable[[], bool] = lambda: False
+    """Whether this node waits in the rendezvous for one whose ranks have ended well."""
 
     def end_sharing(self) -> None:
         """Give back what ranks and launcher shared, at the end of the job. What ranks have told stays."""

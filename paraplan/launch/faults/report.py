@@ -63,6 +63,8 @@ class ReportContext:
     places_elsewhere: tuple[str, ...] = ()
     free_bytes: int | None = None
     """Room on the disk of the logs; None where it is not known."""
+    became: str = "had ended well"
+    """What became of the ranks of this node where none of them failed."""
 
 
 def say(text: str) -> None:
@@ -157,7 +159,7 @@ def _render(lines: Sequence[str]) -> str:
 def _ends_here(failures: Sequence[RankFailure], context: ReportContext) -> list[str]:
     """Return what became of this node's ranks where the cause is elsewhere, and where their logs are."""
     logs = [f"logs: {context.log_folder}"] if context.log_folder else []
-    became = _consequence(failures) if failures else "all ranks had ended well"
+    became = _consequence(failures) if failures else f"all ranks {context.became}"
     return [f"on host {context.hostname} {became}", *logs]
 
 

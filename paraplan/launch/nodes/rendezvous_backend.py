@@ -12,6 +12,7 @@ from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
 from paraplan.launch.nodes.rendezvous import require_same_nnodes
 from paraplan.launch.nodes.rendezvous_state import StateTranslator
+from paraplan.launch.nodes.store import NodeEndedError
 from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import StoreBackend
 from paraplan.launch.torch_private.rendezvous_state import pickled, unpickled
@@ -36,14 +37,16 @@ class SealedBackend(StoreBackend):
         is_gone: Callable[[str, int], bool] = lambda address, pid: False,
         silence_s: float | None = None,
         has_moved: Callable[[], bool] = lambda: False,
+        waits_for_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         """Take torch's arguments, what signs the state, and what tells launchers that are lost.
 
         A call raises RendezvousConnectionError where the store says nothing for longer than `silence_s` (None: never),
-        and where the job `has_moved` to another store.
+        and where the job `has_moved` to another store. It raises NodeEndedError where this node waits for one whose
+        ranks have ended well (`waits_for_ended`).
         Raises `NoRendezvousError` for contradictory `nodes`.
         """
-        self._silence_s, self._has_moved = silence_s, has_moved
+        self._silence_s, self._has_moved, self._waits_for_ended = silence_s, has_moved, waits_for_ended
         self._max_nodes = nodes.max
         super().__init__(store, run_id)
         require_same_nnodes(store, nodes, endpoint=endpoint, seal=seal)
@@ -95,6 +98,8 @@ class SealedBackend(StoreBackend):
         if self._is_cut_off:
             self._is_cut_off = False
             say("the node that hosts the rendezvous answers again")
+        if self._waits_for_ended():
+            raise NodeEndedError
         return answer
 
     def _say_cut_off(self) -> None:

@@ -148,7 +148,7 @@ class NodeStore:
     def _is_told_of_all(self, found: dict[int, NodeFailure]) -> bool:
         self._read_failures(found)
         self.new_stops()
-        silent = set(range(self.num_nodes)) - found.keys() - self.stops.keys()
+        silent = set(range(self.num_nodes)) - {self.node} - found.keys() - self.stops.keys()
         return all(self._has(f"done/{node}") for node in silent)
 
     def exchange_notes(self, name: str, mine: Mapping[str, Any], *, timeout_s: float) -> list[Mapping[str, Any]]:
@@ -274,7 +274,7 @@ class NodeStore:
         return [node for node in range(self.num_nodes) if node != self.node and not self._has(f"done/{node}")]
 
     def failures_of_others(self, *, timeout_s: float) -> list[NodeFailure]:
-        """Return how ranks failed on other nodes that say so within `timeout_s`; those of this one have ended well."""
+        """Return how ranks failed on other nodes that say so within `timeout_s`; those of this one have not failed."""
         found: dict[int, NodeFailure] = {}
         try:
             self._wait(lambda: self._is_told_of_all(found), timeout_s)
@@ -353,6 +353,10 @@ class NodeStore:
 
 class NodeLostError(Exception):
     """A node is lost while the others wait for what it was about to say: they meet again."""
+
+
+class NodeEndedError(Exception):
+    """The ranks of a node have ended well while others wait for it to start ranks anew: it never comes."""
 
 
 def _known(record: type[RecordT], values: Mapping[str, Any]) -> RecordT:
