@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from host_nodes import Node, StartNode
@@ -22,6 +23,9 @@ if os.environ["RANK"] != early:
         raise RuntimeError("late failure")
 print("ended", flush=True)
 """
+
+WAITS_FOR_FILE = """while not os.path.exists("end"):
+        time.sleep(0.1)"""
 
 LATE = ["--monitor-interval", 8]
 """A launcher with this says long after its ranks have ended that they have."""
@@ -134,3 +138,19 @@ def test_a_node_whose_healthy_ranks_were_stopped_for_a_restart_that_cannot_be_en
     for node in (failed, done):
         status, said = node.end(10)
         assert (status, "RuntimeError: late failure" in said) == (1, True), said
+
+
+def test_a_node_that_joins_a_job_which_has_begun_to_end_restarts_nobody(
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
+) -> None:
+    train, port = script(SCRIPT.replace("time.sleep(float(seconds))", WAITS_FOR_FILE)), free_port()
+    where = ["--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{port}"]
+    words = [*where, "--max-restarts", 3, "--rdzv-conf", "last_call_timeout=1", "--no-logs", train, 0, 0, "none"]
+    done, other = (start_node(index, *words) for index in range(2))
+    done.wait_for("the ranks of node0 have ended; waiting for those of node1")
+    joins = start_node(2, *words)
+    joins.wait_for("waiting at")
+    (tmp_path / "end").touch()
+    for node in (other, done):
+        status, said = node.end(30)
+        assert (status, said.count("began")) == (0, 1), said

@@ -145,8 +145,10 @@ class NodeAgent(ElasticAgent):
         say(reason)
 
     def restart_workers(self, group: WorkerGroup) -> None:
-        """Start all ranks again, and say why."""
+        """Start all ranks again, and say why; not for a node that joins when others have begun to end well."""
         if not self._is_restart_told:  # torch does so for no other reason
+            if self._is_anyone_done():
+                return
             say("a node joined: restarting all ranks")
         self._is_restart_told = False
         self._is_restarting = True
