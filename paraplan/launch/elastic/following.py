@@ -20,6 +20,8 @@ from paraplan.launch.stragglers.watch import StragglerWatch
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.plan.files import PlanFile
 
+_BACKEND = "PARAPLAN_BACKEND"  # as in paraplan.runtime.world, which loads torch
+
 
 def marks_variables(settings: AttemptSettings, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that has a rank note its steps; none for a rank that is alone."""
@@ -78,7 +80,7 @@ def watch_steps(
     return StragglerWatch(
         {ranks[local]: folder for local, folder in folders.items()},
         host=socket.gethostname(),
-        gpus=gpus if settings.has_gpus else {},
+        gpus=gpus if settings.has_gpus and os.environ.get(_BACKEND) != "gloo" else {},  # which then share GPUs
         num_ranks=num_ranks,
         peers=peers_of_plan(job.plan, num_ranks),
         store=job.store,
