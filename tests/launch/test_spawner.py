@@ -24,7 +24,7 @@ from paraplan.launch.ranks.spawning import (
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'up\\n'); time.sleep(600)"
 )
 WITH_CHILD = (
     "import subprocess, sys; child = subprocess.Popen(['sleep', '600'], start_new_session={daemon}); "
@@ -169,7 +169,8 @@ os.mkdir({str(tmp_path / "logs")!r})
 spawner.own({str(tmp_path / "logs")!r})
 ranks = [RankCommand(local_rank=0, command=[sys.executable, "-c", {STUBBORN!r}], environment={{}}),
          RankCommand(local_rank=1, command=["sh", "-c", "sleep 600 & wait"], environment={{}})]
-print(*spawner.start(ranks, environment=os.environ, fork=False, num_threads=None).values(), flush=True)
+pids = spawner.start(ranks, environment=os.environ, fork=False, num_threads=None).values()
+os.write(1, (" ".join(map(str, pids)) + "\\n").encode())  # in one piece, beside what the rank writes
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
