@@ -63,7 +63,7 @@ def test_attention_of_a_generation_without_figures_is_that_of_the_older_one() ->
     hopper = load_architecture("Hopper")
     assert hopper.attention_speed(4) == hopper.attention_speed(3)
     assert hopper.attention_speed(2).source_kind == "documented"
-    assert {load_architecture("CDNA 2").attention_speed(number).source_kind for number in (1, 2, 3)} == {"assumed"}
+    assert {load_architecture("CDNA").attention_speed(number).source_kind for number in (1, 2, 3)} == {"assumed"}
 
 
 def test_an_own_architecture_is_a_file_beside_the_gpu(tmp_path: Path) -> None:
