@@ -20,7 +20,7 @@ from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
-from paraplan.model.spec import ModelSpec
+from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
 
@@ -110,10 +110,12 @@ class Workload:
         training, gpu = self.training, self.cluster.gpu
         if training.attention != "sdpa" or not self.framework.kernels.groups_in_sdpa or gpu.vendor == "cpu":
             return False
-        cores = [run.block.attention for run in self.model.runs if run.block.attention is not None]
-        grouped = [core for core in cores if core.num_kv_heads < core.num_heads and core.window is None]
         has_flash = training.precision != "fp32" and gpu.shared.runs_flash
-        return any(not has_flash or core.qk_head_dim > LARGEST_FLASH_HEAD for core in grouped)
+        return any(
+            (not has_flash or core.qk_head_dim > LARGEST_FLASH_HEAD) and core.window is None
+            for core in (run.block.attention for run in self.model.runs if _gives_groups(run.block))
+            if core is not None
+        )
 
     @cached_property
     def kernel_training(self) -> TrainingSpec:
@@ -262,3 +264,12 @@ def calibrated_constants(constants: CostConstants, gpu: GpuProfile) -> CostConst
     if measured.overlap_slowdown is not None:
         changes["overlap_slowdown"] = measured.overlap_slowdown
     return constants.replace(**changes)
+
+
+def _gives_groups(block: BlockSpec) -> bool:
+    """Whether a block gives torch's sdpa fewer heads of keys than of queries: some repeat them before."""
+    core = block.attention
+    if core is None:
+        return False
+    keys = [one.elements_per_token for one in block.saved if one.name == "key" and "sdpa" in (one.kernels or ())]
+    return core.num_kv_heads < core.num_heads and max(keys, default=0.0) < core.num_heads * core.qk_head_dim
