@@ -178,11 +178,23 @@ def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[Trace
     return trace_stages(model, plan, training, on_stage=say)
 
 
+_SAME_JOB = (
+    *("profile", "nodes", "gpus_per_node", "gpu", "num_gpus", "link", "network", "calibration", "seq_len"),
+    *("global_batch", "sample_len", "precision", "optimizer", "train", "task", "base_weights", "loss"),
+    *("offload_activations", "attention", "linear_precision", "fp8_recipe", "fp8_gather", "expert_load", "compiled"),
+)
+"""Options of a model's machines and training, which `recommend` has too."""
+
+
 def _next_step(ctx: typer.Context) -> str:
     """Return the command that searches for a better plan with the same model, machines and training."""
-    kept = [name for name in ("profile", "nodes", "gpus_per_node", "seq_len", "global_batch") if ctx.params[name]]
-    words = [word for name in kept for word in (f"--{name.replace('_', '-')}", str(ctx.params[name]))]
-    if "global_batch" not in kept:
+    options = {option.name: option for option in ctx.command.params}
+    words: list[str] = []
+    for name in (name for name in _SAME_JOB if name in options_given(ctx) and ctx.params[name]):
+        value = ctx.params[name]
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += [max(options[name].opts, key=len), *([] if one is True else [str(getattr(one, "value", one))])]
+    if not ctx.params["global_batch"]:
         words += ["--global-batch", "64"]
     return shlex.join(["paraplan", "recommend", ctx.params["model"], *words])
 

@@ -44,8 +44,8 @@ class CostConstants(Record):
     unaligned_slowdown: float = 3.5
     """How much longer a 16-bit matmul takes whose operands' rows are not multiples of 16 bytes (NVIDIA, Matrix
     Multiplication Background User's Guide, requirements of tensor cores): the geometric mean of 2.6, which makes GPT-2
-    a quarter slower on an A100 with 50,257 tokens than with 50,304, as the author of nanoGPT wrote in February 2023,
-    and 4.9, which the steps of GPT-2 on an H200 leave for it (profiles/measured)."""
+    a quarter slower on an A100 with 50,257 tokens than with 50,304, as the author of nanoGPT wrote in February 2023
+    (quoted from memory), and 4.9, which the steps of GPT-2 on an H200 leave for it (profiles/measured)."""
     expert_deviation: float = 0.3
     """How much the rows of experts vary around their mean in one layer: 0.22 to 0.40 of 64 experts under an auxiliary
     loss (Wang et al. 2024, arXiv 2408.15664, tables 2 and 6: busiest over mean), 0.18 to 0.29 of 256 with a bias on 64

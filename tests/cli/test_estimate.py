@@ -344,3 +344,13 @@ def test_the_load_that_plans_of_mixtures_assume_is_told_unless_it_is_stated() ->
     assert told("--ep", "8")[0].startswith("the busiest of 8 ranks of experts is taken to have 1.15 times the mean")
     assert told("--ep", "8", "--expert-load", "1") == []
     assert told() == []
+
+
+def test_the_search_that_is_named_is_for_the_same_training() -> None:
+    options = ["--seq-len", "512", "--precision", "fp32", "--train", "lora:r=8", "--compile", "--tp", "2"]
+    _, stdout, _ = run("estimate", "llama-3-8b", "--profile", "dgx-h100", "--global-batch", "8", *options)
+    (line,) = (line.strip() for line in stdout.splitlines() if line.startswith("  paraplan recommend"))
+    assert line == (
+        "paraplan recommend llama-3-8b --profile dgx-h100 --seq-len 512 --global-batch 8 --precision fp32 "
+        "--train lora:r=8 --compile"
+    )
