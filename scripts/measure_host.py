@@ -201,6 +201,7 @@ def main() -> int:
     """Measure all rows, write them, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("host.json"))
+    parser.add_argument("--model", action="append", choices=MODELS, help="only this model; may be repeated")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: torch finds no GPU here", file=sys.stderr)
@@ -217,7 +218,7 @@ def main() -> int:
             "microseconds": bare(),
         }
         print(machine, flush=True)
-        for name in MODELS:
+        for name in options.model or MODELS:
             for precision in ("autocast", "bf16", "fp32"):
                 measure(
                     rows,

@@ -41,6 +41,9 @@ class CostConstants(Record):
     """Share of the matmul peak of eager attention's two products (assumed: batched, inner size is small)."""
     memory_bandwidth_efficiency: float = 0.80
     """Share of the data sheet's memory bandwidth that element-wise kernels reach (0.6 to 0.9 for usual sizes)."""
+    mixed_bytes_per_multiprocessor_s: float = 17e9
+    """What a multiprocessor moves in a second of operations that convert types, repeat a smaller operand over a larger
+    one or sum along rows (profiles/measured, kernels-*.json)."""
     unaligned_slowdown: float = 3.5
     """How much longer a 16-bit matmul takes whose operands' rows are not multiples of 16 bytes (NVIDIA, Matrix
     Multiplication Background User's Guide, requirements of tensor cores): the geometric mean of 2.6, which makes GPT-2

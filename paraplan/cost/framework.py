@@ -18,6 +18,10 @@ FUSED_TRAFFIC = 1.6
 """Bytes that a forward pass of fused kernels moves outside of matmuls for each byte that it saves for the backward
 pass, counted by operation: a GPT block moves 54 bytes and saves 34 for each hidden feature."""
 
+COMPILED_TRAFFIC = 1.1
+"""The same of blocks under torch.compile: 1.16 and 1.15 of Llama 1B and 8B, 1.1 of Qwen3 0.6B, 1.0 of GPT-2, from their
+kernels on an H200 (profiles/measured, kernels-*.json); inductor fuses a norm with the sum before and the cast after."""
+
 _HALF = 2.0
 _PURE_STORAGE: dict[str, Any] = {
     "weight_bytes": _HALF,
@@ -119,6 +123,9 @@ class KernelProfile(_Group):
     fused, 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and saves 49)."""
     host_s_per_block: float
     """Seconds of the host to start the kernels of one block's forward pass: a floor under its time."""
+    starts_modules: bool = False
+    """Those are the seconds of a Llama block of transformers, and others take as much more or less as they have
+    kernels; not under torch.compile."""
     backward_host: float = 1.0
     """How many times as long the host needs for a block's backward pass."""
     rerun_host: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -245,6 +252,8 @@ class ExpertsProfile(Record):
     """Bytes that a forward and a backward pass move for each element of experts' outputs where these have a bias."""
     clamp_bytes: tuple[float, float] = (0.0, 0.0)
     """The same for each element of the gates and inner inputs of experts that are clamped, as those with a bias are."""
+    product_start_s: float = 0.0
+    """Seconds to start the product of each expert, where they are no grouped kernel that is started once."""
     exchange_wait_s: float = 0.0
     """Seconds that a pass over a layer waits for the numbers of tokens by expert before an exchange."""
     host_s_per_layer: float = 0.0
@@ -309,7 +318,7 @@ class LossProfile(_Group):
     traffic_per_logit: float = 38.0
     """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
     on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
-    compiled_traffic_per_logit: float = 8.0
+    compiled_traffic_per_logit: float = 10.0
     """The same of a loss under torch.compile: inductor reads 16-bit logits for their maximum, for the sum and for their
     gradients, which it writes."""
     recomputes_logits: bool = False
@@ -393,7 +402,10 @@ class FrameworkProfile(Record):
     def compiled(self) -> FrameworkProfile:
         """Return the profile of blocks under torch.compile, which fuses what stands between matmuls."""
         kernels = self.kernels
-        host: dict[str, Any] = {"host_s_per_block": kernels.host_s_per_block * kernels.compiled_host}
+        host: dict[str, Any] = {
+            "host_s_per_block": kernels.host_s_per_block * kernels.compiled_host,
+            "starts_modules": False,
+        }
         if kernels.compiled_host < 1.0:
             host |= {"backward_host": 1.0, "rerun_host": (1.0, 1.0, 1.0)}
-        return self.changed(kernels={"fused": True, "traffic_per_saved_byte": FUSED_TRAFFIC} | host)
+        return self.changed(kernels={"fused": True, "traffic_per_saved_byte": COMPILED_TRAFFIC} | host)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.blocks.module_traffic import LLAMA_KERNELS, num_kernels
 from paraplan.cost.communication.collectives import GroupLinks, group_links, overlap_s
 from paraplan.cost.communication.data_parallel import (
     WeightWork,
@@ -293,6 +294,9 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
     starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
     kernels = workload.block_kernels
     of_kernels = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
+    if kernels.starts_modules:
+        of_kernels *= sum(num_kernels(run.block) * run.count for run in model.runs) / max(1, model.num_blocks)
+        of_kernels /= LLAMA_KERNELS
     return np.asarray((of_kernels + starts) * table.devices)
 
 

@@ -45,6 +45,9 @@ class FlashAttentionSpeed(Record):
     causal_tokens: float = Field(default=350.0, ge=0)
     """A causal pass over s tokens takes 1 + causal_tokens / s times as long as the shares of long sequences say: blocks
     on the diagonal are computed whole, and rows differ in length."""
+    backward_bytes: float = Field(default=0.0, ge=0)
+    """Bytes for each element of queries that a backward pass moves beside its products, where that was measured apart
+    from them: gradients of queries are summed in fp32, and outputs multiplied by their gradients before."""
     source: str
     """Paper and section, or what it was taken from."""
     source_kind: SourceKind
@@ -59,6 +62,26 @@ class FlashAttentionSpeed(Record):
         share, narrow = (self.backward, self.narrow_backward) if backward else (self.forward, self.narrow_forward)
         width = min(max(head_dim, _NARROW), _WIDE)
         return share / (1.0 + (1.0 / narrow - 1.0) * (1.0 / width - 1.0 / _WIDE) / (1.0 / _NARROW - 1.0 / _WIDE))
+
+
+class MatmulShapeCosts(Record):
+    """What the shape of a product `[m, k] x [k, n]` costs where that was measured.
+
+    It stands in place of what `CostConstants` says of it from an A100: `matmul_half_n` and so on.
+    """
+
+    half_n: float = Field(ge=0)
+    """Columns at which a product reaches half of its rate."""
+    half_k: float = Field(ge=0)
+    """The inner size at which it does."""
+    wave_share: float = Field(ge=0)
+    """How much of a last wave's idle multiprocessors is lost."""
+    small_tile_share: float = Field(ge=0)
+    """Time for each further read of operands by smaller tiles."""
+    launch_s: float = Field(ge=0)
+    """Seconds of a product of no size."""
+    plain_efficiency: float = Field(gt=0)
+    """Share of the peak without tensor cores."""
 
 
 class ArchitectureProfile(Record):
@@ -93,6 +116,8 @@ class ArchitectureProfile(Record):
     matmul_written_share: float = Field(default=0.81, ge=0)
     """Share of the time of writing a product's result that no arithmetic hides. 0.81: 2 m n bytes over the bandwidth
     are as long as 161 steps of the inner size on the A100 PCIe of SimuMax's shapes, of which a fit finds 130."""
+    matmul_shapes: MatmulShapeCosts | None = None
+    """What the shape of a product costs where that was measured; None: as on an A100."""
     fp8_speedup: float = 1.0
     """Dense 8-bit to dense 16-bit matmuls."""
     narrow_precisions: tuple[str, ...] = ()

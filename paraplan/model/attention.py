@@ -127,8 +127,17 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
         fp32 = style.products_in_fp32 and kernels == EAGER
         for name, width in (("query", query_width), ("key", count * core.qk_head_dim)):
             if fp32:
-                part += kept(name, width, element_type="fp32", split="tensor", kernels=kernels, by="modules")
-            part += kept(name, width, split="tensor", kernels=kernels, by="fused" if fp32 else "both")
+                part += kept(
+                    name,
+                    width,
+                    element_type="fp32",
+                    split="tensor",
+                    kernels=kernels,
+                    is_turned=style.rotary,
+                    by="modules",
+                )
+            by: KeptBy = "fused" if fp32 else "both"
+            part += kept(name, width, split="tensor", kernels=kernels, is_turned=style.rotary, by=by)
         part += kept("value", count * core.v_head_dim, split="tensor", kernels=kernels)
     part += kept("attention output", output_width, split="tensor")
     if style.copies_output:

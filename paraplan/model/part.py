@@ -49,6 +49,7 @@ def kept(
     is_shared_by_batch: bool = False,
     is_powered: bool = False,
     num_readers: int | None = None,
+    is_turned: bool = False,
     by: KeptBy = "both",
 ) -> Part:
     """Return a part that keeps one tensor: `elements` per token and `pairs` per pair of query and key token."""
@@ -64,6 +65,7 @@ def kept(
         is_shared_by_batch=is_shared_by_batch,
         is_powered=is_powered,
         num_readers=num_readers,
+        is_turned=is_turned,
     )
     return Part(saved=(tensor,) if by != "fused" else (), saved_fused=(tensor,) if by != "modules" else ())
 

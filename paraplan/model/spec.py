@@ -107,7 +107,7 @@ class SavedTensor(Record):
     promoted, or of what has the weights' type, are there where that is in fp32 under autocast.
     `is_powered` marks what a power reads, whose backward pass makes three tensors of that size.
     `num_readers` counts the matmuls that read the output of a norm: where that is fp32, autocast makes each its copy.
-    None marks what is no such output.
+    None marks what is no such output. `is_turned` marks queries and keys that rotary positions made anew.
     """
 
     name: str
@@ -121,6 +121,7 @@ class SavedTensor(Record):
     is_shared_by_batch: bool = False
     is_powered: bool = False
     num_readers: int | None = None
+    is_turned: bool = False
 
 
 class BlockSpec(Record):

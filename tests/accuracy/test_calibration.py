@@ -46,7 +46,7 @@ def factor(fitted: Calibration, name: FactorName) -> float:
 
 
 def test_a_machine_with_slower_matmuls_and_links_is_recognised(workload: MakeWorkload) -> None:
-    made = workload("llama-3-8b", profile="dgx-a100", seq_length=8192)
+    made = workload("llama-3-8b", profile="dgx-a100", seq_length=8192, compiled=True)
     runs = runs_of(made, {"matmul": 0.85, "node_links": 0.8})
     fitted = calibrate(runs, source="made up")
     assert factor(fitted, "matmul") == pytest.approx(0.85, abs=0.05)

@@ -167,7 +167,7 @@ def test_a_compiled_loss_moves_less() -> None:
         framework="nanoGPT", zero_stage=0, hidden=768, layers=12, heads=12, vocab=50304, seq_len=1024, micro_batch=8
     )
     plain, compiled = (estimate(row.replace(torch_compile=True, compiled_loss=each)) for each in (False, True))
-    saved_bytes = 30 * 50304 * row.seq_len * row.global_batch / row.num_gpus
+    saved_bytes = 28 * 50304 * row.seq_len * row.global_batch / row.num_gpus
     rate = workload_of_run(row, DATA).memory_bandwidth_bytes_per_s
     assert plain.step.compute_s - compiled.step.compute_s == pytest.approx(saved_bytes / rate, rel=0.01)
 

@@ -125,7 +125,7 @@ def test_measured_collectives_decide_what_ddp_waits_for() -> None:
     assert wire_s(0.5e9) == pytest.approx(2 * wire_s(1e9))
 
 
-@pytest.mark.parametrize("profile", ["dgx-a100", "dgx-h100"])
+@pytest.mark.parametrize("profile", ["dgx-a100", "dgx-b200"])
 def test_writing_the_results_of_matmuls_is_exposed_at_the_rate_of_the_memory(profile: str) -> None:
     cluster = cluster_from_profile(profile, gpus_per_node=1)
     training = TrainingSpec(global_batch_size=8, seq_length=1024)

@@ -18,6 +18,7 @@ from paraplan.plan.training import TrainingPrecision
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is a prototype feature:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # of torch's own compiler, as the next one
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # fp32 is meant
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 ALONE = ParallelPlan(micro_batch_size=BATCH)

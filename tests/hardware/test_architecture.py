@@ -62,7 +62,7 @@ def test_the_compute_capability_comes_before_the_name() -> None:
 def test_attention_of_a_generation_without_figures_is_that_of_the_older_one() -> None:
     hopper = load_architecture("Hopper")
     assert hopper.attention_speed(4) == hopper.attention_speed(3)
-    assert hopper.attention_speed(2).source_kind == "documented"
+    assert hopper.attention_speed(2).source_kind == "measured"
     assert {load_architecture("CDNA").attention_speed(number).source_kind for number in (1, 2, 3)} == {"assumed"}
 
 

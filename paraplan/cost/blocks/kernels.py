@@ -8,11 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
+from paraplan.cost.blocks.module_traffic import module_traffic
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.blocks.saved_tensors import Shardings, saved_bytes
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Mask
+from paraplan.hardware.architecture import MatmulShapeCosts
 from paraplan.hardware.profiles import GpuProfile, KernelFit, Precision
 from paraplan.model.spec import Attention, BlockSpec, Matmul
 from paraplan.plan.training import TrainingSpec
@@ -28,7 +30,6 @@ def effective_peak(gpu: GpuProfile, training: TrainingSpec) -> float:
     return next(gpu.peak_flops_per_s[name] for name in wanted if name in gpu.peak_flops_per_s)
 
 
-_GELU_BYTES = 3.0  # for each byte of its powers, in either pass
 _UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
 """What torch's own operations move for each score beyond one fused kernel, forward and backward.
 
@@ -39,6 +40,13 @@ backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron
 _THIN = 16
 """Rows, columns or inner size up to which a product is one of vectors: tiles of tensor cores have 16 or more (PTX)."""
 
+_HALF_TILE = 64.0
+"""Rows of a tile that an expert's last one leaves empty, half of 128 on average: on an H200 grouped products of 256
+rows for each of 8 to 128 experts take 1.3 times as long with uneven rows as with even ones, of 1,024 rows 1.06 times
+(profiles/measured, kernels-*.json)."""
+_GROUPED_SLOWDOWN = 1.27
+"""How much longer grouped products take to read their weights than element-wise kernels: at 16 and 64 rows for each
+expert they reach 0.63 of an H200's bandwidth (profiles/measured, kernels-*.json)."""
 _TILES = np.array([(128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64)], dtype=float)
 """Rows and columns of the tiles that libraries choose from, the largest first."""
 
@@ -60,18 +68,29 @@ class KernelTimes:
         """
         if backward and not block.has_backward:
             return np.zeros_like(self.shardings.tp)
-        whole = block.before_freezing or block
-        traffic = saved_bytes(whole, self.training, self.shardings, fused_kernels=self.framework.kernels.fused)
-        traffic = traffic * self.framework.kernels.traffic_per_saved_byte
-        traffic = traffic + self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
-        traffic = traffic * (2.0 if backward else 1.0)
+        adapters = self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
+        traffic = adapters * (2.0 if backward else 1.0)
         traffic = traffic + self._routed_bytes(block, backward=backward) + self._rotary_bytes(block)
-        traffic = traffic + self._written_gelu_bytes(whole)
         if self.constants.has_8bit_matmuls and block.attention is not None:
             traffic = traffic + self._quantizing_bytes(block, backward=backward)
         attention = self.attention_s(block, backward=backward)
         traffic = traffic + self._unfused_softmax_bytes(block, backward=backward) + self._dequantizing_bytes(block)
-        return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic))
+        between_s = self._between_s(block.before_freezing or block, backward=backward)
+        return np.asarray(self._matmuls_s(block, backward=backward) + attention + self.moved_s(traffic) + between_s)
+
+    def _between_s(self, block: BlockSpec, *, backward: bool) -> Floats:
+        """Return the seconds of norms, rotations, activations and sums in one pass: fused, or module by module."""
+        if self.framework.kernels.fused:
+            saved = saved_bytes(block, self.training, self.shardings, fused_kernels=True)
+            return self.moved_s(saved * self.framework.kernels.traffic_per_saved_byte * (2.0 if backward else 1.0))
+        traffic = module_traffic(block, self.training, self.shardings, backward=backward)
+        return self.moved_s(traffic.plain) + self.mixed_s(traffic.mixed)
+
+    def mixed_s(self, num_bytes: Floats) -> Floats:
+        """Return the seconds of operations that convert types or repeat operands, and move `num_bytes` for that."""
+        count = self.gpu.num_multiprocessors
+        issued = 0.0 if count is None else num_bytes / (count * self.constants.mixed_bytes_per_multiprocessor_s)
+        return np.maximum(self.moved_s(num_bytes), issued)
 
     def _dequantizing_bytes(self, block: BlockSpec) -> Floats:
         """Return what copies of quantized weights in the type of products read and write, in either pass."""
@@ -81,18 +100,6 @@ class KernelTimes:
             each = one.quantized_bytes + self.training.activation_bytes
             total += one.k * one.n * one.num_experts * each / ranks
         return total
-
-    def _written_gelu_bytes(self, block: BlockSpec) -> Floats:
-        """Return what a pass of a GELU that is written out moves beyond what its saved tensors tell.
-
-        Of 16 saved bytes an element in 16 bits, 12 of them powers and products in fp32, transformers' gelu_new moves 76
-        forward and 120 backward, casts counted (transformers/activations.py, NewGELUActivation, under autocast).
-        """
-        powers = [one for one in block.saved if one.name == "power"]
-        if self.framework.kernels.fused or not powers:
-            return np.zeros_like(self.shardings.tp)
-        of_powers = block.replace(saved=tuple(powers))
-        return _GELU_BYTES * saved_bytes(of_powers, self.training, self.shardings, fused_kernels=False)
 
     def _rotary_bytes(self, block: BlockSpec) -> Floats | float:
         """Return what a pass moves to turn queries and keys as complex numbers, beyond a fused rotation.
@@ -134,20 +141,18 @@ class KernelTimes:
 
     def attention_core_s(self, block: BlockSpec) -> Floats:
         """Return the seconds of the attention core's forward pass, which selective recompute runs again."""
-        whole, rest = (
-            saved_bytes(
-                block,
-                self.training,
-                self.shardings,
-                fused_kernels=self.framework.kernels.fused,
-                without_attention_core=without,
+        if self.framework.kernels.fused:
+            whole, rest = (
+                saved_bytes(block, self.training, self.shardings, fused_kernels=True, without_attention_core=without)
+                for without in (False, True)
             )
-            for without in (False, True)
-        )
-        traffic = (whole - rest) * self.framework.kernels.traffic_per_saved_byte
-        traffic = traffic + self._unfused_softmax_bytes(block, backward=False)
+            between_s = self.moved_s((whole - rest) * self.framework.kernels.traffic_per_saved_byte)
+        else:
+            scores = module_traffic(block, self.training, self.shardings, backward=False, attention_core_alone=True)
+            between_s = self.moved_s(scores.plain) + self.mixed_s(scores.mixed)
+        softmax_s = self.moved_s(self._unfused_softmax_bytes(block, backward=False))
         core = self._attention_s(block.attention, backward=False) if block.attention else 0.0
-        return np.asarray(core + self.moved_s(traffic))
+        return np.asarray(core + between_s + softmax_s)
 
     def products_s(self, block: BlockSpec, chosen: Sequence[Matmul]) -> Floats:
         """Return the seconds of the forward pass of some of a block's matmuls."""
@@ -186,20 +191,30 @@ class KernelTimes:
         rows, n, k = (np.stack(each) for each in zip(*map(self._shape, distinct.values()), strict=True))
         # Backward: the gradient of the input, then that of the weight where it trains.
         trains = np.array([[one.trains] for one in distinct.values()])
-        shapes = [(rows, k, n)] if backward else [(rows, n, k)]
+        is_routed = np.array([[one.num_experts > 1] for one in distinct.values()])
+        tiled = np.where(is_routed, rows + np.minimum(_HALF_TILE, rows / 2), rows)
+        shapes = [(tiled, k, n)] if backward else [(tiled, n, k)]
         if backward and trains.any():
             shapes.append((k, n, rows))
         spread = self.shardings.tp / np.stack([self._split_ranks(matmul) for matmul in distinct.values()])
         experts = np.stack([one.num_experts / self._expert_ranks(one) for one in distinct.values()]) / spread
-        each = self._products_s(shapes) * self._misalignment(n, k)
+        in_8bit = self.constants.has_8bit_matmuls and block.attention is not None  # heads: 16 bits
+        each = self._products_s(shapes, in_8bit=in_8bit) * self._misalignment(n, k)
         if backward and trains.any() and not trains.all():
-            each = np.where(trains, each, self._products_s(shapes[:1]) * self._misalignment(n, k))
-        is_fp32 = self._computes_experts_in_fp32 & np.array([[one.num_experts > 1] for one in distinct.values()])
+            alone = self._products_s(shapes[:1], in_8bit=in_8bit) * self._misalignment(n, k)
+            each = np.where(trains, each, alone)
+        is_fp32 = self._computes_experts_in_fp32 & is_routed
         if is_fp32.any():
             whole = replace(self, training=self.training.replace(precision="fp32"))
             each = np.where(is_fp32, whole._products_s(shapes), each)
-        speedup = self._speedup(trains, backward=backward) if block.attention is not None else 1.0  # heads: 16 bits
-        seconds = experts * np.maximum(each / speedup, self._moved_by_s(rows, n, k, backward=backward))
+        speedup = self._speedup(trains, backward=backward) if block.attention is not None else 1.0
+        moved_s = self._moved_by_s(rows, n, k, backward=backward) * np.where(is_routed, _GROUPED_SLOWDOWN, 1.0)
+        starts_s = len(shapes) * self._shape_costs.launch_s
+        if is_routed.any():  # a grouped kernel starts once
+            apart_s = len(shapes) * self.framework.experts.product_start_s
+            each = np.where(is_routed & ~is_fp32, each - starts_s + apart_s, each)
+        seconds = experts * np.maximum(each / speedup, moved_s)
+        seconds = seconds + np.where(is_routed & ~is_fp32, starts_s, 0.0)
         of_kind = dict(zip(distinct, seconds, strict=True))
         for kind in kinds:
             total = total + of_kind[kind]
@@ -254,32 +269,53 @@ class KernelTimes:
         """Shardings under autocast over fp32 weights: it knows no grouped products (ATen/autocast_mode.h of torch)."""
         return self.shardings.has_fp32_weights & self.shardings.is_autocast
 
-    def _products_s(self, shapes: list[tuple[Floats, Floats, Floats]]) -> Floats:
-        return np.asarray(sum(self._product_s(*shape) for shape in shapes))
+    def _products_s(self, shapes: list[tuple[Floats, Floats, Floats]], *, in_8bit: bool = False) -> Floats:
+        return np.asarray(sum(self._product_s(*shape, in_8bit=in_8bit) for shape in shapes))
 
-    def _product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
-        """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source."""
+    def _product_s(self, m: Floats, n: Floats, k: Floats, *, in_8bit: bool = False) -> Floats:
+        """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source.
+
+        `in_8bit` says that its arithmetic will be divided by a speedup, which writing its results, in 16 bits all the
+        same, does not share: on an H200 products of inner sizes of 768, 2,048 and 4,096 and more are 1.4, 1.7 and 1.9
+        times as fast in 8 bits (profiles/measured, kernels-*.json).
+        """
         constants = self.constants
         if self._fit is not None:
             return _fitted_product_s(self._fit, m, n, k)
-        penalty = 1.0 + constants.matmul_half_n / n + self._half_k() / k
+        shapes = self._shape_costs
+        half_k = shapes.half_k * (constants.block_matmul_speedup if in_8bit else 1.0)
+        penalty = 1.0 + shapes.half_n / n + half_k / k
         reached = self._reached_share() * constants.matmul_efficiency * self.gpu.shared.sustained_matmul_share
-        peak = self._peak() * (reached if self._uses_tensor_cores() else constants.plain_matmul_efficiency)
+        peak = self._peak() * (reached if self._uses_tensor_cores() else shapes.plain_efficiency)
         tiled_s = 2.0 * m * n * k * penalty * self._last_wave(m, n) / peak
         is_thin = np.minimum(np.minimum(m, n), k) <= _THIN
         product_s = np.where(is_thin, np.minimum(tiled_s, self._vector_product_s(m, n, k)), tiled_s)
-        return np.asarray(product_s + constants.matmul_launch_s)
+        return np.asarray(product_s + shapes.launch_s)
 
-    def _half_k(self) -> float:
-        """Return the inner size whose arithmetic takes as long as writing the result, which nothing hides."""
-        per_byte = self._peak() / self.gpu.memory_bandwidth_bytes_per_s
-        return self.gpu.shared.matmul_written_share * per_byte * self.training.activation_bytes / 2
+    @cached_property
+    def _shape_costs(self) -> MatmulShapeCosts:
+        """What a product's shape costs on this GPU.
+
+        Where nobody measured it the inner size that costs half of the rate is that whose arithmetic takes as long as
+        writing the result, which nothing hides.
+        """
+        if self.gpu.shared.matmul_shapes is not None:
+            return self.gpu.shared.matmul_shapes
+        constants, per_byte = self.constants, self._peak() / self.gpu.memory_bandwidth_bytes_per_s
+        return MatmulShapeCosts(
+            half_n=constants.matmul_half_n,
+            half_k=self.gpu.shared.matmul_written_share * per_byte * self.training.activation_bytes / 2,
+            wave_share=constants.wave_share,
+            small_tile_share=constants.small_tile_share,
+            launch_s=constants.matmul_launch_s,
+            plain_efficiency=constants.plain_matmul_efficiency,
+        )
 
     def _vector_product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of a product without tiles or tensor cores, which libraries take for thin operands."""
         peak = self.gpu.peak("fp32") or self._peak()
         moved = self.training.activation_bytes * (m * k + k * n + m * n)
-        return np.maximum(2.0 * m * n * k / (peak * self.constants.plain_matmul_efficiency), self.moved_s(moved))
+        return np.maximum(2.0 * m * n * k / (peak * self._shape_costs.plain_efficiency), self.moved_s(moved))
 
     def _last_wave(self, m: Floats, n: Floats) -> Floats | float:
         """Return how much longer a product takes because its tiles do not fill all waves of multiprocessors.
@@ -291,13 +327,14 @@ class KernelTimes:
         if count is None:
             return constants.usual_last_wave
         # Arithmetic outside of tensor cores is slow enough that small tiles feed it too.
-        small_tile_share = constants.small_tile_share if self._uses_tensor_cores() else 0.0
+        shapes = self._shape_costs
+        small_tile_share = shapes.small_tile_share if self._uses_tensor_cores() else 0.0
         rows, columns = _TILES.T.reshape(2, -1, *(1 for _ in m.shape))
         tiles = np.ceil(m / rows) * np.ceil(n / columns)
         idle = np.ceil(tiles / count) * count * rows * columns / (m * n) - 1.0
         reads = 1 / rows + 1 / columns
         more_reads = reads / reads[0] - 1.0
-        return np.asarray(((1.0 + constants.wave_share * idle) * (1.0 + small_tile_share * more_reads)).min(axis=0))
+        return np.asarray(((1.0 + shapes.wave_share * idle) * (1.0 + small_tile_share * more_reads)).min(axis=0))
 
     def _misalignment(self, *dimensions: Floats) -> Floats:
         """Return how much longer a 16-bit product takes whose operands' rows do not begin at multiples of 128 bytes."""
@@ -341,6 +378,10 @@ class KernelTimes:
             efficiency *= self._reached_share() if speed.is_of_reached else 1.0
             reach = min(self.training.seq_length, attention.window or self.training.seq_length)
             computed = 0.5 * (1.0 + speed.causal_tokens / reach) if attention.is_causal else 1.0
+            if backward:
+                queries = self.shardings.tokens * attention.num_heads * attention.qk_head_dim / self.shardings.tp
+                moved_s = self.moved_s(queries * speed.backward_bytes)
+                return np.asarray(computed * flops / (self._peak() * efficiency) + moved_s)
         return np.asarray(computed * flops / (self._peak() * efficiency))
 
     def _unfused_softmax_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
