@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
-from paraplan.cost.blocks.kernels import effective_peak
+from paraplan.cost.blocks.matmuls import effective_peak
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.memory.parts import StageMemory
 from paraplan.cost.memory.peak import cached_bytes, host_bytes, peak_bytes, peak_of

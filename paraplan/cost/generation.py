@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from paraplan.cost.blocks.kernels import effective_peak
+from paraplan.cost.blocks.matmuls import effective_peak
 from paraplan.cost.workload import Workload
 from paraplan.units import format_bytes, format_seconds
 

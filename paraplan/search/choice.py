@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from paraplan.cost.blocks.kernels import effective_peak
+from paraplan.cost.blocks.matmuls import effective_peak
 from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
