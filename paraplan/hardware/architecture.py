@@ -48,6 +48,8 @@ class FlashAttentionSpeed(Record):
     backward_bytes: float = Field(default=0.0, ge=0)
     """Bytes for each element of queries that a backward pass moves beside its products, where that was measured apart
     from them: gradients of queries are summed in fp32, and outputs multiplied by their gradients before."""
+    dropout_slowdown: tuple[float, float] = (1.0, 1.0)
+    """How much longer a forward and a backward pass of torch's sdpa take with dropout, where that was measured."""
     source: str
     """Paper and section, or what it was taken from."""
     source_kind: SourceKind
@@ -82,6 +84,8 @@ class MatmulShapeCosts(Record):
     """Seconds of a product of no size."""
     plain_efficiency: float = Field(gt=0)
     """Share of the peak without tensor cores."""
+    unaligned_slowdown: float = Field(ge=1)
+    """How much longer a 16-bit product takes whose operands' rows are not multiples of 16 bytes."""
 
 
 class ArchitectureProfile(Record):
@@ -113,6 +117,9 @@ class ArchitectureProfile(Record):
     sustained_matmul_share: float = Field(default=1.0, gt=0, le=1)
     """Large matmuls one after the other beside what `CostConstants.matmul_efficiency` says of their best: below 1 where
     the power limit slows the clock."""
+    matmul_cool_gain: float = Field(default=0.0, ge=0)
+    """How much faster products run than one after the other where next to nothing of a block's time is theirs and
+    attention's: the less of it is, the further a GPU stays below its power limit."""
     matmul_written_share: float = Field(default=0.81, ge=0)
     """Share of the time of writing a product's result that no arithmetic hides. 0.81: 2 m n bytes over the bandwidth
     are as long as 161 steps of the inner size on the A100 PCIe of SimuMax's shapes, of which a fit finds 130."""

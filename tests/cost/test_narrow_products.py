@@ -42,7 +42,7 @@ def test_products_in_8_bits_are_as_much_faster_as_the_best_of_them_that_was_meas
 
 
 def test_a_recipe_decides_what_is_moved_and_what_stays_in_16_bits() -> None:
-    plain = made("dgx-h100", "fp8")
+    plain = made("dgx-b200", "fp8")
 
     def scaled(recipe: Fp8Recipe, *, compiled: bool = False) -> Workload:
         return plain.trained_as(plain.training.replace(fp8_recipe=recipe, compiled=compiled))

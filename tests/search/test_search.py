@@ -218,13 +218,13 @@ def test_the_simplest_plan_within_the_tolerance_of_the_fastest_is_recommended(wo
     assert fast.best.step.step_time_s < usual.best.step.step_time_s <= 1.1 * fast.best.step.step_time_s
     assert usual.remark is not None
     assert usual.remark.startswith(
-        f"chosen over {fast.best.plan.describe()}, predicted 5.1% faster, because it is simpler"
+        f"chosen over {fast.best.plan.describe()}, predicted 5.3% faster, because it is simpler"
     )
 
 
 def test_a_plan_that_is_clearly_faster_is_recommended_whatever_the_guide_says(workload: MakeWorkload) -> None:
     long = search(workload("llama-3-405b", num_nodes=2048, seq_length=131072, global_batch_size=128))
-    assert (long.candidates[0].plan.cp, long.best.step.mfu > 0.3) == (32, True)
+    assert (long.candidates[0].plan.cp, long.best.step.mfu > 0.3) == (16, True)
     result = search(workload("gpt2", profile="titan-rtx-x2", seq_length=512, global_batch_size=8, precision="fp32"))
     assert result.best.plan.pp == 2
     assert result.guide is not None
@@ -269,14 +269,14 @@ def test_a_pipeline_whose_other_stages_are_slower_than_those_looked_at_first_is_
 
 
 def test_recompute_that_a_framework_has_by_default_makes_its_plans_no_harder(workload: MakeWorkload) -> None:
-    made = workload("llama-3-8b", seq_length=16384, global_batch_size=64, compiled=True)
-    sharded = Constraints(dp=8)
+    made = workload("llama-3-8b", seq_length=8192, global_batch_size=64, compiled=True)
+    sharded = Constraints(dp=8, zero_stage=2)
     chosen = search(replace(made, framework=load_framework("torchtitan")), executor=ANYTHING, fixed=sharded).best.plan
     assert chosen.recompute == "selective_ops"
     plans = PlanTable.of_plans([chosen, chosen.replace(recompute="full")])
     for by_default, levels in ((True, [1, 1]), (False, [2, 1])):
         found_levels = complexity(
-            lambda column: np.asarray(getattr(plans, column)), seq_length=16384, ops_by_default=by_default
+            lambda column: np.asarray(getattr(plans, column)), seq_length=8192, ops_by_default=by_default
         )
         assert found_levels.tolist() == levels
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +12,7 @@ from paraplan.cost.blocks.matmuls import MatmulTimes
 from paraplan.cost.blocks.module_traffic import module_traffic
 from paraplan.cost.blocks.saved_tensors import saved_bytes
 from paraplan.cost.plan_table import Floats
-from paraplan.model.spec import Attention, BlockSpec
+from paraplan.model.spec import Attention, BlockSpec, Matmul
 
 _UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
 """What torch's own operations move for each score beyond one fused kernel, forward and backward.
@@ -20,26 +22,50 @@ backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron
 """
 
 
+_LEAST_S = 1e-12  # of a pass that does nothing
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of one pass of a block, one entry a sharding; the parts sum to the whole."""
+
+    matmuls: Floats
+    attention: Floats
+    between: Floats
+    """Everything else."""
+
+
 @dataclass(frozen=True, eq=False)
 class KernelTimes(MatmulTimes):
     """Prices the kernels of blocks: matmuls and attention by FLOPs, everything else by the bytes that it moves."""
 
     def block_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
-        """Return the seconds of the forward or the backward pass of one block, one entry a sharding.
+        """Return the seconds of the forward or the backward pass of one block, one entry a sharding."""
+        return np.asarray(sum(self.parts_s(block, backward=backward)))
+
+    def parts_s(self, block: BlockSpec, *, backward: bool = False) -> PassSeconds:
+        """Return these seconds by part.
 
         What a forward pass moves is told by what it saves where nothing is frozen.
         """
         if backward and not block.has_backward:
-            return np.zeros_like(self.shardings.tp)
+            return PassSeconds(*[np.zeros_like(self.shardings.tp)] * 3)
         adapters = self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = adapters * (2.0 if backward else 1.0)
         traffic = traffic + self._routed_bytes(block, backward=backward) + self._rotary_bytes(block)
         if self.constants.has_8bit_matmuls and block.attention is not None:
             traffic = traffic + self._quantizing_bytes(block, backward=backward)
-        attention = self.attention_s(block, backward=backward)
         traffic = traffic + self._unfused_softmax_bytes(block, backward=backward) + self._dequantizing_bytes(block)
-        between_s = self._between_s(block.before_freezing or block, backward=backward)
-        return np.asarray(self.matmuls_s(block, backward=backward) + attention + self.moved_s(traffic) + between_s)
+        between_s = self._between_s(block.before_freezing or block, backward=backward) + self.moved_s(traffic)
+        matmuls_s, attention_s = self.matmuls_s(block, backward=backward), self.attention_s(block, backward=backward)
+        # Below the power limit, which products one after the other reach, they run faster.
+        others = between_s / np.maximum(matmuls_s + attention_s + between_s, _LEAST_S)
+        return PassSeconds(matmuls_s / (1.0 + self.gpu.shared.matmul_cool_gain * others), attention_s, between_s)
+
+    def products_s(self, block: BlockSpec, chosen: Sequence[Matmul]) -> Floats:
+        """Return the seconds of some of a block's matmuls in its forward pass."""
+        whole_s = self.matmuls_s(block, backward=False)
+        share = self.matmuls_s(block.replace(matmuls=tuple(chosen)), backward=False) / np.maximum(whole_s, _LEAST_S)
+        return np.asarray(share * self.parts_s(block).matmuls)
 
     def _between_s(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return the seconds of norms, rotations, activations and sums in one pass: fused, or module by module."""
@@ -114,13 +140,20 @@ class KernelTimes(MatmulTimes):
             scores = module_traffic(block, self.training, self.shardings, backward=False, attention_core_alone=True)
             between_s = self.moved_s(scores.plain) + self.mixed_s(scores.mixed)
         softmax_s = self.moved_s(self._unfused_softmax_bytes(block, backward=False))
-        core = self._attention_s(block.attention, backward=False) if block.attention else 0.0
-        return np.asarray(core + between_s + softmax_s)
+        return np.asarray(self.attention_s(block) + between_s + softmax_s)
 
     def attention_s(self, block: BlockSpec, *, backward: bool = False) -> Floats:
         """Return the seconds of the attention kernels in one pass."""
         cores = (one for one in (block.attention, block.cross_attention) if one)
-        return sum((self._attention_s(one, backward=backward) for one in cores), np.zeros_like(self.shardings.tp))
+        seconds = sum((self._attention_s(one, backward=backward) for one in cores), np.zeros_like(self.shardings.tp))
+        if (
+            self.training.attention == "sdpa"
+            and self.training.precision != "fp32"
+            and any(one.name == "attention dropout mask" for one in block.saved)
+        ):
+            speed = self.gpu.shared.attention_speed(self.framework.kernels.flash_generation, uses_sdpa=True)
+            seconds = seconds * speed.dropout_slowdown[backward]
+        return seconds
 
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
@@ -134,7 +167,7 @@ class KernelTimes(MatmulTimes):
         if self.training.attention == "eager":
             flops = flops * (2.0 if backward else 1.0)
             # A product whose rows begin anywhere is slower, as it is in the other matmuls.
-            slower = constants.unaligned_slowdown if attention.qk_head_dim % 8 else 1.0
+            slower = self._shape_costs.unaligned_slowdown if attention.qk_head_dim % 8 else 1.0
             efficiency, computed = constants.eager_attention_efficiency / slower, 1.0
         else:
             generation = self.framework.kernels.flash_generation

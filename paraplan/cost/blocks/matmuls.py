@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -57,10 +56,6 @@ class MatmulTimes:
         """Return the seconds to move `num_bytes` through the GPU's memory."""
         bandwidth = self.gpu.memory_bandwidth_bytes_per_s * self.constants.memory_bandwidth_efficiency
         return num_bytes / bandwidth
-
-    def products_s(self, block: BlockSpec, chosen: Sequence[Matmul]) -> Floats:
-        """Return the seconds of the forward pass of some of a block's matmuls."""
-        return self.matmuls_s(block.replace(matmuls=tuple(chosen)), backward=False)
 
     def matmuls_s(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return the seconds of all matmuls of one pass, an entry a sharding; each shape on a rank is priced once."""
@@ -197,6 +192,7 @@ class MatmulTimes:
             small_tile_share=constants.small_tile_share,
             launch_s=constants.matmul_launch_s,
             plain_efficiency=constants.plain_matmul_efficiency,
+            unaligned_slowdown=constants.unaligned_slowdown,
         )
 
     def _vector_product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
@@ -231,7 +227,7 @@ class MatmulTimes:
         if self.training.precision == "fp32":
             return np.ones_like(self.shardings.tp)
         slower = np.where(np.all(lines, axis=0), 1.0, self.gpu.shared.unaligned_line_slowdown)
-        return np.asarray(np.where(np.all(whole, axis=0), slower, self.constants.unaligned_slowdown))
+        return np.asarray(np.where(np.all(whole, axis=0), slower, self._shape_costs.unaligned_slowdown))
 
     def _peak(self) -> float:
         tf32 = self.gpu.peak("tf32")
