@@ -54,6 +54,13 @@ class CostConstants(Record):
     loss (Wang et al. 2024, arXiv 2408.15664, tables 2 and 6: busiest over mean), 0.18 to 0.29 of 256 with a bias on 64
     ranks (marin-community/marin issue 7668), 0.26 with a bias, 0.74 and 1.1 under a loss (UltraEP, arXiv 2606.04101,
     figure 11)."""
+    gpu_deviation: float = 0.015
+    """How much GPUs of one kind vary around their mean under the same work. Over five clusters of V100, RTX 5000 and
+    MI60 times vary by 8 % on average (Sinha et al. 2022, SC22, arXiv 2208.11035), read as the range between whiskers
+    of a box plot, which are 5.4 deviations apart."""
+    kernel_start_s: float = 3e-6
+    """Seconds between the end of a kernel and the start of the next: what steps of GPT-2, Llama 1B and Qwen3 0.6B on an
+    H200 take beyond their kernels, 3.7, 3.3 and 3.0 us for each (profiles/measured, kernels-*.json)."""
     overlap_slowdown: float = 1.2
     """How much longer compute and communication take that run at the same time (Galvatron, Miao et al. 2022, 3.4)."""
     fused_optimizer_bytes: float = 36.0
@@ -115,7 +122,11 @@ class CostConstants(Record):
     def for_cpu(self) -> CostConstants:
         """Return the constants of ranks without a GPU: nothing that CUDA's libraries keep, no buffers of NCCL."""
         return self.replace(
-            context_bytes=0, communicator_bytes=0, pair_communicator_bytes=0, counts_matmul_workspaces=False
+            context_bytes=0,
+            communicator_bytes=0,
+            pair_communicator_bytes=0,
+            counts_matmul_workspaces=False,
+            gpu_deviation=0.0,
         )
 
     def device_bytes(self, cached_bytes: float, *, communicators_bytes: int, context_bytes: int | None = None) -> int:

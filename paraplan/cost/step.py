@@ -34,6 +34,7 @@ from paraplan.cost.pipeline.bubble import bubble_s
 from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
 from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode, ScheduleCode
+from paraplan.cost.slowest import slowest_gpu_share
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import ModelSpec
 
@@ -235,7 +236,8 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # Of the collectives of a block that runs again in part, the gathers do: results of reductions are kept.
     repeats = run_again(workload, table)
     tensor_again = is_full + 0.5 * (repeats & ~is_full)
-    forward, backward, again = _passes(workload, costs, stage, work)
+    slowest = slowest_gpu_share(workload.constants, table)
+    forward, backward, again = (slowest * each for each in _passes(workload, costs, stage, work))
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
     summed_s = stage.num_blocks * reductions_share(workload) * _summed_s(table, tp, activation)
@@ -252,9 +254,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     forward = np.maximum(forward, np.maximum(forward_host_s * stage.num_blocks, copies) - forward_sends)
     backward = np.maximum(backward, np.maximum(backward_host_s * stage.num_blocks, copies - again) - backward_sends)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
-    head_s = np.maximum(costs.head_s[key], host_s) * stage.is_last
+    head_s = np.maximum(slowest * costs.head_s[key], host_s) * stage.is_last
     ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first + head_s
-    recompute = np.where(is_full, again, stage.sum(costs, costs.recompute_s))
+    recompute = np.where(is_full, again, slowest * stage.sum(costs, costs.recompute_s))
     # Modules go through all of a block again, whichever of its operations they find kept.
     recompute = np.where(repeats & ~is_full, np.maximum(recompute, again_host_s * stage.num_blocks), recompute)
     transfers = np.where(table.pp > 1, table.virtual, 0)

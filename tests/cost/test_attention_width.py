@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paraplan.cost.estimate import evaluate_plan
@@ -29,6 +31,7 @@ def compute_s(model: ModelSpec, framework: str, attention: AttentionKind = "flas
     steady = cluster.gpu.shared.replace(matmul_cool_gain=0.0)  # products take as long beside longer attention
     cluster = cluster.replace(gpu=cluster.gpu.replace(architecture_profile=steady))
     workload = Workload.of(model, training, cluster, framework=framework)
+    workload = replace(workload, constants=workload.constants.replace(gpu_deviation=0.0))
     return evaluate_plan(workload, ParallelPlan(dp=8, zero_stage=1, num_microbatches=8)).step.compute_s
 
 

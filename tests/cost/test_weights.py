@@ -13,6 +13,7 @@ from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import PlanTable
+from paraplan.cost.slowest import slowest_gpu_share
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
@@ -86,7 +87,8 @@ def test_a_step_takes_as_much_longer_as_its_copies_take_at_the_memory_s_bandwidt
     plan = DP.replace(zero_stage=3, micro_batch_size=16)  # more than the host needs to start it
     moved = 124_439_808 * (4 + 4 + 6) / made.memory_bandwidth_bytes_per_s
     steps = [evaluate_plan(each, plan).step for each in (made, plain)]
-    assert steps[0].compute_s - steps[1].compute_s == pytest.approx(4 * moved, rel=1e-6)
+    slowest = slowest_gpu_share(made.constants, PlanTable.of_plans([plan]))[0]
+    assert steps[0].compute_s - steps[1].compute_s == pytest.approx(4 * moved * slowest, rel=1e-6)
 
 
 def test_the_host_is_the_limit_of_small_blocks_that_are_gathered(workload: MakeWorkload) -> None:

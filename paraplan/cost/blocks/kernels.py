@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.matmuls import MatmulTimes
-from paraplan.cost.blocks.module_traffic import module_traffic
+from paraplan.cost.blocks.module_traffic import module_traffic, num_kernels
 from paraplan.cost.blocks.saved_tensors import saved_bytes
 from paraplan.cost.plan_table import Floats
 from paraplan.model.spec import Attention, BlockSpec, Matmul
@@ -22,6 +22,9 @@ backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron
 """
 
 
+_FUSED_KERNELS = 10
+"""What a forward pass of a block starts beside matmuls where kernels are fused: two norms, two rotations, attention, an
+activation, two sums with dropout, two copies into another order; a backward pass starts about twice as many."""
 _LEAST_S = 1e-12  # of a pass that does nothing
 
 
@@ -69,11 +72,16 @@ class KernelTimes(MatmulTimes):
 
     def _between_s(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return the seconds of norms, rotations, activations and sums in one pass: fused, or module by module."""
-        if self.framework.kernels.fused:
+        kernels = self.framework.kernels
+        starts_s = self.constants.kernel_start_s * (block.attention is not None)
+        if kernels.fused:
             saved = saved_bytes(block, self.training, self.shardings, fused_kernels=True)
-            return self.moved_s(saved * self.framework.kernels.traffic_per_saved_byte * (2.0 if backward else 1.0))
+            forward_s = self.moved_s(saved * kernels.traffic_per_saved_byte) + starts_s * _FUSED_KERNELS
+            return forward_s * (2.0 if backward else 1.0)
+        # Each matmul is three of the products that are priced with their start; of the rest a third is forward.
+        starts_s *= max(0.0, num_kernels(block) - 3 * len(block.matmuls)) * (2 / 3 if backward else 1 / 3)
         traffic = module_traffic(block, self.training, self.shardings, backward=backward)
-        return self.moved_s(traffic.plain) + self.mixed_s(traffic.mixed)
+        return starts_s + self.moved_s(traffic.plain) + self.mixed_s(traffic.mixed)
 
     def mixed_s(self, num_bytes: Floats) -> Floats:
         """Return the seconds of operations that convert types or repeat operands, and move `num_bytes` for that."""

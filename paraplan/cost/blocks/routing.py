@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import NormalDist
 from typing import TypeVar
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Ints
+from paraplan.cost.slowest import largest_of
 from paraplan.plan.training import TrainingSpec
 
 _MEASURED_EXPERTS = 64
@@ -34,11 +34,4 @@ def busiest_load(training: TrainingSpec, constants: CostConstants, *, num_expert
     if training.expert_load is not None:
         return np.where(ranks > 1, training.expert_load, 1.0)
     experts_of_rank = np.maximum(max(num_experts, _MEASURED_EXPERTS) / ranks, 1.0)
-    return np.asarray(1.0 + constants.expert_deviation * _largest_of(ranks) / np.sqrt(experts_of_rank))
-
-
-def _largest_of(counts: Ints | Floats) -> Floats:
-    """Return the mean of the largest of so many normal numbers of deviation 1 (Blom 1958: 0 of one, 1.43 of eight)."""
-    normal = NormalDist()
-    known = {count: normal.inv_cdf((count - 0.375) / (count + 0.25)) for count in set(counts.tolist())}
-    return np.array([known[count] for count in counts.tolist()])
+    return np.asarray(1.0 + constants.expert_deviation * largest_of(ranks) / np.sqrt(experts_of_rank))
