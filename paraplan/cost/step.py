@@ -297,7 +297,8 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
     kernels = workload.block_kernels
     of_kernels = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
     if kernels.starts_modules:
-        of_kernels *= sum(num_kernels(run.block) * run.count for run in model.runs) / max(1, model.num_blocks)
+        whole = [(run.block.before_freezing or run.block, run.count) for run in model.runs]  # adapters come beside it
+        of_kernels *= sum(num_kernels(block) * count for block, count in whole) / max(1, model.num_blocks)
         of_kernels /= LLAMA_KERNELS
     return np.asarray((of_kernels + starts) * table.devices)
 
