@@ -73,6 +73,7 @@ def scaled(workload: Workload, factors: Mapping[FactorName, float]) -> Workload:
             eager_attention_efficiency=constants.eager_attention_efficiency * factor("attention"),
             flash_attention_factor=constants.flash_attention_factor * factor("attention"),
             memory_bandwidth_efficiency=constants.memory_bandwidth_efficiency * factor("memory"),
+            mixed_bytes_per_multiprocessor_s=constants.mixed_bytes_per_multiprocessor_s * factor("memory"),
             fused_optimizer_bytes=constants.fused_optimizer_bytes * factor("optimizer"),
             unfused_optimizer_bytes=constants.unfused_optimizer_bytes * factor("optimizer"),
         ),

@@ -82,8 +82,8 @@ class MatmulShapeCosts(Record):
     """Time for each further read of operands by smaller tiles."""
     launch_s: float = Field(ge=0)
     """Seconds of a product of no size."""
-    plain_efficiency: float = Field(gt=0)
-    """Share of the peak without tensor cores."""
+    plain_share: float = Field(gt=0)
+    """Share of `CostConstants.plain_matmul_efficiency` that products without tensor cores reach."""
     unaligned_slowdown: float = Field(ge=1)
     """How much longer a 16-bit product takes whose operands' rows are not multiples of 16 bytes."""
 

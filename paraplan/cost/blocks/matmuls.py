@@ -169,7 +169,7 @@ class MatmulTimes:
         half_k = shapes.half_k * (constants.block_matmul_speedup if in_8bit else 1.0)
         penalty = 1.0 + shapes.half_n / n + half_k / k
         reached = self._reached_share() * constants.matmul_efficiency * self.gpu.shared.sustained_matmul_share
-        peak = self._peak() * (reached if self._uses_tensor_cores() else shapes.plain_efficiency)
+        peak = self._peak() * (reached if self._uses_tensor_cores() else self._plain_efficiency)
         tiled_s = 2.0 * m * n * k * penalty * self._last_wave(m, n) / peak
         is_thin = np.minimum(np.minimum(m, n), k) <= _THIN
         product_s = np.where(is_thin, np.minimum(tiled_s, self._vector_product_s(m, n, k)), tiled_s)
@@ -191,15 +191,19 @@ class MatmulTimes:
             wave_share=constants.wave_share,
             small_tile_share=constants.small_tile_share,
             launch_s=constants.matmul_launch_s,
-            plain_efficiency=constants.plain_matmul_efficiency,
+            plain_share=1.0,
             unaligned_slowdown=constants.unaligned_slowdown,
         )
+
+    @property
+    def _plain_efficiency(self) -> float:
+        return self.constants.plain_matmul_efficiency * self._shape_costs.plain_share
 
     def _vector_product_s(self, m: Floats, n: Floats, k: Floats) -> Floats:
         """Return the seconds of a product without tiles or tensor cores, which libraries take for thin operands."""
         peak = self.gpu.peak("fp32") or self._peak()
         moved = self.training.activation_bytes * (m * k + k * n + m * n)
-        return np.maximum(2.0 * m * n * k / (peak * self._shape_costs.plain_efficiency), self.moved_s(moved))
+        return np.maximum(2.0 * m * n * k / (peak * self._plain_efficiency), self.moved_s(moved))
 
     def _last_wave(self, m: Floats, n: Floats) -> Floats | float:
         """Return how much longer a product takes because its tiles do not fill all waves of multiprocessors.
