@@ -212,12 +212,16 @@ def operator_seconds(operators: dict[str, tuple[int, float]]) -> dict[str, float
 
 
 def compare(path: Path) -> list[Comparison]:
-    """Return all measurements of a file beside their predictions."""
+    """Return all measurements of a file beside their predictions; raises UsageError for rows that mean nothing."""
     machine, rows = read_rows(path)
     of_kind = {kind: [row for row in rows if row["what"] == kind] for kind in FIELDS}
-    found = [*compare_products(machine, of_kind["product"]), *compare_attention(machine, of_kind["attention"])]
-    found += compare_experts(machine, of_kind["experts"])
-    return found + [one for row in of_kind["training"] for one in compare_training(machine, row)]
+    try:
+        found = [*compare_products(machine, of_kind["product"]), *compare_attention(machine, of_kind["attention"])]
+        found += compare_experts(machine, of_kind["experts"])
+        return found + [one for row in of_kind["training"] for one in compare_training(machine, row)]
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = str(error).replace("\n", " ")
+        raise UsageError(f"{path} has a row with a value that no measurement has: {reason[:200]}") from error
 
 
 def print_comparisons(path: Path, found: list[Comparison]) -> None:

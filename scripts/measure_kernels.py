@@ -420,6 +420,9 @@ def main() -> int:
     parser.add_argument("--only", metavar="PARTS", help=f"some of {', '.join(PARTS)}, with commas")
     parser.add_argument("--try", dest="tries", action="store_true", help="small sizes, to try the script")
     options = parser.parse_args()
+    parts = options.only.split(",") if options.only else list(PARTS)
+    if unknown := [name for name in parts if name not in PARTS]:
+        parser.error(f"argument --only: no part {unknown[0]!r} (choose from {', '.join(PARTS)})")
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not options.tries:
         print("error: torch finds no GPU here; --try runs small sizes on the CPU", file=sys.stderr)
@@ -431,7 +434,7 @@ def main() -> int:
         "python": sys.version.split()[0],
     }
     bench = Bench("cuda" if has_gpu else "cpu", tries=options.tries, path=options.output, machine=machine)
-    for name in options.only.split(",") if options.only else PARTS:
+    for name in parts:
         started_s = time.perf_counter()
         try:
             PARTS[name](bench)

@@ -118,3 +118,20 @@ def test_a_file_of_another_format_ends_with_status_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pass": "x"}, {"n": "many"}, {"precision": "int3"}, {"m": 0, "seconds": 1.0}, {"seconds": "1 s"}]
+)
+def test_rows_that_mean_nothing_are_refused_in_one_sentence(
+    script: ModuleType, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    row = {"what": "product", "precision": "bf16", "m": 512, "n": 768, "k": 768, "pass": "output", "seconds": 26e-6}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"gpu": "NVIDIA H200", "rows": [row | changes]}))
+    if changes == {"precision": "int3"}:
+        assert script.compare(path) == []  # kinds of products that the model does not price are left out
+        return
+    with pytest.raises(UsageError, match=r"rows\.json") as raised:
+        script.compare(path)
+    assert "\n" not in raised.value.message
