@@ -73,7 +73,7 @@ class Comparison:
         return self.predicted_s / self.measured_s - 1.0
 
     def __str__(self) -> str:
-        return f"{self.measured_s * 1e3:8.1f}{self.predicted_s * 1e3:7.1f}{self.error:+7.0%}"
+        return f"{self.measured_s * 1e3:7.1f}{self.predicted_s * 1e3:7.1f}{self.error:+6.0%}"
 
 
 def read_rows(path: Path) -> tuple[str, list[Row]]:
@@ -226,7 +226,7 @@ def compare(path: Path) -> list[Comparison]:
 
 def print_comparisons(path: Path, found: list[Comparison]) -> None:
     """Print a line for each group of kernels and each training."""
-    print(f"{path.name}\n{'':<44}{'rows':>5}{'mean error':>12}{'mean absolute error':>21}")
+    print(f"{path.name}\n{'':<44}{'rows':>5}{'mean error':>12}{'mean absolute error':>20}")
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in found:
         groups[one.part, "all"].append(one.error)
@@ -238,9 +238,9 @@ def print_comparisons(path: Path, found: list[Comparison]) -> None:
     trainings: dict[str, dict[str, Comparison]] = defaultdict(dict)
     for one in (one for one in found if one.part.startswith("training")):
         trainings[one.group][one.part.removeprefix("training: ")] = one
-    print(f"{'training: ms measured, predicted':<38}{'product':>22}{'attention':>22}{'rest':>22}" if trainings else "")
+    print(f"{'training: ms measured, predicted':<35}{'product':>20}{'attention':>20}{'rest':>20}" if trainings else "")
     for group, parts in trainings.items():
-        print(f"{group:<38}" + "".join(f"{parts.get(kind, '-')!s:>22}" for kind in ("product", "attention", "rest")))
+        print(f"{group:<35}" + "".join(f"{parts.get(kind, '-')!s:>20}" for kind in ("product", "attention", "rest")))
     print()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from paraplan.errors import UsageError
+from tests.script_module import load_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_kernels.py"
 FILES = sorted((SCRIPT.parents[1] / "profiles" / "measured").glob("kernels-*.json"))
@@ -20,13 +20,7 @@ FILES = sorted((SCRIPT.parents[1] / "profiles" / "measured").glob("kernels-*.jso
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_kernels", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look a class's module up here
-    spec.loader.exec_module(module)
-    return module
+    return load_script("check_kernels")
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from paraplan.errors import UsageError
+from tests.script_module import load_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_memory.py"
 TINY = {
@@ -29,13 +28,7 @@ MACHINE = {"date": "2026-01-01", "hardware": {"gpu": "none"}, "versions": {"torc
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look a class's module up here
-    spec.loader.exec_module(module)
-    return module
+    return load_script("measure_memory")
 
 
 @pytest.fixture

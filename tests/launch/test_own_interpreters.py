@@ -162,3 +162,43 @@ def test_an_error_of_the_launcher_itself_keeps_its_traceback_and_is_no_usage_err
     assert "in usable_cores" in done.stderr
     assert "an error of the launcher itself" in done.stderr
     assert "paraplan launch --help" not in done.stderr
+
+
+THREADS_OF_A_FORKED_RANK = """
+import os, threading
+import torch
+from paraplan.launch.ranks.forked import enter_rank
+from paraplan.launch.ranks.spawner import RankStart
+
+torch.set_num_threads(torch.get_num_threads())  # the process that ranks are forked from has a pool
+failed = 0
+for _ in range(20):
+    pid = os.fork()
+    if pid == 0:
+        enter_rank(RankStart(("python", "-u", "train.py"), dict(os.environ), None))
+        start, errors = threading.Barrier(8), []
+
+        def work():
+            start.wait()
+            try:
+                torch.ones(70_000).to(torch.bfloat16)
+            except RuntimeError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(len(errors) > 0)
+    failed += os.waitpid(pid, 0)[1] != 0
+print("failed", failed)
+"""
+
+
+def test_threads_of_a_forked_rank_may_use_torch_at_once() -> None:
+    """Its parent has used torch, as that of a notebook: a loader's threads are the first to use it in the rank."""
+    run = subprocess.run(
+        [sys.executable, "-c", THREADS_OF_A_FORKED_RANK], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert run.stdout.splitlines()[-1:] == ["failed 0"], run.stdout + run.stderr

@@ -25,7 +25,9 @@ def _forget_shared_state(start: RankStart) -> None:
     """Undo what all ranks would share with the process they were forked from.
 
     Python reseeds `random` after a fork by itself. The global generators of NumPy and torch were seeded from the system
-    when they were imported, and would give all ranks the same numbers. CUDA's are made when CUDA starts.
+    when they were imported, and would give all ranks the same numbers. CUDA's are made when CUDA starts. torch makes
+    the pool of its threads anew in a forked process when it is first asked for one, and fails where several threads do
+    that at once ("Invalid thread pool!", caffe2/utils/threadpool/pthreadpool-cpp.cc): setting their number asks.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -33,5 +35,4 @@ def _forget_shared_state(start: RankStart) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()
-        if start.num_threads is not None:
-            torch.set_num_threads(start.num_threads)
+        torch.set_num_threads(torch.get_num_threads() if start.num_threads is None else start.num_threads)
