@@ -14,7 +14,7 @@ from paraplan.accuracy.fine_tuning import (
     with_fine_tuning,
     with_fused_kernels,
 )
-from paraplan.accuracy.machines import DescribedMachines, described_cluster
+from paraplan.accuracy.machines import DescribedMachines, described_cluster, gpu_by_label
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
 from paraplan.accuracy.recipes import RecipeTable, load_recipes
 from paraplan.cost.constants import CostConstants
@@ -135,8 +135,10 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     """
     fallback = FALLBACK_OF_SPLIT_LAYERS if (run.tp or 1) > 1 or (run.pp or 1) > 1 else FALLBACK_FRAMEWORK
     framework = frameworks.find(run.framework) or frameworks.load(fallback)
-    later = framework.with_sequence_parallel
-    if later and (run.sequence_parallel or run.recompute == "selective"):
+    later, latest = framework.with_sequence_parallel, framework.with_later_features
+    if latest and _has_later_features(run):
+        framework = frameworks.load(latest)
+    elif later and (run.sequence_parallel or run.recompute == "selective"):
         framework = frameworks.load(later)
     compiled = {
         "logit_bytes": framework.loss.compiled_logit_bytes,
@@ -169,6 +171,11 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     )
 
 
+def _has_later_features(run: MeasuredRun) -> bool:
+    """Return whether a run has what Megatron-LM had only once it ran Megatron-Core: it came before GPUs with 8 bits."""
+    return (run.ep or 1) > 1 or (run.cp or 1) > 1 or gpu_by_label(run.gpu).shared.fp8_speedup > 1
+
+
 def padded_vocabulary(run: MeasuredRun, framework: FrameworkProfile, vocab_size: int) -> int:
     """Return the vocabulary as the framework pads it."""
     unit = framework.tensor_parallel.vocabulary_multiple
@@ -193,7 +200,7 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
         precision=precision,
         optimizer=_optimizer(run.optimizer.lower()),
         attention=attention,
-        compiled=bool(run.torch_compile),
+        compiled=bool(run.torch_compile) and (framework.kernels.compiles_checkpointed or run.recompute != "full"),
         loss=stated_loss(run.kernels),
         expert_load=_expert_load(run, framework),
     )
@@ -322,7 +329,7 @@ def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[s
     blank = [name for name in SHAPES if getattr(run, name) is None]
     fields = named_config(known, run.model_name, num_layers=run.layers)
     has_experts = is_fine_tuning(run) and fields is not None and "num_local_experts" in fields
-    if not blank and not has_experts:
+    if not blank and not has_experts and not _is_whole(run, fields):
         return None
     if fields is None:
         raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
@@ -330,6 +337,20 @@ def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[s
     fields = fields | {"vocab_size": vocabulary, "mtp_num_layers": run.mtp_layers or 0}
     config = ModelConfig(run.model_name, fields, run.model_name, run.seq_len)
     return read_fields(config)
+
+
+def _is_whole(run: MeasuredRun, fields: Fields | None) -> bool:
+    """Return whether a run's shapes are those of the configuration that it names, which says more than they do."""
+    if fields is None:
+        return False
+    stated = {
+        "num_hidden_layers": run.layers,
+        "hidden_size": run.hidden,
+        "num_attention_heads": run.heads,
+        "num_key_value_heads": run.kv_heads,
+        "intermediate_size": run.ffn_hidden,
+    }
+    return all(value is None or fields.get(name) == value for name, value in stated.items())
 
 
 def _shapes(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, Fields]) -> TransformerShapes:

@@ -134,6 +134,9 @@ class KernelProfile(_Group):
     `full`: hooks see every tensor that is saved, and modes every operation."""
     compiled_host: float = 1.0
     """The share of all this that torch.compile leaves; where it is below 1, hooks and modes are compiled as well."""
+    compiles_checkpointed: bool = True
+    """Under recompute `full` blocks are compiled as well. Where flash attention breaks their graph they are not: of a
+    checkpointed function torch.compile makes one graph or none (tests/cost/test_compiled_checkpoint.py)."""
     host_cpu: str | None = None
     """The CPU that took these seconds, as Linux names it: others take more or less. None: they are taken for any."""
     collective_host_s: float = 0.0
@@ -311,6 +314,9 @@ class FrameworkProfile(Record):
     """Aliases that are targets of `paraplan export` themselves: who asks for plans for them exports to them."""
     with_sequence_parallel: str | None = None
     """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
+    with_later_features: str | None = None
+    """The profile of releases that are later still: runs with experts, with context parallelism or on GPUs that
+    multiply in 8 bits use them."""
     storage: StorageProfile
     """Bytes for each parameter."""
     kernels: KernelProfile

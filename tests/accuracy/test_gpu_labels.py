@@ -26,6 +26,7 @@ KIND_OF_LABEL = {
     "H20": "h20-96gb",
     "H20-141GB": "h20-141gb",
     "GH200": "gh200-96gb",
+    "GH200 120GB": "gh200-quad-96gb",
     "B200": "b200-sxm-180gb",
     "B300": "b300-sxm-288gb",
     "GB200": "gb200-186gb",

@@ -4,6 +4,7 @@ import pytest
 
 from paraplan.accuracy.machines import DescribedMachines, described_cluster, gpu_by_label
 from paraplan.errors import ProfileError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.topology import LinkType
 
 
@@ -77,3 +78,25 @@ def test_v100s_divide_their_nvlinks_over_their_peers_unless_a_switch_is_named(
     joined = described_cluster(machines).node.link(0, 1)
     assert joined is not None
     assert joined.nvlink_count == links_of_neighbours
+
+
+def test_four_gpus_a_node_stand_on_a_board_without_a_switch() -> None:
+    h200, racks, half = (
+        described_cluster(DescribedMachines(gpu=gpu, num_gpus=8, gpus_per_node=size))
+        for gpu, size in (("H200", 4), ("GB200", 4), ("H200", 8))
+    )
+    assert [cluster.node.links[0].nvlink_count for cluster in (h200, racks, half)] == [6, 18, 18]
+
+
+def test_gh200s_share_the_power_of_their_board_where_four_make_a_node() -> None:
+    board, alone = (
+        described_cluster(DescribedMachines(gpu="GH200", num_gpus=8, gpus_per_node=size)).gpu for size in (4, 1)
+    )
+    assert (board.name, alone.name) == ("gh200-quad-96gb", "gh200-96gb")
+    assert board.clock_share < alone.clock_share == 1
+
+
+@pytest.mark.parametrize(("gpu", "profile"), [("MI250X", "frontier"), ("MI300X", "mi300x-x8")])
+def test_gpus_of_amd_are_linked_as_their_boards_are(gpu: str, profile: str) -> None:
+    node = described_cluster(DescribedMachines(gpu=gpu, num_gpus=16, gpus_per_node=8)).node
+    assert node.links == cluster_from_profile(profile).node.links

@@ -127,13 +127,29 @@ def test_published_benchmarks_force_an_even_load_unless_they_say_that_routers_ch
 
 
 def test_runs_with_sequence_parallelism_are_of_a_later_release() -> None:
-    plain, parallel = (run(framework="Megatron-LM", sequence_parallel=value) for value in (False, True))
+    plain, parallel = (run(gpu="A100", framework="Megatron-LM", sequence_parallel=value) for value in (False, True))
     assert [framework_of_run(one, FRAMEWORKS).name for one in (plain, parallel)] == ["megatron-lm", "megatron-lm-2022"]
+
+
+def test_what_megatron_lm_had_only_with_megatron_core_tells_its_release() -> None:
+    plain = run(gpu="A100", framework="Megatron-LM")
+    later = [plain.replace(gpu="H100"), plain.replace(gpu="MI300X"), plain.replace(ep=8), plain.replace(cp=2)]
+    assert {framework_of_run(one, FRAMEWORKS).name for one in later} == {"megatron-lm-te"}
+
+
+def test_a_model_that_is_named_with_its_own_shapes_is_that_model() -> None:
+    data = BundledData(configs=known_configs())
+    shapes = {"layers": 64, "hidden": 5120, "heads": 64, "kv_heads": 8, "ffn_hidden": 25600, "vocab": 151936}
+    named = workload_of_run(run(model_name="Qwen3-32B", **shapes), data).model
+    other = workload_of_run(run(model_name="Qwen3-32B", **shapes | {"hidden": 4096}), data).model
+    assert named.runs[0].block.attention is not None
+    assert named.runs[0].block.attention.qk_head_dim == 128  # 5,120 / 64 heads would be 80
+    assert named.model_type == "qwen3" != other.model_type
 
 
 def test_the_precision_of_gradients_is_that_of_the_row() -> None:
     def gradient_bytes(framework: str, grad_dtype: str) -> float:
-        one = run(framework=framework, grad_dtype=grad_dtype)
+        one = run(gpu="A100", framework=framework, grad_dtype=grad_dtype)
         return framework_of_run(one, FRAMEWORKS).storage.gradient_bytes
 
     assert gradient_bytes("Megatron-LM", "fp32") == 4

@@ -116,7 +116,7 @@ def test_an_optimizer_of_pure_bf16_moves_half() -> None:
 
 
 def test_megatron_lm_reduces_gradients_of_bf16_in_fp32() -> None:
-    row = run(framework="Megatron-LM", zero_stage=1, sequence_parallel=True, tp=2)
+    row = run(gpu="A100", framework="Megatron-LM", zero_stage=1, sequence_parallel=True, tp=2)
     kept = [
         workload_of_run(row.replace(precision=precision, grad_dtype=stated), DATA).framework.storage.gradient_bytes
         for precision, stated in (("fp16", ""), ("bf16", ""), ("bf16", "bf16"))
@@ -127,7 +127,7 @@ def test_megatron_lm_reduces_gradients_of_bf16_in_fp32() -> None:
 
 
 def test_megatron_lm_before_megatron_core_runs_flash_attention_1() -> None:
-    row = run(framework="Megatron-LM", sequence_parallel=True, tp=2, flash_attention=True)
+    row = run(gpu="A100", framework="Megatron-LM", sequence_parallel=True, tp=2, flash_attention=True)
     assert workload_of_run(row, DATA).framework.kernels.flash_generation == 1
     assert workload_of_run(row.replace(framework="Megatron-Core"), DATA).framework.kernels.flash_generation == 3
 
