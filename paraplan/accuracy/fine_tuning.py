@@ -38,6 +38,7 @@ _ENGINE_LOSS = {"logit_bytes": 2.0, "traffic_per_logit": 10.0}
 scaled once more (transformer_engine/common/triton/cross_entropy.py)."""
 _HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
 """The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
+_OFFLOADED = r"activation offload|checkpointed activations offloaded to host memory"
 _MODELLED = (
     r"lora.*",
     r"\S+ base.*",
@@ -49,10 +50,11 @@ _MODELLED = (
     r"8-bit adamw",
     r"unsloth kernels",
     r"(cut|chunked) cross-entropy",
-    r"activation offload",
+    _OFFLOADED,
     r"peft (ia3|ln_tuning).*",
     r"embedding and head train too",
     r"bitsandbytes before 0\.43\.2",
+    r"ring attention of torch's context parallelism",
 )
 """Features of fine-tuning rows that predictions take in."""
 
@@ -89,7 +91,7 @@ def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[st
         fields["base_weights"] = _weight_format(run.base_weight_dtype)
         fields["upcasts_frozen"] = _upcasts(run)
     fields["loss"] = stated_loss(f"{run.kernels} {features}")
-    fields["offloads_activations"] = "activation offload" in features
+    fields["offloads_activations"] = re.search(_OFFLOADED, features) is not None
     fields["optimizer"] = fine_tuning_optimizer(run.optimizer.lower())
     return {name: value for name, value in fields.items() if value is not None}
 

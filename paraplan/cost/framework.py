@@ -150,6 +150,11 @@ class KernelProfile(_Group):
     ring_attention: bool = False
     """Context parallelism passes keys and values around a ring beside the attention core, as Transformer Engine does;
     else it exchanges tokens for heads (Ulysses)."""
+    ring_query_bytes: tuple[float, float] = (0.0, 0.0)
+    """Bytes that each step of such a ring moves for an element of queries beyond attention's own, forward and backward:
+    outputs and gradients are added up in fp32."""
+    ring_key_bytes: tuple[float, float] = (0.0, 0.0)
+    """The same for an element of keys and values."""
     uses_tf32: bool = False
     """Matmuls of fp32 training run on TF32 tensor cores."""
     fused_softmax_heads: int = 1

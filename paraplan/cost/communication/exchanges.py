@@ -76,9 +76,28 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
     num_bytes = tokens * width * training.activation_bytes / table.tp
     links = links or group_links(workload, table, "cp")
     once = np.where(table.cp > 1, (links.all_gather_s if rings else links.all_to_all_s)(num_bytes), 0.0)
-    if rings:
-        once = once * (workload.constants.overlap_slowdown - 1)
-    return once, once * (1 + run_again(workload, table))
+    if not rings:
+        return once, once * (1 + run_again(workload, table))
+    once = once * (workload.constants.overlap_slowdown - 1)
+    added_s = [_ring_steps_s(workload, table, backward=backward) for backward in (False, True)]
+    forward_s = once + added_s[0]
+    return forward_s, once + added_s[1] + forward_s * run_again(workload, table)
+
+
+def _ring_steps_s(workload: Workload, table: PlanTable, *, backward: bool) -> Floats:
+    """Return the seconds in which the steps of a ring add up what each gives, of a block on average."""
+    kernels, model, gpu = workload.framework.kernels, workload.model, workload.cluster.gpu
+    each = 0.0
+    for run in model.runs:
+        if run.block.attention is not None:
+            attention = run.block.attention
+            key_heads = attention.num_kv_heads if kernels.groups_in_sdpa else attention.num_heads
+            keys = key_heads * (attention.qk_head_dim + attention.v_head_dim)
+            moved = attention.num_heads * attention.v_head_dim * kernels.ring_query_bytes[backward]
+            each += run.count * (moved + keys * kernels.ring_key_bytes[backward])
+    num_bytes = each / model.num_blocks * table.tokens(workload.training.seq_length) / table.tp * table.cp
+    bandwidth = gpu.memory_bandwidth_bytes_per_s * workload.constants.memory_bandwidth_efficiency
+    return np.where(table.cp > 1, num_bytes / bandwidth, 0.0)
 
 
 def routed_matmul(block: BlockSpec) -> Matmul | None:
