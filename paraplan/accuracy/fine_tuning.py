@@ -33,9 +33,10 @@ _FUSED_KERNELS = ("foak", "unsloth")
 _FUSED_LOGIT_BYTES, _UNSLOTH_LOGIT_BYTES = 8.0, 4.0
 """Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers'
 code gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
-_ENGINE_LOSS = {"logit_bytes": 2.0, "traffic_per_logit": 10.0}
+_ENGINE_LOSS = {"logit_bytes": 2.0, "traffic_per_logit": 10.0, "multiprocessor_bytes_per_s": 20.3e9}
 """Megatron-LM's `--cross-entropy-fusion-impl te`: 16-bit logits are read twice, gradients written in their place and
-scaled once more (transformer_engine/common/triton/cross_entropy.py)."""
+scaled once more (transformer_engine/common/triton/cross_entropy.py); 3.3 ps a logit on a B200 (SimuMax, as the profile
+of Megatron-Core)."""
 _HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
 """The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
 _OFFLOADED = r"activation offload|checkpointed activations offloaded to host memory"

@@ -144,6 +144,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         "logit_bytes": framework.loss.compiled_logit_bytes,
         "parallel_logit_bytes": None,
         "traffic_per_logit": framework.loss.compiled_traffic_per_logit,
+        "multiprocessor_bytes_per_s": framework.loss.compiled_multiprocessor_bytes_per_s,
     }
     storage: dict[str, float | None] = {}
     if run.context_bytes is not None:

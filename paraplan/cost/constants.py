@@ -44,6 +44,10 @@ class CostConstants(Record):
     mixed_bytes_per_multiprocessor_s: float = 17e9
     """What a multiprocessor moves in a second of operations that convert types, repeat a smaller operand over a larger
     one or sum along rows (profiles/measured, kernels-*.json)."""
+    fused_bytes_per_multiprocessor_s: float = 30e9
+    """The same of fused kernels, which convert in registers: 29e9 where Transformer Engine permutes tokens on a B200
+    (MooreThreads/SimuMax on GitHub, configs/system/b200_bf16_ceperm.json), 30e9 in a loss under torch.compile on an
+    H200, which its memory allows too. Only Blackwell's memory is faster."""
     unaligned_slowdown: float = 3.5
     """How much longer a 16-bit matmul takes whose operands' rows are not multiples of 16 bytes (NVIDIA, Matrix
     Multiplication Background User's Guide, requirements of tensor cores): the geometric mean of 2.6, which makes GPT-2

@@ -294,6 +294,11 @@ class LossProfile(_Group):
     compiled_traffic_per_logit: float = 10.0
     """The same of a loss under torch.compile: inductor reads 16-bit logits for their maximum, for the sum and for their
     gradients, which it writes."""
+    multiprocessor_bytes_per_s: float = 22.3e9
+    """What a multiprocessor moves of that in a second at most, since logits are converted to fp32 and back: as measured
+    of torch's cross-entropy on upcast logits on an H200 (profiles/measured, kernels-*.json)."""
+    compiled_multiprocessor_bytes_per_s: float = 30e9
+    """The same of a loss under torch.compile, on that H200."""
     recomputes_logits: bool = False
     """No logits are kept: the backward pass makes them again, by one more product of the head."""
     gathers_logits: bool = False

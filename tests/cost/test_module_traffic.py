@@ -17,6 +17,7 @@ from paraplan.cost.blocks.kernels import KernelTimes
 from paraplan.cost.blocks.module_traffic import module_traffic, num_kernels
 from paraplan.cost.blocks.saved_tensors import Shardings
 from paraplan.cost.estimate import evaluate_plan
+from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.model.config_file import load_config
@@ -122,6 +123,23 @@ def test_instructions_bound_mixed_operations_on_a_gpu_with_fast_memory(workload:
     assert gpu.num_multiprocessors is not None
     unknown = KernelTimes(training, gpu.replace(num_multiprocessors=None), shardings, made.constants, made.framework)
     assert unknown.mixed_s(moved) == unknown.moved_s(moved)
+
+
+@pytest.mark.parametrize(
+    ("profile", "framework", "picoseconds"),
+    [("dgx-h200", "fsdp", 12.9), ("dgx-b200", "megatron-core", 18.6), ("dgx-a100-40gb", "fsdp", None)],
+)
+def test_losses_take_as_long_for_a_logit_as_was_measured(
+    workload: MakeWorkload, profile: str, framework: str, picoseconds: float | None
+) -> None:
+    # torch's cross-entropy on an H200 (profiles/measured), Megatron-LM's on a B200 (SimuMax); an A100's memory decides.
+    made, loss = workload("llama-3.2-1b", profile), load_framework(framework)
+    shardings = Shardings.of_columns([np.array([one]) for one in (1, 0, 1, 4, 0, 0, 1)], made.training, autocast=True)
+    times = KernelTimes(made.training, cluster_from_profile(profile).gpu, shardings, made.constants, loss)
+    each = float(times.loss_s(1)[0] / shardings.tokens[0]) * 1e12
+    if picoseconds is None:
+        picoseconds = float(times.moved_s(np.array([loss.loss.traffic_per_logit]))[0]) * 1e12
+    assert each == pytest.approx(picoseconds, rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "measured"), [("gpt2", 84), ("llama-3.2-1b", 142), ("qwen3-0.6b", 186)])

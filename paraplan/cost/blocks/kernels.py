@@ -76,7 +76,8 @@ class KernelTimes(MatmulTimes):
         starts_s = self.constants.kernel_start_s * (block.attention is not None)
         if kernels.fused:
             saved = saved_bytes(block, self.training, self.shardings, fused_kernels=True)
-            forward_s = self.moved_s(saved * kernels.traffic_per_saved_byte) + starts_s * _FUSED_KERNELS
+            rate = self.constants.fused_bytes_per_multiprocessor_s
+            forward_s = self._issued_s(saved * kernels.traffic_per_saved_byte, rate) + starts_s * _FUSED_KERNELS
             return forward_s * (2.0 if backward else 1.0)
         # Each matmul is three of the products that are priced with their start; of the rest a third is forward.
         starts_s *= max(0.0, num_kernels(block) - 3 * len(block.matmuls)) * (2 / 3 if backward else 1 / 3)
@@ -85,8 +86,12 @@ class KernelTimes(MatmulTimes):
 
     def mixed_s(self, num_bytes: Floats) -> Floats:
         """Return the seconds of operations that convert types or repeat operands, and move `num_bytes` for that."""
-        count = self.gpu.num_multiprocessors
-        issued = 0.0 if count is None else num_bytes / (count * self.constants.mixed_bytes_per_multiprocessor_s)
+        return self._issued_s(num_bytes, self.constants.mixed_bytes_per_multiprocessor_s)
+
+    def _issued_s(self, num_bytes: Floats, each_bytes_per_s: float) -> Floats:
+        """Return the seconds to move `num_bytes` where a multiprocessor of NVIDIA's moves no more than that."""
+        count = self.gpu.num_multiprocessors if self.gpu.vendor == "nvidia" else None
+        issued = 0.0 if count is None else num_bytes / (count * each_bytes_per_s)
         return np.maximum(self.moved_s(num_bytes), issued)
 
     def _dequantizing_bytes(self, block: BlockSpec) -> Floats:
@@ -166,8 +171,8 @@ class KernelTimes(MatmulTimes):
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
         ranks = 1.0 if self.framework.loss.gathers_logits else self.shardings.tp
-        logits = self.shardings.tokens * vocab_size / ranks
-        return self.moved_s(logits * self.framework.loss.traffic_per_logit)
+        num_bytes = self.shardings.tokens * vocab_size / ranks * self.framework.loss.traffic_per_logit
+        return self._issued_s(num_bytes, self.framework.loss.multiprocessor_bytes_per_s)
 
     def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
         flops = self.shardings.tokens * attention.flops_per_token(self.shardings.seq_length) / self.shardings.tp
