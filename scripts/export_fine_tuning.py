@@ -45,7 +45,7 @@ def read_trl(path: Path) -> Says:
         "seq_length": training.max_length,
         "compiled": bool(training.torch_compile),
         "precision": "bf16-pure" if is_pure else "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
-        "loss": "liger" if training.use_liger_kernel else "chunked" if "chunked_nll" in named else "plain",
+        "loss": "liger" if training.use_liger_kernel else "cut" if "chunked_nll" in named else "plain",
     }
     if training.gradient_checkpointing:
         says["recompute"] = "full"

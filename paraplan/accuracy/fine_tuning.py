@@ -91,7 +91,9 @@ def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[st
     if not trainable.is_full:
         fields["base_weights"] = _weight_format(run.base_weight_dtype)
         fields["upcasts_frozen"] = _upcasts(run)
-    fields["loss"] = stated_loss(f"{run.kernels} {features}")
+    loss = stated_loss(f"{run.kernels} {features}")
+    # TRL's goes over chunks of tokens and of the vocabulary, and keeps no logits (trl/kernels/chunked_logprob.py).
+    fields["loss"] = "cut" if loss == "chunked" and "trl" in run.framework.lower() else loss
     fields["offloads_activations"] = re.search(_OFFLOADED, features) is not None
     fields["optimizer"] = fine_tuning_optimizer(run.optimizer.lower())
     return {name: value for name, value in fields.items() if value is not None}

@@ -76,6 +76,21 @@ def test_a_chunked_loss_that_is_compiled_holds_no_fp32_values() -> None:
     assert peak_gib(run(**row | {"torch_compile": False})) > 5.3
 
 
+def test_trls_loss_in_chunks_keeps_no_logits() -> None:
+    words = {"method": "lora", "base_weight_dtype": "bf16", "kernels": "chunked cross-entropy", "vocab": 151936}
+    row = run(**MISTRAL | words | {"framework": "FSDP2"})
+    logits = 8 * 4096 * 151936 * 2
+    assert (peak_gib(row) - peak_gib(row.replace(framework="TRL FSDP2"))) * GIB > logits
+
+
+def test_activations_that_wait_on_the_host_are_told_by_the_words_of_tables() -> None:
+    words = "checkpointed activations offloaded to host memory; ring attention of torch's context parallelism"
+    plain = run(**MISTRAL | {"method": "lora", "base_weight_dtype": "bf16", "kernels": "chunked cross-entropy"})
+    row = plain.replace(nonstandard_features=words)
+    assert has_only_modelled_features(row)
+    assert peak_gib(row) < peak_gib(plain)
+
+
 def test_fine_tuning_rows_are_scored_where_all_that_is_unusual_is_modelled() -> None:
     known = run(method="qlora", nonstandard_features="LoRA; nf4 base (bitsandbytes); fused kernels (FOAK: RMSNorm)")
     assert has_only_modelled_features(known)

@@ -21,7 +21,7 @@ from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
 
 _LENGTH, _RANK, _DROPOUT, _MICRO_BATCH = 1024, 16, 0.05, 8
-_LOSSES: dict[str, LossKernel] = {"chunked_nll": "chunked"}
+_LOSSES: dict[str, LossKernel] = {"chunked_nll": "cut"}
 
 
 def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:

@@ -25,7 +25,7 @@ from paraplan.plan.training import TrainingSpec
 
 _ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 _BASES = ("bf16", "fp32", "int8", "nf4", "nf4:double", "fp4", "fp4:double")
-_LOSSES = ("plain", "chunked", "liger")
+_LOSSES = ("plain", "cut", "liger")
 _FILE = "accelerate.yaml"
 
 
@@ -77,8 +77,8 @@ def _training_words(subject: Subject, training: TrainingSpec, notes: list[str]) 
         words += ["--torch_compile", "true"]
     if training.offloads_activations:
         words += ["--activation_offloading", "true"]
-    if training.loss == "chunked":
-        words += ["--loss_type", "chunked_nll"]
+    if training.loss == "cut":
+        words += ["--loss_type", "chunked_nll"]  # its chunks of tokens and of words leave no logits
     elif training.loss == "liger":
         words += ["--use_liger_kernel", "true"]
     adapter = trainable.adapter
@@ -130,7 +130,5 @@ def trl_gaps(subject: Subject) -> list[Gap]:
         if gap.part not in named
     ]
     gaps += training_gap(training, "optimizer", tuple(OPTIMIZERS), "the Trainer has no such optimizer")
-    losses = (
-        _LOSSES if training is None or training.task == "sft" else tuple(one for one in _LOSSES if one != "chunked")
-    )
+    losses = _LOSSES if training is None or training.task == "sft" else tuple(one for one in _LOSSES if one != "cut")
     return gaps + training_gap(training, "loss", losses, f"{' and '.join(losses)} are TRL's losses for this task")
