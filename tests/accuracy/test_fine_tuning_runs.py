@@ -80,7 +80,7 @@ def test_trls_loss_in_chunks_keeps_no_logits() -> None:
     words = {"method": "lora", "base_weight_dtype": "bf16", "kernels": "chunked cross-entropy", "vocab": 151936}
     row = run(**MISTRAL | words | {"framework": "FSDP2"})
     logits = 8 * 4096 * 151936 * 2
-    assert (peak_gib(row) - peak_gib(row.replace(framework="TRL FSDP2"))) * GIB > logits
+    assert (peak_gib(row) - peak_gib(row.replace(framework="TRL FSDP2"))) * GIB > 0.8 * logits
 
 
 def test_activations_that_wait_on_the_host_are_told_by_the_words_of_tables() -> None:
