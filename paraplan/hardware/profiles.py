@@ -168,12 +168,9 @@ class NetworkProfile(Record):
         """Return what nodes of `num_ranks` GPUs in all reach in a collective; None where nobody measured it.
 
         Between two measured numbers of ranks it is their geometric interpolation, beyond the first and last it stays.
+        A reduce-scatter that nobody measured is an all-gather: both go round the same ring once.
         """
-        known = {
-            entry.num_ranks: rate
-            for entry in self.measured
-            if (rate := entry.bus_bandwidth_bytes_per_s.get(collective)) is not None
-        }
+        known = self._known(collective) or (self._known("all_gather") if collective == "reduce_scatter" else {})
         if not known:
             return None
         ranks = min(max(num_ranks, min(known)), max(known))
@@ -185,6 +182,10 @@ class NetworkProfile(Record):
     def node_bandwidth_bytes_per_s(self) -> float:
         """All NICs of a node together, one direction."""
         return self.nics_per_node * self.nic_bandwidth_bytes_per_s
+
+    def _known(self, collective: Collective) -> dict[int, float]:
+        rates = {entry.num_ranks: entry.bus_bandwidth_bytes_per_s.get(collective) for entry in self.measured}
+        return {ranks: rate for ranks, rate in rates.items() if rate is not None}
 
 
 class MeasuredCollective(Record):

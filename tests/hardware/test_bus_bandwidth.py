@@ -176,6 +176,8 @@ def test_a_network_that_was_measured_by_ranks_gets_slower_with_them_and_stays_at
     assert network.measured_bus("all_gather", 4096) == network.measured_bus("all_gather", 512)
     assert network.measured_bus("send_recv", 64) is None
     assert load_network("aws-efa-3200").measured_bus("all_reduce", 64) is None
+    slingshot = load_network("slingshot-200-2")
+    assert slingshot.measured_bus("reduce_scatter", 32) == slingshot.measured_bus("all_gather", 32) == 34.91e9
 
 
 def test_a_group_of_one_gpu_a_node_is_as_slow_as_its_ranks_and_has_its_share_of_the_nics() -> None:
