@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -124,7 +125,16 @@ def _network_rows(network: NetworkProfile) -> list[tuple[str, str]]:
             f"{rate} = {format_bandwidth(network.node_bandwidth_bytes_per_s)} a node, one direction; "
             f"latency {format_seconds(network.latency_s)}",
         ),
+        *(
+            (f"{entry.num_ranks} ranks", _reached(entry.bus_bandwidth_bytes_per_s.items()))
+            for entry in network.measured
+        ),
     ]
+
+
+def _reached(rates: Iterable[tuple[str, float]]) -> str:
+    words = (f"{collective} {format_bandwidth(rate)}" for collective, rate in rates)
+    return f"{', '.join(words)} on the bus, measured"
 
 
 def _nvlink(gpu: GpuProfile) -> str:

@@ -52,6 +52,12 @@ def test_show_prints_figures_and_their_sources() -> None:
     assert "source" in text
 
 
+def test_show_prints_what_collectives_reached_on_a_network() -> None:
+    text, _ = run("show", "slingshot-200-2")
+    assert "32 ranks" in text
+    assert "all_gather 34.9 GB/s" in text
+
+
 def test_show_finds_a_machine_before_a_gpu_of_the_same_name() -> None:
     assert json.loads(run("show", "h100", "--json")[0])["num_gpus"] == 8
     assert json.loads(run("show", "h100", "--kind", "gpu", "--json")[0])["name"] == "h100-sxm-80gb"
