@@ -74,6 +74,8 @@ class MeasuredRun(Record):
     ffn_hidden: int | None = None
     vocab: int | None = None
     seq_len: int
+    sample_length: int | None = None
+    """Mean tokens of a sample that was padded to the sequence. Blank: samples filled it."""
     activation: str = ""
     tied_embeddings: bool | None = None
     precision: str = ""

@@ -20,6 +20,9 @@ from paraplan.hardware.profiles import Collective, NetworkProfile
 from paraplan.hardware.topology import GpuLink, LinkType, NodeTopology, connected_groups
 from paraplan.records import Record
 
+_USUAL_BYTES = 2**28
+"""The message by whose time an all-reduce goes by trees or round a ring. NCCL decides by its own model of time."""
+
 
 class GroupSpeed(Record):
     """What one group of ranks reaches in one collective: its kind of link decides, between nodes the network's.
@@ -40,8 +43,21 @@ class GroupSpeed(Record):
         """Return the time of the collective on a message of `num_bytes`; 0 for a group of one."""
         if self.num_ranks == 1:
             return 0.0
-        on_bus = bus_factor(self.collective, self.num_ranks) * (num_bytes + sqrt(num_bytes * self.ramp_bytes))
-        return self.latency_s + on_bus / self.bus_bandwidth_bytes_per_s
+        return self.latency_s + self._on_bus(num_bytes) / self.bus_bandwidth_bytes_per_s
+
+    def that_reaches(self, rate_bytes_per_s: float, num_bytes: int, *, fastest: float) -> GroupSpeed:
+        """Return this speed with the bus bandwidth, `fastest` at most, at which messages reach a rate as measured.
+
+        A rate that nccl-tests prints for messages of `num_bytes` holds their latency and ramp: the bus is faster.
+        Of the measured time latency is half at most.
+        """
+        seconds = bus_factor(self.collective, self.num_ranks) * num_bytes / rate_bytes_per_s
+        latency_s = min(self.latency_s, seconds / 2)
+        bus = min(fastest, self._on_bus(num_bytes) / (seconds - latency_s))
+        return self.replace(bus_bandwidth_bytes_per_s=bus, latency_s=latency_s)
+
+    def _on_bus(self, num_bytes: float) -> float:
+        return bus_factor(self.collective, self.num_ranks) * (num_bytes + sqrt(num_bytes * self.ramp_bytes))
 
 
 class RankGroup(Record):
@@ -240,32 +256,39 @@ def _between_speed(
     payload = speed.bus_efficiency[collective] * share
     limit = inside.bus_bandwidth_bytes_per_s if inside is not None else inf
     ranks, here = group.num_ranks, len(group.gpus)
-    hops = 1 if collective in ("send_recv", "all_to_all") else ranks - 1  # a ring passes every rank
     bus = min(limit, payload)
     if collective == "all_to_all":
         # Of a GPU's message the part for other nodes, (N-g)/N, goes through its NICs: they alone decide.
         bus = min(limit, payload / here * (ranks - 1) / (ranks - here))
     elif collective == "send_recv":
         bus = min(limit, payload / here)
+    start = inside.latency_s if inside is not None else speed.latency_s
+
+    def passing(hops: int, bandwidth: float) -> GroupSpeed:
+        decides = speed if inside is None or bandwidth < limit else table.speed(inside.kind)
+        return GroupSpeed(
+            collective=collective,
+            num_ranks=ranks,
+            kind=decides.kind,
+            payload_bytes_per_s=share if inside is None or bandwidth < limit else inside.payload_bytes_per_s,
+            bus_bandwidth_bytes_per_s=bandwidth,
+            latency_s=start + hops * network.latency_s,
+            ramp_bytes=speed.ramp_of(collective),
+        )
+
+    if collective in ("send_recv", "all_to_all"):
+        found = passing(1, bus)
     elif collective == "all_reduce":
-        hops = 2 * hops
         tree = _tree_bandwidth(group, table, inside, network_rate=payload * speed.tree_share)
-        if tree > bus:
-            bus, hops = tree, 2 * ceil(log2(group.num_nodes))  # up a tree of nodes and down again
+        ways = (passing(2 * (ranks - 1), bus), passing(2 * ceil(log2(group.num_nodes)), tree))
+        found = min(ways, key=lambda way: way.time_s(_USUAL_BYTES))
+    else:
+        found = passing(ranks - 1, bus)  # a ring passes every rank
     reached = network.measured_bus(collective, ranks)
     if reached is not None:
-        bus = min(bus, reached * share / network.node_bandwidth_bytes_per_s)
-    decides = speed if inside is None or bus < limit else table.speed(inside.kind)
-    start = inside.latency_s if inside is not None else speed.latency_s
-    return GroupSpeed(
-        collective=collective,
-        num_ranks=ranks,
-        kind=decides.kind,
-        payload_bytes_per_s=share if inside is None or bus < limit else inside.payload_bytes_per_s,
-        bus_bandwidth_bytes_per_s=bus,
-        latency_s=start + hops * network.latency_s,
-        ramp_bytes=speed.ramp_of(collective),
-    )
+        rate = reached * share / network.node_bandwidth_bytes_per_s
+        return found.that_reaches(rate, network.measured_message_bytes, fastest=limit)
+    return found
 
 
 def _tree_bandwidth(

@@ -158,8 +158,9 @@ class NetworkProfile(Record):
     latency_s: float = Field(gt=0)
     protocol: Literal["rdma", "tcp"] = "rdma"
     measured: tuple[MeasuredRanks, ...] = ()
-    """What collectives on messages of usual size reached, where somebody measured it: on some networks each step of a
-    ring waits so long that their time grows with the ranks, not with the bytes alone."""
+    """What collectives reached on messages of `measured_message_bytes`, where somebody measured it: on some networks
+    each step of a ring waits so long that their time grows with the ranks, not with the bytes alone."""
+    measured_message_bytes: int = Field(default=2**28, gt=0)
     source: str
     source_kind: SourceKind | None = None
     """How good the weakest part of the source is; None where nobody said."""

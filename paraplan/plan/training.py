@@ -117,7 +117,8 @@ class TrainingSpec(Record):
     batch are counted one by one, those of pairs and generated ones too."""
 
     sample_length: int | None = Field(default=None, gt=0)
-    """Mean tokens of a sample, None where samples fill their sequences. What is computed does not depend on it."""
+    """Mean tokens of a sample, which is padded to its sequence; None where samples fill their sequences. Of what is
+    computed only the load of experts depends on it."""
 
     @field_validator("task")
     @classmethod
@@ -186,6 +187,11 @@ class TrainingSpec(Record):
                 hint=f"use --global-batch {self.global_batch_size + 1}: chosen and rejected sequences count apart",
             )
         return self
+
+    @property
+    def padding_share(self) -> float:
+        """The share of a batch's tokens that pad samples to their sequences; longer samples are cut."""
+        return 1.0 - min(self.sample_length or self.seq_length, self.seq_length) / self.seq_length
 
     @property
     def trainable(self) -> Trainable:

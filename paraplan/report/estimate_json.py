@@ -9,13 +9,14 @@ import numpy as np
 from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.capacity import largest_layer, what_fits
+from paraplan.cost.communication.exchanges import routed_matmul
 from paraplan.cost.estimate import PlanEstimate, assumed_speeds
 from paraplan.cost.generation import task_notes
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import training_reason, unsupported_reason
 from paraplan.plan.training import training_notes
-from paraplan.report.short_text import effective_share
+from paraplan.report.short_text import samples_rates
 
 
 def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
@@ -36,12 +37,13 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
         )
     if plan.ep > 1 and training.expert_load is None:
         ranks = expert_ranks(workload.framework, ep=plan.ep, tp=plan.tp)
-        (load,) = busiest_load(
-            training, workload.constants, num_experts=workload.model.num_experts, ranks=np.array([ranks])
-        )
+        routed = (routed_matmul(run.block) for run in workload.model.runs)
+        matmul = next(one for one in routed if one is not None)
+        (load,) = busiest_load(training, workload.constants, matmul, ranks=np.array([ranks]))
+        why = "as the tokens that pad samples all go to the same" if training.padding_share else "as routers leave it"
         notes += (
-            f"the busiest of {ranks} ranks of experts is taken to have {load:.2f} times the mean of their rows, as "
-            "routers leave it: --expert-load states another",
+            f"the busiest of {ranks} ranks of experts is taken to have {load:.2f} times the mean of their rows, {why}: "
+            "--expert-load states another",
         )
     reason = training_reason(training) or unsupported_reason(
         plan, num_blocks=workload.model.num_blocks, precision=training.precision
@@ -55,6 +57,7 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
     """Return the JSON object of `paraplan estimate --json`."""
     parameters, cluster = workload.model.parameters, workload.cluster
     interval = step_interval(workload, estimate)
+    padded, packed = samples_rates(workload, estimate)
     return {
         "plan": estimate.plan.model_dump(mode="json"),
         "parameters": {"total": parameters.total} | parameters.model_dump(),
@@ -67,10 +70,7 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "host_memory_bytes": estimate.host_memory_bytes,
         "out_of_memory_probability": out_of_memory_probability(workload, estimate),
         "step": estimate.step.model_dump(),
-        "effective_tokens_per_s_per_gpu": {
-            "padded": estimate.step.tokens_per_s_per_gpu * effective_share(workload),
-            "packed": estimate.step.tokens_per_s_per_gpu,
-        },
+        "effective_tokens_per_s_per_gpu": {"padded": padded, "packed": packed},
         "step_interval": interval.model_dump() if interval is not None else None,
         "training": workload.training.model_dump(mode="json"),
         "cluster": {

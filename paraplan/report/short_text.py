@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
-from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
 from paraplan.units import format_bytes, format_count, format_seconds
@@ -76,20 +76,28 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     )
 
 
-def effective_share(workload: Workload) -> float:
-    """Return which part of the tokens of padded sequences are those of samples; longer samples are cut."""
-    training = workload.training
-    return min(1.0, (training.sample_length or training.seq_length) / training.seq_length)
+def samples_rates(workload: Workload, estimate: PlanEstimate) -> tuple[float, float]:
+    """Return how many tokens of samples a GPU trains on a second where samples are padded, and where they are packed.
+
+    Padding loads ranks of experts unevenly; without it a step of as many tokens is shorter.
+    """
+    training, plan = workload.training, estimate.plan
+    packed = estimate.step.tokens_per_s_per_gpu
+    padded = packed * (1.0 - training.padding_share)
+    if plan.ep > 1 and training.padding_share and training.expert_load is None:
+        packed = evaluate_plan(
+            workload.trained_as(training.replace(sample_length=None)), plan
+        ).step.tokens_per_s_per_gpu
+    return padded, packed
 
 
 def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
     """Return how fast samples are trained on that are shorter than a sequence, None where nobody said so."""
-    training, share = workload.training, effective_share(workload)
-    if training.sample_length is None or share == 1:
+    training = workload.training
+    if not training.padding_share:
         return None
-    rate = estimate.step.tokens_per_s_per_gpu
-    padded, packed = (format_count(float(f"{one:.3g}")) for one in (rate * share, rate))
-    together = format_count(float(f"{training.global_batch_size / share:.3g}"))
+    padded, packed = (format_count(float(f"{rate:.3g}")) for rate in samples_rates(workload, estimate))
+    together = format_count(float(f"{training.global_batch_size / (1.0 - training.padding_share):.3g}"))
     return (
         f"of {training.sample_length} tokens: padded to {training.seq_length}, {padded} tokens of samples a second per "
         f"GPU; packed, {packed}, and a step has {together} samples in place of {training.global_batch_size}"

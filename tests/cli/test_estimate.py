@@ -301,6 +301,20 @@ def test_short_samples_count_by_their_own_tokens_padded_and_packed() -> None:
         assert "Samples" not in run(*words, *length)[1]
 
 
+def test_padding_loads_one_rank_of_experts_and_packed_samples_load_all() -> None:
+    words = ["estimate", "qwen3-30b-a3b", "--profile", "8xh100", "--dp", "8", "--ep", "8"]
+    words += ["--global-batch", "64", "--seq-len", "4096"]
+    plain, short = report(*words), report(*words, "--sample-len", "128")
+    rate = plain["step"]["tokens_per_s_per_gpu"]
+    assert short["step"]["step_time_s"] > 1.2 * plain["step"]["step_time_s"]
+    both = short["effective_tokens_per_s_per_gpu"]
+    assert both["packed"] == pytest.approx(rate)
+    assert both["padded"] == pytest.approx(
+        short["step"]["tokens_per_s_per_gpu"] * 128 / short["training"]["seq_length"]
+    )
+    assert any("as the tokens that pad samples all go to the same" in note for note in short["warnings"])
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [

@@ -18,6 +18,7 @@ from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.named import known_configs
 from paraplan.model.reader import read_fields, read_model
+from paraplan.model.spec import Matmul
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
 
@@ -145,18 +146,38 @@ def test_the_busiest_rank_of_experts_decides(mixtral: Workload) -> None:
 )
 def test_the_load_that_routers_leave_is_near_what_was_measured(num_experts: int, ranks: int, measured: float) -> None:
     training = TrainingSpec(global_batch_size=8, seq_length=128)
-    (found,) = busiest_load(training, CostConstants(), num_experts=num_experts, ranks=np.array([ranks]))
+    (found,) = busiest_load(training, CostConstants(), experts(num_experts), ranks=np.array([ranks]))
     assert found - 1 == pytest.approx(measured - 1, rel=0.7)
 
 
 def test_routers_load_more_ranks_less_evenly_and_a_rank_with_all_experts_is_the_mean() -> None:
     training, ranks = TrainingSpec(global_batch_size=8, seq_length=128), np.array([1, 2, 4, 8, 64])
-    natural = busiest_load(training, CostConstants(), num_experts=128, ranks=ranks)
+    natural = busiest_load(training, CostConstants(), experts(128), ranks=ranks)
     assert natural[0] == 1
     assert (np.diff(natural) > 0).all()
-    assert (busiest_load(training, CostConstants(), num_experts=256, ranks=ranks)[1:] < natural[1:]).all()
-    stated = busiest_load(training.replace(expert_load=1.1), CostConstants(), num_experts=128, ranks=ranks)
+    assert (busiest_load(training, CostConstants(), experts(256), ranks=ranks)[1:] < natural[1:]).all()
+    stated = busiest_load(training.replace(expert_load=1.1), CostConstants(), experts(128), ranks=ranks)
     assert stated.tolist() == [1.0, 1.1, 1.1, 1.1, 1.1]
+
+
+@pytest.mark.parametrize(("num_experts", "chosen", "ranks"), [(128, 8, 8), (64, 6, 8), (8, 2, 8), (256, 8, 64)])
+def test_tokens_that_pad_load_the_rank_with_the_most_of_the_experts_that_all_of_them_go_to(
+    num_experts: int, chosen: int, ranks: int
+) -> None:
+    drawn = np.random.default_rng(0).permuted(np.tile(np.arange(num_experts), (20_000, 1)), axis=1)[:, :chosen]
+    rank_of = drawn // (num_experts // ranks)
+    largest = np.stack([(rank_of == rank).sum(axis=1) for rank in range(ranks)]).max(axis=0).mean()
+    half = TrainingSpec(global_batch_size=8, seq_length=128, sample_length=64)
+    matmul, counts = experts(num_experts, chosen), np.array([1, ranks])
+    alone, found = busiest_load(half, CostConstants(), matmul, ranks=counts)
+    full = busiest_load(half.replace(sample_length=None), CostConstants(), matmul, ranks=counts)[1]
+    assert alone == 1
+    assert found == pytest.approx((largest * ranks / chosen + full) / 2, rel=0.02)
+    assert busiest_load(half.replace(expert_load=1.0), CostConstants(), matmul, ranks=counts).tolist() == [1, 1]
+
+
+def experts(count: int, chosen: int = 8) -> Matmul:
+    return Matmul(name="experts", k=64, n=64, num_experts=count, rows_per_token=chosen)
 
 
 def test_natural_routing_costs_experts_and_exchanges_their_busiest_rank(mixtral: Workload) -> None:

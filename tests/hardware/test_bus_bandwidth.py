@@ -6,8 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.errors import ProfileError
-from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth, bus_factor, inside_link, nearest_nics
+from paraplan.hardware.bus_bandwidth import (
+    GroupSpeed,
+    RankGroup,
+    bus_bandwidth,
+    bus_factor,
+    inside_link,
+    nearest_nics,
+)
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_machines, load_network
+from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import load_link_speeds
 from paraplan.hardware.profiles import Collective, MeasuredCollective
 
@@ -185,7 +193,44 @@ def test_a_group_of_one_gpu_a_node_is_as_slow_as_its_ranks_and_has_its_share_of_
     measured = cluster.replace(network=load_network("aws-efa-3200-playbook"))
     whole = bus_bandwidth(measured, RankGroup(gpus=tuple(range(8)), num_nodes=32), "all_reduce", TABLE)
     single = bus_bandwidth(measured, RankGroup(gpus=(0,), num_nodes=32, groups_per_node=8), "all_reduce", TABLE)
-    assert whole.bus_bandwidth_bytes_per_s == pytest.approx(64.9e9)  # 256 ranks
-    assert single.bus_bandwidth_bytes_per_s == pytest.approx(160.1e9 / 8)  # 32 ranks
+    assert reached(whole, 2**28) == pytest.approx(64.9e9)  # 256 ranks
+    assert reached(single, 2**28) == pytest.approx(160.1e9 / 8)  # 32 ranks
     plain = bus_bandwidth(cluster, RankGroup(gpus=tuple(range(8)), num_nodes=32), "all_reduce", TABLE)
     assert plain.bus_bandwidth_bytes_per_s > 2 * whole.bus_bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize("num_nodes", [2, 8, 32, 256, 540])
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
+def test_messages_as_long_as_those_measured_reach_what_was_measured(num_nodes: int, collective: Collective) -> None:
+    cluster = cluster_from_profile("polaris", num_nodes=num_nodes)
+    assert cluster.network is not None
+    speed = bus_bandwidth(cluster, RankGroup(gpus=(0, 1, 2, 3), num_nodes=num_nodes), collective, TABLE)
+    measured = cluster.network.measured_bus(collective, 4 * num_nodes)
+    assert reached(speed, 2**28) == pytest.approx(measured, rel=1e-6)
+    assert reached(speed, 2**24) < reached(speed, 2**28) < reached(speed, 2**30)
+
+
+def test_no_latency_makes_a_message_longer_than_it_was_measured() -> None:
+    slow = cluster_from_profile("polaris", num_nodes=540)
+    assert slow.network is not None
+    waiting = slow.replace(network=slow.network.replace(latency_s=1e-3))
+    speed = bus_bandwidth(waiting, RankGroup(gpus=(0, 1, 2, 3), num_nodes=540), "all_gather", TABLE)
+    assert reached(speed, 2**28) == pytest.approx(4.27e9, rel=1e-6)
+
+
+def test_an_all_reduce_goes_by_trees_where_a_ring_of_as_many_ranks_takes_longer() -> None:
+    group = RankGroup(gpus=tuple(range(8)), num_nodes=256)
+    near, far = (bus_bandwidth(of_latency(latency_s), group, "all_reduce", TABLE) for latency_s in (1e-9, 1e-4))
+    assert near.latency_s < 1e-3
+    assert far.latency_s < 2 * 256 * 8 * 1e-4 / 10  # up a tree of 256 nodes and down again, not round a ring
+
+
+def of_latency(latency_s: float) -> Cluster:
+    cluster = cluster_from_profile("frontier", num_nodes=256)
+    assert cluster.network is not None
+    return cluster.replace(network=cluster.network.replace(latency_s=latency_s))
+
+
+def reached(speed: GroupSpeed, num_bytes: int) -> float:
+    """Return what nccl-tests would print for messages of so many bytes."""
+    return bus_factor(speed.collective, speed.num_ranks) * num_bytes / speed.time_s(num_bytes)

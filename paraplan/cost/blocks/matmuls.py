@@ -136,7 +136,7 @@ class MatmulTimes:
     def _load(self, matmul: Matmul) -> Floats:
         """Return the rows of the busiest rank over the mean, of a matmul of experts."""
         ranks = expert_ranks(self.framework, ep=self.shardings.ep, tp=self.shardings.tp)
-        return busiest_load(self.training, self.constants, num_experts=matmul.num_experts, ranks=ranks)
+        return busiest_load(self.training, self.constants, matmul, ranks=ranks)
 
     def _split_ranks(self, matmul: Matmul) -> Floats:
         """Return over how many ranks each weight of a matmul is split, if it is: those of experts may be whole."""

@@ -189,7 +189,7 @@ def expert_exchange_s(
         matmul = routed_matmul(run.block)
         if matmul is not None:
             # The busiest rank has the most to receive, and all wait for it.
-            load = busiest_load(training, workload.constants, num_experts=matmul.num_experts, ranks=ranks)
+            load = busiest_load(training, workload.constants, matmul, ranks=ranks)
             rows, token = matmul.rows_per_token, tokens * matmul.k * training.activation_bytes * load
             splits = (table.tp > 1) & (not profile.over_tensor_ranks)
             gathered = np.where(splits, tensor.all_reduce_s(rows * token) - tensor.all_reduce_s(token), 0.0)
