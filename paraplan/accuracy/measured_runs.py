@@ -139,6 +139,8 @@ class MeasuredRun(Record):
     """Generation of the FlashAttention kernels. Blank: that of the framework."""
     overlaps_gradients: bool | None = None
     """Gradients and updated weights are sent beside compute. Blank: as the framework does."""
+    fuses_accumulation: bool | None = None
+    """Products of gradients add to those of earlier micro-batches themselves. Blank: as the framework does."""
     overlaps_products: bool | None = None
     """Collectives of tensor parallelism go chunk by chunk beside products. Blank: as the framework does."""
     offload: str = ""
@@ -213,6 +215,10 @@ def _row(row: Mapping[str, str | None], number: int) -> MeasuredRun | UnusableRo
             if value == 0:
                 continue
         values[name] = value
+    made = _batch_of_parts(values)
+    if made is not None and values.get("global_batch", made) != made:
+        said = f"dp x micro_batch x num_microbatches = {made}, and global_batch={values['global_batch']}"
+        return UnusableRow(id=identity, reason=said)
     values |= _implied(values)
     blank = [
         name for name in REQUIRED_COLUMNS if name not in values and not (name in SHAPES and "model_name" in values)
@@ -220,6 +226,13 @@ def _row(row: Mapping[str, str | None], number: int) -> MeasuredRun | UnusableRo
     if blank:
         return UnusableRow(id=identity, reason=f"{', '.join(blank)} not given")
     return MeasuredRun.model_validate(values)
+
+
+def _batch_of_parts(values: Mapping[str, Any]) -> int | None:
+    """Return the sequences of a step by its parts, None where a row does not state all of them."""
+    parts: list[int | None] = [values.get(name) for name in ("dp", "micro_batch", "num_microbatches")]
+    stated = [part for part in parts if part is not None]
+    return math.prod(stated) if len(stated) == len(parts) else None
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:

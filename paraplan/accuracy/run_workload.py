@@ -163,6 +163,8 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     exchanges: dict[str, bool] = {}
     if run.overlaps_gradients is not None:
         exchanges = {"overlaps_gradients": run.overlaps_gradients, "overlaps_zero_1": run.overlaps_gradients}
+    if run.fuses_accumulation is not None:
+        exchanges["fuses_accumulation"] = run.fuses_accumulation
     return framework.changed(
         storage=storage,
         kernels=kernels,

@@ -126,7 +126,10 @@ def _network_rows(network: NetworkProfile) -> list[tuple[str, str]]:
             f"latency {format_seconds(network.latency_s)}",
         ),
         *(
-            (f"{entry.num_ranks} ranks", _reached(entry.bus_bandwidth_bytes_per_s.items()))
+            (
+                f"{entry.num_ranks} ranks",
+                f"{_reached(entry.bus_bandwidth_bytes_per_s.items())} with {format_bytes(entry.message_bytes)}",
+            )
             for entry in network.measured
         ),
     ]

@@ -114,9 +114,9 @@ class ArchitectureProfile(Record):
     """The cuBLAS workspace that Transformer Engine keeps beside them."""
     unaligned_line_slowdown: float = Field(default=1.0, ge=1)
     """How much longer a 16-bit product takes whose operands' rows do not begin at multiples of 128 bytes."""
-    sustained_matmul_share: float = Field(default=1.0, gt=0, le=1)
+    sustained_matmul_share: float = Field(default=1.0, gt=0, le=1.2)
     """Large matmuls one after the other beside what `CostConstants.matmul_efficiency` says of their best: below 1 where
-    the power limit slows the clock."""
+    the power limit slows the clock, above 1 where most shapes are nearer to the best than on an A100."""
     matmul_cool_gain: float = Field(default=0.0, ge=0)
     """How much faster products run than one after the other where next to nothing of a block's time is theirs and
     attention's: the less of it is, the further a GPU stays below its power limit."""

@@ -16,10 +16,12 @@ from pydantic import Field
 from paraplan.errors import ProfileError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable
-from paraplan.hardware.profiles import Collective, NetworkProfile
+from paraplan.hardware.profiles import Collective, MeasuredRate, NetworkProfile
 from paraplan.hardware.topology import GpuLink, LinkType, NodeTopology, connected_groups
 from paraplan.records import Record
 
+_LARGEST_CUT = 8
+"""GPUs of the largest part of a node without a switch whose links are added up."""
 _USUAL_BYTES = 2**28
 """The message by whose time an all-reduce goes by trees or round a ring. NCCL decides by its own model of time."""
 
@@ -45,15 +47,14 @@ class GroupSpeed(Record):
             return 0.0
         return self.latency_s + self._on_bus(num_bytes) / self.bus_bandwidth_bytes_per_s
 
-    def that_reaches(self, rate_bytes_per_s: float, num_bytes: int, *, fastest: float) -> GroupSpeed:
-        """Return this speed with the bus bandwidth, `fastest` at most, at which messages reach a rate as measured.
+    def that_reaches(self, rate: MeasuredRate) -> GroupSpeed:
+        """Return this speed with the bus bandwidth, and where it is too slow the latency, of messages as measured.
 
-        A rate that nccl-tests prints for messages of `num_bytes` holds their latency and ramp: the bus is faster.
-        Of the measured time latency is half at most.
+        A rate that nccl-tests prints holds latency and ramp, so the bus is faster than it.
         """
-        seconds = bus_factor(self.collective, self.num_ranks) * num_bytes / rate_bytes_per_s
-        latency_s = min(self.latency_s, seconds / 2)
-        bus = min(fastest, self._on_bus(num_bytes) / (seconds - latency_s))
+        seconds = bus_factor(self.collective, self.num_ranks) * rate.message_bytes / rate.bus_bandwidth_bytes_per_s
+        latency_s = self.latency_s * min(1.0, seconds / self.time_s(rate.message_bytes))
+        bus = self._on_bus(rate.message_bytes) / (seconds - latency_s)
         return self.replace(bus_bandwidth_bytes_per_s=bus, latency_s=latency_s)
 
     def _on_bus(self, num_bytes: float) -> float:
@@ -170,8 +171,19 @@ def _fast_link(cluster: Cluster, gpus: Sequence[int], fast: list[GpuLink]) -> In
         return InsideLink(kind=f"nvswitch-{generation}", payload_bytes_per_s=rate, pair_bytes_per_s=rate)
     return InsideLink(
         kind="xgmi" if xgmi else "nvlink-direct",
-        payload_bytes_per_s=min(sum(rates) for rates in per_link),
+        payload_bytes_per_s=_narrowest_cut(cluster, gpus, fast),
         pair_bytes_per_s=min(min(rates) for rates in per_link),
+    )
+
+
+def _narrowest_cut(cluster: Cluster, gpus: Sequence[int], links: list[GpuLink]) -> float:
+    """Return the least that links carry between any part of the GPUs and the rest: every ring leaves each part."""
+    first, *others = gpus
+    parts = (
+        {first, *chosen} for size in range(min(len(others), _LARGEST_CUT)) for chosen in combinations(others, size)
+    )
+    return min(
+        sum(_payload(cluster, one) for one in links if (one.gpu_a in part) != (one.gpu_b in part)) for part in parts
     )
 
 
@@ -284,11 +296,10 @@ def _between_speed(
         found = min(ways, key=lambda way: way.time_s(_USUAL_BYTES))
     else:
         found = passing(ranks - 1, bus)  # a ring passes every rank
-    reached = network.measured_bus(collective, ranks)
-    if reached is not None:
-        rate = reached * share / network.node_bandwidth_bytes_per_s
-        return found.that_reaches(rate, network.measured_message_bytes, fastest=limit)
-    return found
+    reached = network.measured_rate(collective, ranks)
+    return (
+        found if reached is None else found.that_reaches(reached.of_share(share / network.node_bandwidth_bytes_per_s))
+    )
 
 
 def _tree_bandwidth(

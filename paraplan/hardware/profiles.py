@@ -137,11 +137,23 @@ class GpuProfile(Record):
         return self.peak_flops_per_s.get(precision)
 
 
+class MeasuredRate(Record):
+    """The bus bandwidth that messages of one size reached, latency and all, as nccl-tests prints it."""
+
+    bus_bandwidth_bytes_per_s: float = Field(gt=0)
+    message_bytes: int = Field(gt=0)
+
+    def of_share(self, share: float) -> MeasuredRate:
+        """Return the rate of a group that has a share of each node's NICs."""
+        return self.replace(bus_bandwidth_bytes_per_s=self.bus_bandwidth_bytes_per_s * share)
+
+
 class MeasuredRanks(Record):
     """Bus bandwidths in bytes/s, by collective, of `num_ranks` ranks that fill their nodes."""
 
     num_ranks: int = Field(gt=1)
     bus_bandwidth_bytes_per_s: dict[Collective, float]
+    message_bytes: int = Field(default=2**28, gt=0)
 
 
 class NetworkProfile(Record):
@@ -158,14 +170,13 @@ class NetworkProfile(Record):
     latency_s: float = Field(gt=0)
     protocol: Literal["rdma", "tcp"] = "rdma"
     measured: tuple[MeasuredRanks, ...] = ()
-    """What collectives reached on messages of `measured_message_bytes`, where somebody measured it: on some networks
-    each step of a ring waits so long that their time grows with the ranks, not with the bytes alone."""
-    measured_message_bytes: int = Field(default=2**28, gt=0)
+    """What collectives reached, where somebody measured it: on some networks each step of a ring waits so long that
+    their time grows with the ranks, not with the bytes alone."""
     source: str
     source_kind: SourceKind | None = None
     """How good the weakest part of the source is; None where nobody said."""
 
-    def measured_bus(self, collective: Collective, num_ranks: int) -> float | None:
+    def measured_rate(self, collective: Collective, num_ranks: int) -> MeasuredRate | None:
         """Return what nodes of `num_ranks` GPUs in all reach in a collective; None where nobody measured it.
 
         Between two measured numbers of ranks it is their geometric interpolation, beyond the first and last it stays.
@@ -177,16 +188,20 @@ class NetworkProfile(Record):
         ranks = min(max(num_ranks, min(known)), max(known))
         below, above = max(each for each in known if each <= ranks), min(each for each in known if each >= ranks)
         share = log(ranks / below) / log(above / below) if above > below else 0.0
-        return float(known[below] * (known[above] / known[below]) ** share)
+        (rate, size), (last_rate, last_size) = known[below], known[above]
+        return MeasuredRate(
+            bus_bandwidth_bytes_per_s=rate * (last_rate / rate) ** share,
+            message_bytes=round(size * (last_size / size) ** share),
+        )
 
     @property
     def node_bandwidth_bytes_per_s(self) -> float:
         """All NICs of a node together, one direction."""
         return self.nics_per_node * self.nic_bandwidth_bytes_per_s
 
-    def _known(self, collective: Collective) -> dict[int, float]:
-        rates = {entry.num_ranks: entry.bus_bandwidth_bytes_per_s.get(collective) for entry in self.measured}
-        return {ranks: rate for ranks, rate in rates.items() if rate is not None}
+    def _known(self, collective: Collective) -> dict[int, tuple[float, int]]:
+        rates = {entry.num_ranks: (entry.bus_bandwidth_bytes_per_s.get(collective), entry) for entry in self.measured}
+        return {ranks: (rate, entry.message_bytes) for ranks, (rate, entry) in rates.items() if rate is not None}
 
 
 class MeasuredCollective(Record):

@@ -36,6 +36,18 @@ def test_a_row_that_describes_no_run_keeps_its_reason(row: str, reason: str) -> 
     assert table(row) == [UnusableRow(id="a", reason=reason)]
 
 
+def test_a_batch_that_is_not_what_its_parts_make_is_refused_and_not_guessed() -> None:
+    header = "id,gpu,num_gpus,layers,hidden,heads,seq_len,dp,micro_batch,num_microbatches,global_batch"
+    run = "A100-80GB,48,8,1024,16,1024,48,8"
+    rows = f"a,{run},1,768\nb,{run},2,768\nc,{run},2,"
+    refused, whole, implied = read_runs(f"{header}\n{rows}\n", source="runs.csv")
+    said = "dp x micro_batch x num_microbatches = 384, and global_batch=768"
+    assert refused == UnusableRow(id="a", reason=said)
+    assert isinstance(whole, MeasuredRun)
+    assert isinstance(implied, MeasuredRun)
+    assert whole.global_batch == implied.global_batch == 768
+
+
 def test_a_row_without_a_name_is_called_by_its_line() -> None:
     (row,) = table(",H100-80GB,8,32,4096,32,2048,64,,,,")
     assert row.id == "line 2"

@@ -17,7 +17,7 @@ from paraplan.hardware.bus_bandwidth import (
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_machines, load_network
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.hardware.profiles import Collective, MeasuredCollective
+from paraplan.hardware.profiles import Collective, MeasuredCollective, NetworkProfile
 
 TABLE = load_link_speeds()
 COLLECTIVES: tuple[Collective, ...] = (
@@ -31,6 +31,13 @@ COLLECTIVES: tuple[Collective, ...] = (
 
 # Bus bandwidths in GB/s that nccl-tests printed for messages of 0.5 GiB and more, each with where it was published.
 MEASURED: list[tuple[str, int, int, Collective, float]] = [
+    # alazzaro/openmpi_on_ss11, osu/craype/collectives/lumi_opt1_rccl_frontier
+    ("frontier", 8, 1, "all_reduce", 134.1),
+    ("frontier", 8, 1, "all_gather", 125.3),
+    ("frontier", 8, 1, "all_to_all", 67.0),
+    ("frontier", 8, 2, "all_reduce", 104.2),
+    ("frontier", 8, 2, "all_gather", 79.9),
+    ("frontier", 8, 2, "all_to_all", 17.6),
     # stas00/ml-engineering, network/README.md
     ("dgx-a100", 8, 1, "all_reduce", 234.9),
     ("hgx-h200", 4, 1, "all_reduce", 363.3),
@@ -179,13 +186,13 @@ def test_times_are_positive_and_grow_with_the_message(
 
 def test_a_network_that_was_measured_by_ranks_gets_slower_with_them_and_stays_at_its_ends() -> None:
     network = load_network("aws-efa-3200-playbook")
-    assert network.measured_bus("all_reduce", 64) == 99.6e9
-    assert network.measured_bus("all_reduce", 90) == pytest.approx((99.6e9 * 84.7e9) ** 0.5, rel=0.01)
-    assert network.measured_bus("all_gather", 4096) == network.measured_bus("all_gather", 512)
-    assert network.measured_bus("send_recv", 64) is None
-    assert load_network("aws-efa-3200").measured_bus("all_reduce", 64) is None
+    assert rate_of(network, "all_reduce", 64) == 99.6e9
+    assert rate_of(network, "all_reduce", 90) == pytest.approx((99.6e9 * 84.7e9) ** 0.5, rel=0.01)
+    assert rate_of(network, "all_gather", 4096) == rate_of(network, "all_gather", 512)
+    assert network.measured_rate("send_recv", 64) is None
+    assert load_network("aws-efa-3200").measured_rate("all_reduce", 64) is None
     slingshot = load_network("slingshot-200-2")
-    assert slingshot.measured_bus("reduce_scatter", 32) == slingshot.measured_bus("all_gather", 32) == 34.91e9
+    assert slingshot.measured_rate("reduce_scatter", 32) == slingshot.measured_rate("all_gather", 32)
 
 
 def test_a_group_of_one_gpu_a_node_is_as_slow_as_its_ranks_and_has_its_share_of_the_nics() -> None:
@@ -205,8 +212,9 @@ def test_messages_as_long_as_those_measured_reach_what_was_measured(num_nodes: i
     cluster = cluster_from_profile("polaris", num_nodes=num_nodes)
     assert cluster.network is not None
     speed = bus_bandwidth(cluster, RankGroup(gpus=(0, 1, 2, 3), num_nodes=num_nodes), collective, TABLE)
-    measured = cluster.network.measured_bus(collective, 4 * num_nodes)
-    assert reached(speed, 2**28) == pytest.approx(measured, rel=1e-6)
+    measured = cluster.network.measured_rate(collective, 4 * num_nodes)
+    assert measured is not None
+    assert reached(speed, measured.message_bytes) == pytest.approx(measured.bus_bandwidth_bytes_per_s, rel=1e-6)
     assert reached(speed, 2**24) < reached(speed, 2**28) < reached(speed, 2**30)
 
 
@@ -216,6 +224,15 @@ def test_no_latency_makes_a_message_longer_than_it_was_measured() -> None:
     waiting = slow.replace(network=slow.network.replace(latency_s=1e-3))
     speed = bus_bandwidth(waiting, RankGroup(gpus=(0, 1, 2, 3), num_nodes=540), "all_gather", TABLE)
     assert reached(speed, 2**28) == pytest.approx(4.27e9, rel=1e-6)
+
+
+def test_rings_of_a_node_without_a_switch_carry_what_its_narrowest_cut_does() -> None:
+    frontier = cluster_from_profile("frontier")
+    rates = [inside_link(frontier, gpus).payload_bytes_per_s / 50e9 for gpus in ((0, 1), (0, 1, 2, 3), (0, 2, 4, 6))]
+    assert rates == [4, 2, 2]  # links: of a module; between two modules; of the chain 0-2-4-6 with its ends joined
+    assert inside_link(frontier, tuple(range(8))).payload_bytes_per_s == 5 * 50e9  # those that leave a module
+    full = cluster_from_profile("8xmi300x")
+    assert inside_link(full, tuple(range(8))).payload_bytes_per_s == pytest.approx(7 * 64e9, rel=0.01)
 
 
 def test_an_all_reduce_goes_by_trees_where_a_ring_of_as_many_ranks_takes_longer() -> None:
@@ -229,6 +246,12 @@ def of_latency(latency_s: float) -> Cluster:
     cluster = cluster_from_profile("frontier", num_nodes=256)
     assert cluster.network is not None
     return cluster.replace(network=cluster.network.replace(latency_s=latency_s))
+
+
+def rate_of(network: NetworkProfile, collective: Collective, num_ranks: int) -> float:
+    rate = network.measured_rate(collective, num_ranks)
+    assert rate is not None
+    return rate.bus_bandwidth_bytes_per_s
 
 
 def reached(speed: GroupSpeed, num_bytes: int) -> float:
