@@ -13,6 +13,8 @@ class ExpertsProfile(Record):
     sends_tokens_once: bool = False
     """A token goes to a node once, and inside it once to each rank, however many of its experts are there (DeepEP,
     HybridEP); else to each of its experts."""
+    consecutive_when_even: bool = False
+    """Where an even load is forced, the experts of a token stand side by side, on as few ranks as hold them."""
     link_efficiency: dict[str, float] = Field(default_factory=dict)
     """What its own exchange reaches of the payload of a kind of link (`profiles/links.json`), where that is not what
     NCCL's all-to-all does."""

@@ -125,6 +125,23 @@ def test_overlap_saves_what_it_saved_where_both_were_measured() -> None:
     assert alone_s - beside_s == pytest.approx(24.71 - 20.99, rel=0.2)
 
 
+def test_an_even_load_by_consecutive_experts_sends_a_token_to_one_rank_alone() -> None:
+    # Qwen3-30B-A3B on 8 MI355X: 32,768 tokens a micro-batch arrive at each rank, of which 7 of 8 come from others.
+    training = TrainingSpec(global_batch_size=512, seq_length=4096, attention="flash", expert_load=1.0)
+    plain = Workload.of(read_model("qwen3-30b-a3b"), training, cluster_from_profile("8xmi355x"))
+    primus = load_framework("primus").changed(experts={"sends_tokens_once": True, "exchange_wait_s": 0.0})
+    random = primus.changed(experts={"consecutive_when_even": False})
+    plan = ParallelPlan(dp=8, ep=8, zero_stage=1, micro_batch_size=8, num_microbatches=8)
+    once, often = (
+        evaluate_plan(replace(plain, framework=each), plan).step.expert_parallel_s for each in (primus, random)
+    )
+    links = expert_links(replace(plain, framework=primus), PlanTable.of_plans([plan]))[0]
+    assert once == pytest.approx(48 * 8 * 4 * float(links.all_to_all_s(np.array([32768 * 2048 * 2.0]))[0]))
+    assert 4.5 < often / once < 8 * (1 - (7 / 8) ** 8)
+    natural = replace(plain, framework=primus, training=training.replace(expert_load=1.1))
+    assert evaluate_plan(natural, plan).step.expert_parallel_s > often
+
+
 def test_the_busiest_rank_of_experts_decides(mixtral: Workload) -> None:
     uneven = replace(mixtral, training=mixtral.training.replace(expert_load=1.5))
     before, after = (evaluate_plan(each, DP.replace(ep=8)).step for each in (mixtral, uneven))

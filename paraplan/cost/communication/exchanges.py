@@ -156,8 +156,10 @@ def _exchange_s(workload: Workload, table: PlanTable, links: GroupLinks, matmul:
     ranks = expert_ranks(workload.framework, ep=table.ep, tp=table.tp).astype(float)
     nodes = np.maximum(1.0, table.ep * np.maximum(table.tp, 1) / cluster.gpus_per_node)
     links = _at_own_rate(workload, links)
-    within = touched(ranks, rows) * token
-    copies = touched(np.maximum(1.0, nodes * matmul.group_share), rows)
+    within, copies = touched(ranks, rows), touched(np.maximum(1.0, nodes * matmul.group_share), rows)
+    if workload.framework.experts.consecutive_when_even and workload.training.expert_load == 1:
+        within, copies = (np.ceil(rows * parts / matmul.num_experts) for parts in (ranks, nodes))
+    within = within * token
     inside = _at_own_rate(workload, inside_links(workload, np.minimum(ranks.astype(np.int64), cluster.gpus_per_node)))
     once_s = np.maximum(links.all_to_all_s(copies * token), inside.all_to_all_s(within))
     return np.where(nodes > 1, np.minimum(links.all_to_all_s(within), once_s), links.all_to_all_s(within))
