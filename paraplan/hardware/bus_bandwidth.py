@@ -20,8 +20,8 @@ from paraplan.hardware.profiles import Collective, MeasuredRate, NetworkProfile
 from paraplan.hardware.topology import GpuLink, LinkType, NodeTopology, connected_groups
 from paraplan.records import Record
 
-_LARGEST_CUT = 8
-"""GPUs of the largest part of a node without a switch whose links are added up."""
+_MOST_CUT = 8
+"""GPUs without a switch of which every part is looked at; of more, each GPU by itself."""
 _USUAL_BYTES = 2**28
 """The message by whose time an all-reduce goes by trees or round a ring. NCCL decides by its own model of time."""
 
@@ -178,13 +178,10 @@ def _fast_link(cluster: Cluster, gpus: Sequence[int], fast: list[GpuLink]) -> In
 
 def _narrowest_cut(cluster: Cluster, gpus: Sequence[int], links: list[GpuLink]) -> float:
     """Return the least that links carry between any part of the GPUs and the rest: every ring leaves each part."""
-    first, *others = gpus
-    parts = (
-        {first, *chosen} for size in range(min(len(others), _LARGEST_CUT)) for chosen in combinations(others, size)
-    )
-    return min(
-        sum(_payload(cluster, one) for one in links if (one.gpu_a in part) != (one.gpu_b in part)) for part in parts
-    )
+    rates = [(one.gpu_a, one.gpu_b, _payload(cluster, one)) for one in links]
+    largest = len(gpus) // 2 if len(gpus) <= _MOST_CUT else 1
+    parts = (part for size in range(1, largest + 1) for part in combinations(gpus, size))
+    return min(sum(rate for gpu_a, gpu_b, rate in rates if (gpu_a in part) != (gpu_b in part)) for part in parts)
 
 
 def _is_switched(cluster: Cluster, fast: list[GpuLink]) -> bool:
