@@ -22,8 +22,6 @@ from paraplan.records import Record
 
 _MOST_CUT = 8
 """GPUs without a switch of which every part is looked at; of more, each GPU by itself."""
-_USUAL_BYTES = 2**28
-"""The message by whose time an all-reduce goes by trees or round a ring. NCCL decides by its own model of time."""
 
 
 class GroupSpeed(Record):
@@ -285,15 +283,19 @@ def _between_speed(
             ramp_bytes=speed.ramp_of(collective),
         )
 
+    reached = network.measured_rate(collective, ranks)
     if collective in ("send_recv", "all_to_all"):
         found = passing(1, bus)
     elif collective == "all_reduce":
         tree = _tree_bandwidth(group, table, inside, network_rate=payload * speed.tree_share)
         ways = (passing(2 * (ranks - 1), bus), passing(2 * ceil(log2(group.num_nodes)), tree))
-        found = min(ways, key=lambda way: way.time_s(_USUAL_BYTES))
+        # Where nobody measured it the faster bus: over many nodes medium messages take longer than trees tell.
+        if reached is None:
+            found = max(ways, key=lambda way: way.bus_bandwidth_bytes_per_s)
+        else:
+            found = min(ways, key=lambda way: way.time_s(reached.message_bytes))
     else:
         found = passing(ranks - 1, bus)  # a ring passes every rank
-    reached = network.measured_rate(collective, ranks)
     return (
         found if reached is None else found.that_reaches(reached.of_share(share / network.node_bandwidth_bytes_per_s))
     )
