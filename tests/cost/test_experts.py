@@ -193,6 +193,15 @@ def test_tokens_that_pad_load_the_rank_with_the_most_of_the_experts_that_all_of_
     assert busiest_load(half.replace(expert_load=1.0), CostConstants(), matmul, ranks=counts).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "chosen", "ranks"), [(6, 5, 4), (8, 8, 5), (60, 4, 8), (16, 1, 16), (4, 2, 64)]
+)
+def test_padding_has_a_load_where_ranks_do_not_divide_the_experts(num_experts: int, chosen: int, ranks: int) -> None:
+    padded = TrainingSpec(global_batch_size=8, seq_length=128, sample_length=1)
+    (found,) = busiest_load(padded, CostConstants(), experts(num_experts, chosen), ranks=np.array([ranks]))
+    assert 1 <= found <= ranks
+
+
 def experts(count: int, chosen: int = 8) -> Matmul:
     return Matmul(name="experts", k=64, n=64, num_experts=count, rows_per_token=chosen)
 

@@ -42,7 +42,7 @@ def busiest_load(training: TrainingSpec, constants: CostConstants, matmul: Matmu
     padding = training.padding_share
     if padding == 0:
         return of_text
-    chosen = round(matmul.rows_per_token)
+    chosen = max(1, round(matmul.rows_per_token))
     of_padding = [_load_of_one_choice(matmul.num_experts, chosen, int(count)) for count in ranks.tolist()]
     return np.where(ranks > 1, padding * np.array(of_padding) + (1.0 - padding) * of_text, 1.0)
 
@@ -55,7 +55,7 @@ def _load_of_one_choice(num_experts: int, chosen: int, ranks: int) -> float:
     x^chosen in (C(E, 0) + C(E, 1) x + ... + C(E, m) x^m)^n.
     """
     ranks = min(ranks, num_experts)
-    each, mean, share_below = num_experts // ranks, 0.0, 0.0
+    each, mean, share_below = -(-num_experts // ranks), 0.0, 0.0
     for most in range(1, chosen + 1):
         of_rank = np.array([comb(each, count) for count in range(most + 1)], dtype=object)
         ways = np.array([1], dtype=object)
