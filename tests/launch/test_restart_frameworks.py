@@ -77,7 +77,7 @@ def test_losses_of_ranks_that_have_stayed_twice_are_those_of_a_job_that_nothing_
 
 
 GROUPS = """
-import gc, os, sys
+import gc, os, sys, time
 import torch, torch.distributed as dist
 from paraplan.launch.torch_private import runs
 
@@ -92,6 +92,9 @@ gc.collect()
 assert not dist.is_initialized()
 assert before < with_group == threads()
 groups.clear()
+until = time.monotonic() + 10  # a thread that has been joined stays in /proc until the kernel has taken it away
+while threads() != before and time.monotonic() < until:
+    time.sleep(0.01)
 assert threads() == before
 dist.init_process_group("gloo", init_method=sys.argv[1] + "2", rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
