@@ -155,7 +155,7 @@ class MeasuredRun(Record):
     """How tokens reach experts: alltoall, deepep, hybridep."""
     capacity_factor: float | None = None
     """Rows over this times the mean were dropped, and fewer padded to it. Blank: none was."""
-    routing: Literal["even", "natural", ""] = ""
+    routing: Literal["even", "natural", "trained", ""] = ""
     """Whether an even load of experts was forced, as in most benchmarks, or routers chose. Blank: even, of our own
     runtime natural."""
     overlaps_experts: bool | None = None

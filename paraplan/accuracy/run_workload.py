@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import Literal, get_args
 
 from paraplan.accuracy.fine_tuning import (
     fine_tuning_fields,
@@ -210,10 +210,12 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
     )
 
 
-def _expert_load(run: MeasuredRun, framework: FrameworkProfile) -> float | None:
+def _expert_load(run: MeasuredRun, framework: FrameworkProfile) -> float | Literal["trained"] | None:
     """Return the load of the busiest rank of experts. Blank: published benchmarks force an even one, users do not."""
     if run.capacity_factor:
         return max(1.0, run.capacity_factor)
+    if run.routing == "trained":
+        return "trained"
     return None if run.routing == "natural" or (framework.is_own_runtime and not run.routing) else 1.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -98,11 +98,12 @@ class TrainingSpec(Record):
     """What trains, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ..."""
     base_weights: WeightFormat | None = None
     """How frozen linear layers are stored. None: in the type that matmuls compute in."""
-    expert_load: float | None = Field(default=None, ge=1, le=MOST_LOAD)
+    expert_load: Annotated[float, Field(ge=1, le=MOST_LOAD)] | Literal["trained"] | None = None
     """Rows of the busiest rank of experts over the mean of all ranks, in time alone: memory takes the mean. None: what
-    routers usually leave, more of it the fewer experts a rank has. 1 where benchmarks force an even load. Where a
-    capacity factor drops what is over it, at most that; where rows are padded to it, that. Ranks that have all experts
-    (`ep` 1) have the rows of their own tokens."""
+    routers usually leave, more of it the fewer experts a rank has. "trained": what those of a released model leave on
+    the text of a fine-tuning, which is also taken where an adapter, a task or samples that are padded tell of one. 1
+    where benchmarks force an even load. Where a capacity factor drops what is over it, at most that; where rows are
+    padded to it, that. Ranks that have all experts (`ep` 1) have the rows of their own tokens."""
     upcasts_frozen: bool = False
     """Frozen weights that are not quantized are in fp32, and with them the residual stream: what peft's
     prepare_model_for_kbit_training does."""
@@ -192,6 +193,12 @@ class TrainingSpec(Record):
     def padding_share(self) -> float:
         """The share of a batch's tokens that pad samples to their sequences; longer samples are cut."""
         return 1.0 - min(self.sample_length or self.seq_length, self.seq_length) / self.seq_length
+
+    @property
+    def tunes_trained(self) -> bool:
+        """Whether what trains is a model that was trained before, as far as `expert_load` asks."""
+        tells = self.train != "full" or self.task != "sft" or self.sample_length is not None
+        return self.expert_load == "trained" or (self.expert_load is None and tells)
 
     @property
     def trainable(self) -> Trainable:
