@@ -61,8 +61,8 @@ class CostConstants(Record):
     trained_expert_deviation: float = 1.28
     """The same of a released model on the text of one task, where nothing balances it: 1.28 of DeepSeek-R1's 256
     experts, and 0.48 of 32 ranks with eight each, on a translation task (NVIDIA/TensorRT-LLM on GitHub,
-    docs/source/blogs/tech_blog/blog4_Scaling_Expert_Parallelism_in_TensorRT-LLM.md, table 1); 1.30 of gpt-oss 20B on 2.8
-    million tokens of instructions (0.92 of its 32 experts, see `busiest_load`), 0.97 to 1.66 on ten other sets
+    docs/source/blogs/tech_blog/blog4_Scaling_Expert_Parallelism_in_TensorRT-LLM.md, table 1); 1.30 of gpt-oss 20B on
+    2.8 million tokens of instructions (0.92 of its 32 experts, see `busiest_load`), 0.97 to 1.66 on ten other sets
     (AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting on GitHub, data)."""
     gpu_deviation: float = 0.015
     """How much GPUs of one kind vary around their mean under the same work. Over five clusters of V100, RTX 5000 and

@@ -11,6 +11,7 @@ from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.blocks.module_traffic import LLAMA_KERNELS, num_kernels
 from paraplan.cost.communication.collectives import GroupLinks, group_links, overlap_s
 from paraplan.cost.communication.data_parallel import (
+    SlotSeconds,
     WeightWork,
     data_parallel_s,
     exchanged_experts,
@@ -127,7 +128,8 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         whole = _slot(context, _all_blocks(table, costs))
         ranks = [slot.of_rank(stage.chunk_shares(table.virtual)) for slot, stage in zip(slots, stages, strict=True)]
         bubble = bubble_s(table, ranks, whole.total_s + whole.send_s * (table.pp - 1))
-    wire, exposed = data_parallel_s(workload, table, costs, stages, of_slowest("compute_s"))
+    slot = SlotSeconds(*map(of_slowest, SlotSeconds._fields))
+    wire, exposed = data_parallel_s(workload, table, costs, stages, slot)
     parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
     experts = exchanged_experts(table, costs, stages)
     divided = torch_data_parallel_s(workload, table, parameters)

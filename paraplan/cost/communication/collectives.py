@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paraplan.cost.cost_model import cache_of
-from paraplan.cost.plan_table import RANK_ORDERS, Floats, Ints, PlanTable, distinct_rows
+from paraplan.cost.plan_table import RANK_ORDERS, Floats, Ints, Mask, PlanTable, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.hardware.bus_bandwidth import GroupSpeed, RankGroup, bus_bandwidth, bus_factor
 from paraplan.hardware.profiles import Collective
@@ -28,10 +28,12 @@ class GroupLinks:
     size: Ints
     key: Ints
     speeds: dict[Collective, tuple[GroupSpeed, ...]]
+    leaves_node: Mask
+    """Whether members stand on several nodes."""
 
     def select(self, rows: Ints) -> GroupLinks:
         """Return those of some of the plans."""
-        return GroupLinks(self.size[rows], self.key[rows], self.speeds)
+        return GroupLinks(self.size[rows], self.key[rows], self.speeds, self.leaves_node[rows])
 
     def all_reduce_s(self, num_bytes: Floats) -> Floats:
         """Return the seconds of an all-reduce of `num_bytes` on every rank."""
@@ -146,7 +148,8 @@ def _links_of(workload: Workload, size: Ints, stride: Ints, collectives: tuple[C
         collective: tuple(_speed(workload, int(size), int(step), collective) for size, step in zip(*keys, strict=True))
         for collective in collectives
     }
-    return GroupLinks(size=size, key=key, speeds=speeds)
+    leaves_node = (size > 1) & (size * stride > workload.cluster.gpus_per_node)
+    return GroupLinks(size=size, key=key, speeds=speeds, leaves_node=leaves_node)
 
 
 def fastest_links(workload: Workload, size: Ints, collective: Collective) -> GroupLinks:
@@ -165,7 +168,8 @@ def fastest_links(workload: Workload, size: Ints, collective: Collective) -> Gro
                 ramp_bytes=min(speed.ramp_bytes for speed in speeds),
             )
         )
-    return GroupLinks(size=size, key=size_of.reshape(-1), speeds={collective: tuple(fastest)})
+    leaves_node = size > workload.cluster.gpus_per_node
+    return GroupLinks(size, size_of.reshape(-1), {collective: tuple(fastest)}, leaves_node)
 
 
 def _speed(workload: Workload, size: int, stride: int, collective: Collective) -> GroupSpeed:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
-from paraplan.cost.communication.collectives import data_links, expert_links, overlap_s
+from paraplan.cost.communication.collectives import data_links, expert_links, group_links, overlap_s
 from paraplan.cost.pipeline.stages import StageBlocks
 from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import Axis
 
 AUTOCAST_BYTES = 6.0
 """What a cast between 16 bits and fp32 moves for each element: it reads one and writes the other."""
@@ -69,6 +70,16 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     )
 
 
+class SlotSeconds(NamedTuple):
+    """What a rank does for one micro-batch, one entry a plan, in seconds."""
+
+    compute_s: Floats
+    recompute_s: Floats
+    tensor_parallel_s: Floats
+    context_parallel_s: Floats
+    expert_parallel_s: Floats
+
+
 def stage_parameters(costs: BlockCosts, stage: StageBlocks) -> Floats:
     """Return the parameters of a stage that train, embedding and head included."""
     ends = costs.embedding_parameters[costs.key] * stage.is_first + costs.head_parameters[costs.key] * stage.is_last
@@ -90,14 +101,14 @@ def exchanged_experts(table: PlanTable, costs: BlockCosts, stages: list[StageBlo
 
 
 def data_parallel_s(
-    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], compute_s: Floats
+    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], slot: SlotSeconds
 ) -> tuple[Floats, Floats]:
     """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
 
     DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice or more and
     reduces once in every micro-batch (or in the last alone, `accumulates_whole`), each block's transfer behind its
-    neighbour's compute; ZeRO-1 reduces and gathers around the optimizer step, where nothing hides it. Overlap slows
-    both sides by `overlap_slowdown` (Galvatron, section 4).
+    neighbour's work in `slot`; ZeRO-1 reduces and gathers around the optimizer step, where nothing hides it. Overlap
+    slows both sides by `overlap_slowdown` (Galvatron, section 4).
     """
     constants, profile = workload.constants, workload.framework.data_parallel
     links, replicas = data_links(workload, table)
@@ -138,8 +149,10 @@ def data_parallel_s(
         [microbatches * gathers * gather_s + reductions, gather_s + reductions, reduce_s + gather_s],
         all_reduce_s,
     )
-    hidden = [microbatches * compute_s, compute_s * (1.0 if profile.overlaps_zero_1 else 0.0)]
-    behind = np.select([is_zero_3, is_zero_1], hidden, compute_s * (2 / 3 if profile.overlaps_gradients else 0.0))
+    two_passes = slot.compute_s + _sends_elsewhere(workload, table, slot)
+    whole, backward = two_passes + slot.recompute_s, two_passes * (2 / 3) + slot.recompute_s
+    hidden = [microbatches * whole, whole * profile.overlaps_zero_1]
+    behind = np.select([is_zero_3, is_zero_1], hidden, backward * profile.overlaps_gradients)
     ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.prefetch_elements / block), 0.0)
     waited = gathers * gather_s * microbatches * ahead
     # The embedding's gradient is the last of a backward pass, and nothing runs beside what is sent then.
@@ -148,6 +161,17 @@ def data_parallel_s(
     last = np.where(is_zero_1, 0.0, np.minimum(last, wire - waited))
     overlapped = overlap_s(wire - waited - last, behind, slowdown=constants.overlap_slowdown)
     return wire, waited + last + overlapped
+
+
+def _sends_elsewhere(workload: Workload, table: PlanTable, slot: SlotSeconds) -> Floats:
+    """Return the seconds of collectives that stay in a node, beside which data-parallel ones between nodes go on."""
+    total = np.zeros(len(table))
+    within: dict[Axis, Floats] = {"tp": slot.tensor_parallel_s, "cp": slot.context_parallel_s}
+    for axis, seconds in within.items():
+        total = total + np.where(group_links(workload, table, axis).leaves_node, 0.0, seconds)
+    if (table.ep > 1).any():
+        total = total + np.where(expert_links(workload, table)[0].leaves_node, 0.0, slot.expert_parallel_s)
+    return np.where(data_links(workload, table)[0].leaves_node, total, 0.0)
 
 
 def sharded_parameters(table: PlanTable, parameters: Floats, experts: Floats) -> Floats:
