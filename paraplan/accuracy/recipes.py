@@ -17,13 +17,15 @@ class DispatcherValues(Record):
     sends_tokens_once: bool
     row_moves: float
     link_efficiency: dict[str, float]
+    host_s_per_layer: float
 
 
 class GraphValues(Record):
     """What CUDA graphs leave to the host."""
 
     host_s_per_block: float
-    host_s_per_expert_layer: float
+    host_s_per_expert_layer: float | None = None
+    """None: as the dispatcher has."""
     exchange_wait_s: float | None = None
     """None: as the framework has."""
     fuses_experts: bool = False
@@ -111,7 +113,8 @@ class RecipeTable(Record):
         if run.cuda_graphs:
             values = self.graphs[run.cuda_graphs]
             kernels["host_s_per_block"] = values.host_s_per_block
-            experts["host_s_per_layer"] = values.host_s_per_expert_layer
+            if values.host_s_per_expert_layer is not None:
+                experts["host_s_per_layer"] = values.host_s_per_expert_layer
             if values.exchange_wait_s is not None:
                 experts["exchange_wait_s"] = values.exchange_wait_s
             if values.fuses_experts:

@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     from paraplan.plan.files import PlanFile
 
 
+def _load(value: str) -> str:
+    """Check a load of experts: a number, or the word for that of trained models. Typer knows no unions."""
+    words = value.strip().lower()
+    return words if words == "trained" else str(amount(1, MOST_LOAD)(words))
+
+
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
     """The machines, and what is known of them. $PARAPLAN_PROFILE is the profile where nothing else names one."""
@@ -280,12 +286,12 @@ class TrainingChoices:
         ),
     ] = False
     expert_load: Annotated[
-        float | None,
+        str | None,
         typer.Option(
             "--expert-load",
             metavar="X",
-            parser=amount(1, MOST_LOAD),
-            help="Rows of the busiest rank of experts over the mean: 1 for an even load. Default: what routers leave.",
+            parser=_load,
+            help="Rows of the busiest rank of experts over the mean, 1 if even; trained: as released models leave it.",
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
@@ -306,7 +312,7 @@ class TrainingChoices:
             "linear_precision": linear,
             "fp8_recipe": self.fp8_recipe,
             "fp8_gather": self.fp8_gather,
-            "expert_load": self.expert_load,
+            "expert_load": self.expert_load if self.expert_load in (None, "trained") else float(self.expert_load or 1),
             "train": self.train,
             "task": self.task,
             "sample_length": self.sample_len,

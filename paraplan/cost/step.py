@@ -34,7 +34,7 @@ from paraplan.cost.memory.activations import copy_s
 from paraplan.cost.pipeline.bubble import bubble_s
 from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
-from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode, ScheduleCode
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, ScheduleCode
 from paraplan.cost.slowest import slowest_gpu_share
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import ModelSpec
@@ -248,19 +248,23 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     host_s = _block_host_s(workload, table)
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
     again_host_s = host_s * _rerun_host(workload, table)
-    again = np.maximum(again, (again_host_s + forward_starts) * stage.num_blocks - forward_sends)
+    shown, shown_backward = (each * stage.num_blocks for each in _shown_exchanges(of_block, repeats | is_full))
+    again = np.maximum(again, (again_host_s + forward_starts) * stage.num_blocks - forward_sends - shown)
     forward_host_s = host_s + forward_starts + work.forward_host_s
     halves = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, _HALVES_HOST, 1.0)
     backward_host_s = host_s * workload.block_kernels.backward_host * halves + backward_starts + work.backward_host_s
     copies = copy_s(workload, costs, stage)  # of activations to the host and back, beside all that a pass does
-    forward = np.maximum(forward, np.maximum(forward_host_s * stage.num_blocks, copies) - forward_sends)
-    backward = np.maximum(backward, np.maximum(backward_host_s * stage.num_blocks, copies - again) - backward_sends)
+    forward_least = np.maximum(forward_host_s * stage.num_blocks, copies)
+    backward_least = np.maximum(backward_host_s * stage.num_blocks, copies - again)
+    forward = np.maximum(forward, forward_least - forward_sends - shown)
+    backward = np.maximum(backward, backward_least - backward_sends - shown_backward)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
     head_s = np.maximum(slowest * costs.head_s[key], host_s) * stage.is_last
     ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first + head_s
     recompute = np.where(is_full, again, slowest * stage.sum(costs, costs.recompute_s))
     # Modules go through all of a block again, whichever of its operations they find kept.
-    recompute = np.where(repeats & ~is_full, np.maximum(recompute, again_host_s * stage.num_blocks), recompute)
+    again_least = again_host_s * stage.num_blocks - shown
+    recompute = np.where(repeats & ~is_full, np.maximum(recompute, again_least), recompute)
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = framework.pipeline.splits_sends
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
@@ -322,6 +326,12 @@ def _expert_parallel(
         for alone, beside, compute in zip(shown, hidden, computed_s, strict=True)
     )
     return forward, backward
+
+
+def _shown_exchanges(of_block: Exchanges, repeated: Mask) -> tuple[Floats, Floats]:
+    """Return a block's exchanges of experts that nothing hides in a forward and a backward pass, none of them again."""
+    again = np.where(repeated, of_block.expert_s + of_block.hidden_s, 0.0)
+    return of_block.expert_s, of_block.expert_backward_s - again
 
 
 def weight_share(model: ModelSpec) -> float:

@@ -195,6 +195,11 @@ class TrainingSpec(Record):
         return 1.0 - min(self.sample_length or self.seq_length, self.seq_length) / self.seq_length
 
     @property
+    def stated_load(self) -> float | None:
+        """The load of the busiest rank of experts where it is a number."""
+        return None if self.expert_load == "trained" else self.expert_load
+
+    @property
     def tunes_trained(self) -> bool:
         """Whether what trains is a model that was trained before, as far as `expert_load` asks."""
         tells = self.train != "full" or self.task != "sft" or self.sample_length is not None

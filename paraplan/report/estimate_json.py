@@ -35,12 +35,13 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
             f"selective recompute drops what attention keeps of its scores, and {training.attention} attention keeps "
             f"none: it is as none, and {' or '.join(ways)} would keep less",
         )
-    if plan.ep > 1 and training.expert_load is None:
+    if plan.ep > 1 and training.stated_load is None:
         ranks = expert_ranks(workload.framework, ep=plan.ep, tp=plan.tp)
         routed = (routed_matmul(run.block) for run in workload.model.runs)
         matmul = next(one for one in routed if one is not None)
         (load,) = busiest_load(training, workload.constants, matmul, ranks=np.array([ranks]))
-        why = "as the tokens that pad samples all go to the same" if training.padding_share else "as routers leave it"
+        routers = "routers of trained models leave it on one text" if training.tunes_trained else "routers leave it"
+        why = "as the tokens that pad samples all go to the same" if training.padding_share else f"as {routers}"
         notes += (
             f"the busiest of {ranks} ranks of experts is taken to have {load:.2f} times the mean of their rows, {why}: "
             "--expert-load states another; memory counts the mean",

@@ -84,7 +84,7 @@ def samples_rates(workload: Workload, estimate: PlanEstimate) -> tuple[float, fl
     training, plan = workload.training, estimate.plan
     packed = estimate.step.tokens_per_s_per_gpu
     padded = packed * (1.0 - training.padding_share)
-    if plan.ep > 1 and training.padding_share and training.expert_load is None:
+    if plan.ep > 1 and training.padding_share and training.stated_load is None:
         packed = evaluate_plan(
             workload.trained_as(training.replace(sample_length=None)), plan
         ).step.tokens_per_s_per_gpu

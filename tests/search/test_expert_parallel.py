@@ -90,8 +90,9 @@ def _plans(space: PlanSpace) -> list[ParallelPlan]:
     return [chunk.table.plan(row) for chunk in space.chunks() for row in range(0, len(chunk.table), 5)]
 
 
-def test_experts_of_a_large_mixture_are_spread_by_megatron_core(workload: MakeWorkload) -> None:
-    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), framework=MEGATRON_CORE)
+def test_experts_of_a_large_mixture_are_spread_by_megatron_bridge(workload: MakeWorkload) -> None:
+    bridge = load_framework("megatron-bridge")
+    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), framework=bridge)
     even, uneven = (
         search(replace(made, training=made.training.replace(expert_load=load)), executor=ANYTHING).best.plan
         for load in (1.0, 2.0)

@@ -35,8 +35,8 @@ def busiest_load(training: TrainingSpec, constants: CostConstants, matmul: Matmu
     A mixture of fewer than 64 experts varies as 64 would of which some always stand together.
     Tokens that pad short samples are all alike, and a router sends all of a layer to the same experts.
     """
-    if isinstance(training.expert_load, (int, float)):
-        return np.where(ranks > 1, training.expert_load, 1.0)
+    if training.stated_load is not None:
+        return np.where(ranks > 1, training.stated_load, 1.0)
     experts_of_rank = np.maximum(max(matmul.num_experts, _MEASURED_EXPERTS) / ranks, 1.0)
     deviation = constants.trained_expert_deviation if training.tunes_trained else constants.expert_deviation
     of_text = np.asarray(1.0 + deviation * largest_of(ranks) / np.sqrt(experts_of_rank))
