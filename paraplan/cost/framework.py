@@ -139,6 +139,10 @@ class KernelProfile(_Group):
     checkpointed function torch.compile makes one graph or none (tests/cost/test_compiled_checkpoint.py)."""
     host_cpu: str | None = None
     """The CPU that took these seconds, as Linux names it: others take more or less. None: they are taken for any."""
+    stops_rerun_early: bool = False
+    """A block that runs again stops where its backward pass has all that it reads, before its last product: torch's
+    checkpoints that are not reentrant do (`early_stop` in torch/utils/checkpoint.py, the default since 2.1), and so
+    does what torch.compile or XLA make of others, in which nothing is left that nobody reads."""
     collective_host_s: float = 0.0
     """Seconds of the host to start one collective of tensor parallelism, where `host_s_per_block` holds none."""
     default_attention: AttentionKind = "flash"

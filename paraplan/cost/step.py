@@ -237,7 +237,10 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     is_full = table.recompute == RecomputeCode.FULL
     # Of the collectives of a block that runs again in part, the gathers do: results of reductions are kept.
     repeats = run_again(workload, table)
-    tensor_again = is_full + 0.5 * (repeats & ~is_full)
+    unread = stage.sum(costs, costs.unread_s)
+    # Of the two sums of a pass the last is not run again where its product is not; of one in two parts a half.
+    summed_again = 1.0 - np.where(unread > 0, np.where(table.sequence_parallel == 1, 0.25, 0.5), 0.0)
+    tensor_again = is_full * summed_again + 0.5 * (repeats & ~is_full)
     slowest = slowest_gpu_share(workload.constants, table)
     forward, backward, again = (slowest * each for each in _passes(workload, costs, stage, work))
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
@@ -249,7 +252,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
     again_host_s = host_s * _rerun_host(workload, table)
     shown, shown_backward = (each * stage.num_blocks for each in _shown_exchanges(of_block, repeats | is_full))
-    again = np.maximum(again, (again_host_s + forward_starts) * stage.num_blocks - forward_sends - shown)
+    again = np.maximum(
+        again - slowest * unread, (again_host_s + forward_starts) * stage.num_blocks - forward_sends - shown
+    )
     forward_host_s = host_s + forward_starts + work.forward_host_s
     halves = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, _HALVES_HOST, 1.0)
     backward_host_s = host_s * workload.block_kernels.backward_host * halves + backward_starts + work.backward_host_s

@@ -96,11 +96,16 @@ def test_no_step_is_faster_than_the_peak_of_the_gpu_allows(workload: MakeWorkloa
 def test_recompute_costs_about_a_third_more_compute(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=4096)
     # What is gathered and reduced is copied, and that is not done again.
-    made = replace(
-        made, framework=made.framework.changed(data_parallel={"gather_traffic": 0, "reduce_traffic": (0, 0)})
+    framework = made.framework.changed(data_parallel={"gather_traffic": 0, "reduce_traffic": (0, 0)})
+    plan = ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute="full")
+    early, whole = (
+        evaluate_plan(replace(made, framework=framework.changed(kernels={"stops_rerun_early": stops})), plan).step
+        for stops in (True, False)
     )
-    step = evaluate_plan(made, ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute="full")).step
-    assert step.recompute_s == pytest.approx(step.compute_s / 3, rel=0.15)
+    assert whole.recompute_s == pytest.approx(whole.compute_s / 3, rel=0.15)
+    assert early.compute_s == whole.compute_s
+    # Of q, k, v, o, gate, up and down the last: 14,336 of 52,224 columns of 4,096.
+    assert 0.15 < 1 - early.recompute_s / whole.recompute_s < 14336 / (3 * 14336 + 2 * 4096 + 2 * 1024)
 
 
 def test_slow_links_expose_the_reduction_that_fast_links_hide(workload: MakeWorkload) -> None:

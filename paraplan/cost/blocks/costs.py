@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
-from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s
+from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s, unread_product
 from paraplan.cost.blocks.saved_tensors import (
     Shardings,
     first_half_bytes,
@@ -58,6 +58,8 @@ class BlockCosts(NamedTuple):
     """Seconds of backward passes."""
     recompute_s: Floats
     """Seconds of recomputation."""
+    unread_s: Floats
+    """Those of the product with which recomputation of all stops early."""
     largest_block_parameters: Floats
     """Parameters that train of the largest block."""
     largest_block_frozen_bytes: Floats
@@ -191,6 +193,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         "forward_s": _by_kind(forward),
         "backward_s": _by_kind([times.block_s(kind, backward=True) for kind in kinds]),
         "recompute_s": _by_kind(repeated),
+        "unread_s": _by_kind([_unread_s(kind, times, training.compiled) for kind in kinds]),
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
         "first_half_bytes": np.max(first_half, axis=0),
@@ -379,6 +382,13 @@ def _kept_bytes(
         entry_bytes=entry,
     )
     return np.where(chosen, np.minimum(of_ops, whole), kept)
+
+
+def _unread_s(block: BlockSpec, times: KernelTimes, is_compiled: bool) -> Floats:
+    # Products in 8 bits are operations of their own, which save what they read when they have ended.
+    stops = times.framework.kernels.stops_rerun_early and times.training.linear_precision == "16bit"
+    last = unread_product(block) if is_compiled or stops else None
+    return np.zeros_like(times.shardings.tp) if last is None else times.products_s(block, [last])
 
 
 def _recompute_s(

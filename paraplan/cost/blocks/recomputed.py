@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,6 +21,10 @@ _ROUTED = ("router probabilities", "routing weights", "tokens by expert", "activ
 """What a block with experts keeps of them, beside what `modules` drops."""
 _ATTENTION_PRODUCTS = ("attn.", "q_proj", "k_proj", "v_proj", "o_proj", "qkv")
 _KERNEL_OUTPUTS = ("attention output", "softmax statistics")
+_AFTER_LAST = re.compile(
+    r"^(post_feedforward|output\.LayerNorm|post_mlp|final_layer_norm)|^feed-forward output|gate output"
+)
+"""Tensors that are saved after a block's last product."""
 _MOVED_PER_DROPPED_BYTE = 3.0
 """A gated activation reads two tensors and writes one; a norm reads and writes one, and is counted the same."""
 
@@ -71,6 +76,22 @@ def ops_again_s(
             dropped = dropped + size
     again = [one for one in block.matmuls if one.name.endswith(_UP_PROJECTIONS)]
     return np.asarray(times.moved_s(_MOVED_PER_DROPPED_BYTE * dropped) + times.products_s(block, again))
+
+
+def unread_product(block: BlockSpec) -> Matmul | None:
+    """Return the product that ends a forward pass where no gradient reads what it makes: a sum alone follows it.
+
+    Of experts rows are put into their order after it, which their gradients need; norms, dropout and adapters come
+    after it too.
+    """
+    if (
+        not block.matmuls
+        or block.before_freezing is not None
+        or _has_experts(block)
+        or any(_AFTER_LAST.search(one.name) for one in block.saved)
+    ):
+        return None
+    return block.matmuls[-1]
 
 
 def _kept_products(block: BlockSpec) -> Iterator[Matmul]:
