@@ -203,7 +203,8 @@ def _row(row: Mapping[str, str | None], number: int) -> MeasuredRun | UnusableRo
     for name, text in cells.items():
         kind = str(MeasuredRun.model_fields[name].annotation)
         known = WORDS.get(name, {}).get(text.lower(), text)
-        if not known or name == "id" or ("str" not in kind and known.lower() in UNKNOWN):
+        is_word = "str" in kind or f"'{known.lower()}'" in kind
+        if not known or name == "id" or (known.lower() in UNKNOWN and not is_word):
             continue
         try:
             value = _value(known.lower() if name in WORDS else known, kind)
