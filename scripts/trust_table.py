@@ -5,8 +5,9 @@
 Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
 the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
 The residuals of the scored rows, and those of quality A and B of `later_sources.csv`, `newest_sources.csv`,
-`blind_sources.csv` and `second_blind_sources.csv` in `profiles/runs`, go into `profiles/accuracy.json`, from which
-predictions get their intervals; how many rows of sources left out these hold is printed.
+`blind_sources.csv`, `second_blind_sources.csv` and `third_blind_sources.csv` in `profiles/runs`, go into
+`profiles/accuracy.json`, from which predictions get their intervals; how many rows of sources left out these hold is
+printed, and how far off the sources of these files are, mixtures of experts apart.
 Tables may state columns in their notes (`columns_of_notes.py`). Rows without a measured step time or peak are counted.
 """
 
@@ -20,20 +21,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from columns_of_notes import with_columns
 
 from paraplan.accuracy.intervals import SHARE, AccuracyTable, FittedErrors, accuracy_of, fitted_errors
+from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
 from paraplan.accuracy.prediction import RunPrediction
+from paraplan.accuracy.run_workload import BundledData, workload_of_run
 from paraplan.accuracy.scoring import ErrorSummary, Score, score
+from paraplan.errors import ParaplanError
+from paraplan.model.named import known_configs
 
 README = Path(__file__).parent.parent / "README.md"
 PAGE = README.parent / "paraplan" / "docs" / "accuracy.md"
 RUNS = README.parent / "profiles" / "runs"
-LATER = tuple(RUNS / f"{name}_sources.csv" for name in ("later", "newest", "blind", "second_blind"))
+LATER = tuple(RUNS / f"{name}_sources.csv" for name in ("later", "newest", "blind", "second_blind", "third_blind"))
 ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
@@ -54,6 +60,7 @@ def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str, Accurac
     accuracy, fitted = accuracy_of([*standard, *(row for _, row in later)], others), fitted_errors(standard)
     sentences = [
         fitted_table(fitted),
+        unseen_sentence([row for _, row in later]),
         sentence(step_time["sweeps"], step_time["batch_sweeps"]),
         interval_sentence(accuracy),
         fits_sentence(summary["fits"]) + left_out,
@@ -117,6 +124,36 @@ def fitted_table(fitted: Mapping[str, FittedErrors]) -> str:
             "",
         ]
     )
+
+
+def unseen_sentence(rows: Sequence[RunPrediction]) -> str:
+    """Return in words how far off sources are that no constant has seen, all of them and their mixtures of experts."""
+    mixtures = ids_of_mixtures()
+    kept = [row for row in rows if row.step_time_error is not None]
+    parts = []
+    for chosen in (kept, [row for row in kept if row.id in mixtures]):
+        errors: dict[str, list[float]] = {}
+        for row in chosen:
+            errors.setdefault(row.source, []).append(abs(row.step_time_error or 0.0))
+        means = [fmean(each) for each in errors.values()]
+        parts.append(f"{len(means)} sources ({len(chosen)} rows): {fmean(means):.1%}, median {median(means):.1%}")
+    return (
+        "Step times of sources that no constant has seen (`profiles/runs`, quality A and B), mean over sources:\n"
+        f"{parts[0]}; mixtures of experts among them, {parts[1]}.\n"
+    )
+
+
+def ids_of_mixtures() -> set[str]:
+    """Return which rows of the later tables train mixtures of experts."""
+    data = BundledData(configs=known_configs())
+    runs = [run for path in LATER for run in read_runs(path.read_text(), source=path.name)]
+    found = set()
+    for run in (run for run in runs if isinstance(run, MeasuredRun)):
+        with suppress(ParaplanError, ValueError):  # rows that are not modelled were left out before
+            blocks = [one.block for one in workload_of_run(data.completed(run), data).model.runs]
+            if any(matmul.num_experts > 1 for block in blocks for matmul in block.matmuls):
+                found.add(run.id)
+    return found
 
 
 def interval_sentence(accuracy: AccuracyTable) -> str:
