@@ -137,11 +137,15 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     indices = 5 if style.bias else 4
     part += kept("routing indices", 2 * indices * rows, element_type="fp32", by="modules")
     part += kept("routing weights", 2 * rows, element_type="fp32")
-    part += kept("tokens by expert", rows * hidden, element_type="weights")
-    part += activation_saved(style.activation, rows * inner, is_gated=style.is_gated, element_type="weights")
+    own = kept("tokens by expert", rows * hidden, element_type="weights")
+    own += activation_saved(style.activation, rows * inner, is_gated=style.is_gated, element_type="weights")
     # Fused kernels scale rows by their router's weights before the last product, whose output nobody reads again
     # (Yan et al. 2026, arXiv 2603.07685, memory-efficient permutation); a bias after it forbids that.
-    return part + kept("expert outputs", rows * hidden, element_type="weights", by="both" if style.bias else "modules")
+    own += kept("expert outputs", rows * hidden, element_type="weights", by="both" if style.bias else "modules")
+    saved, fused = (
+        tuple(one.replace(is_of_expert_rows=True) for one in tensors) for tensors in (own.saved, own.saved_fused)
+    )
+    return part + Part(saved=saved, saved_fused=fused)
 
 
 def _expert_parameter(name: str, shape: tuple[int, ...], tp_dim: int | None) -> Parameter:

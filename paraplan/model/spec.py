@@ -108,6 +108,8 @@ class SavedTensor(Record):
     `is_powered` marks what a power reads, whose backward pass makes three tensors of that size.
     `num_readers` counts the matmuls that read the output of a norm: where that is fp32, autocast makes each its copy.
     None marks what is no such output. `is_turned` marks queries and keys that rotary positions made anew.
+    `is_of_expert_rows` marks what experts keep of the rows that routers send them, of which a rank may have more than
+    its own tokens make.
     """
 
     name: str
@@ -122,6 +124,7 @@ class SavedTensor(Record):
     is_powered: bool = False
     num_readers: int | None = None
     is_turned: bool = False
+    is_of_expert_rows: bool = False
 
 
 class BlockSpec(Record):

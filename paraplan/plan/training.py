@@ -99,7 +99,7 @@ class TrainingSpec(Record):
     base_weights: WeightFormat | None = None
     """How frozen linear layers are stored. None: in the type that matmuls compute in."""
     expert_load: Annotated[float, Field(ge=1, le=MOST_LOAD)] | Literal["trained"] | None = None
-    """Rows of the busiest rank of experts over the mean of all ranks, in time alone: memory takes the mean. None: what
+    """Rows of the busiest rank of experts over the mean of all ranks. None: what
     routers usually leave, more of it the fewer experts a rank has. "trained": what those of a released model leave on
     the text of a fine-tuning, which is also taken where an adapter, a task or samples that are padded tell of one. 1
     where benchmarks force an even load. Where a capacity factor drops what is over it, at most that; where rows are

@@ -44,7 +44,7 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
         why = "as the tokens that pad samples all go to the same" if training.padding_share else f"as {routers}"
         notes += (
             f"the busiest of {ranks} ranks of experts is taken to have {load:.2f} times the mean of their rows, {why}: "
-            "--expert-load states another; memory counts the mean",
+            "--expert-load states another",
         )
     reason = training_reason(training) or unsupported_reason(
         plan, num_blocks=workload.model.num_blocks, precision=training.precision

@@ -9,6 +9,7 @@ import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
 from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s, unread_product
+from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.blocks.saved_tensors import (
     Shardings,
     first_half_bytes,
@@ -139,10 +140,22 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
             fp32_weights=workload.keeps_fp32_weights,
             fp32_residual=workload.training.upcasts_frozen,
             inputs_in_8bit=workload.constants.has_8bit_matmuls and framework.kernels.keeps_8bit_inputs,
+            expert_load=_expert_load(workload, columns, missing),
         )
         known.add([shardings[position] for position in missing], _costs_of(workload, new))
     rows = np.array([known.rows[one] for one in shardings], dtype=np.int64)
     return BlockCosts(key=rows[key], counts=cache_of(workload).block_counts(workload.model), **known.columns())
+
+
+def _expert_load(workload: Workload, columns: list[Ints], rows: list[int]) -> Floats | None:
+    """Return the load of the busiest rank of experts under some shardings."""
+    matmuls = (matmul for run in workload.model.runs for matmul in run.block.matmuls)
+    routed = next((matmul for matmul in matmuls if matmul.num_experts > 1), None)
+    if routed is None:
+        return None
+    tp, ep = columns[0][rows], columns[-1][rows]
+    ranks = expert_ranks(workload.framework, ep=ep, tp=tp)
+    return busiest_load(workload.training, workload.constants, routed, ranks=ranks)
 
 
 def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:

@@ -40,6 +40,8 @@ class Shardings:
     """Parameters are in fp32 under autocast: ZeRO gathers them in 16 bits."""
     ep: Floats
     """Ranks that share out the experts: each has as many rows for fewer experts."""
+    expert_load: Floats
+    """Rows of the busiest rank of experts over the mean."""
     head_ranks: Ints
     """Ranks of context parallelism that exchange tokens for heads: each attends with all tokens of few heads."""
     products: tuple[Ints, Ints]
@@ -67,8 +69,9 @@ class Shardings:
         fp32_weights: bool = True,
         fp32_residual: bool = False,
         inputs_in_8bit: bool = False,
+        expert_load: Floats | None = None,
     ) -> Shardings:
-        """Return the shardings of `columns`, in the order of `sharding_columns`."""
+        """Return the shardings of `columns`, in the order of `sharding_columns`; None is an even load of experts."""
         tp, sequence_parallel, cp, micro_batch_size, recompute, sharded, ep = columns
         return cls(
             tokens=micro_batch_size * training.seq_length / cp,
@@ -83,6 +86,7 @@ class Shardings:
             has_fp32_residual=fp32_residual,
             has_8bit_inputs=inputs_in_8bit,
             ep=ep.astype(float),
+            expert_load=np.ones(len(ep)) if expert_load is None else expert_load,
             head_ranks=np.ones_like(cp) if rings_context else cp,
             products=first_rows(tp, cp, micro_batch_size, ep, sharded),
         )
@@ -100,6 +104,7 @@ class Shardings:
             recompute=self.recompute[rows],
             has_fp32_weights=self.has_fp32_weights[rows],
             ep=self.ep[rows],
+            expert_load=self.expert_load[rows],
             head_ranks=self.head_ranks[rows],
             products=(np.arange(len(rows)), np.arange(len(rows))),
         )
@@ -286,7 +291,7 @@ def tensor_bytes(
     is_whole = tensor.num_readers is not None and shardings.keeps_gathered_inputs
     split = "none" if is_whole else tensor.split
     divisor = {"tensor": shardings.tp, "sequence": shardings.sequence_tp, "none": np.ones_like(shardings.tp)}[split]
-    copies = _key_copies(block, tensor, shardings)
+    copies = _key_copies(block, tensor, shardings) * (shardings.expert_load if tensor.is_of_expert_rows else 1.0)
     if shardings.has_8bit_inputs and block.attention is not None:
         copies = copies * _8bit_share(tensor)
     return copies * elements * _element_bytes(block, tensor, training, shardings, is_first=is_first) / divisor
