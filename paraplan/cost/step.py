@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
-from paraplan.cost.blocks.module_traffic import LLAMA_KERNELS, num_kernels
 from paraplan.cost.communication.collectives import GroupLinks, group_links, overlap_s
 from paraplan.cost.communication.data_parallel import (
     SlotSeconds,
@@ -25,26 +24,19 @@ from paraplan.cost.communication.exchanges import (
     context_parallel_s,
     expert_exchange_s,
     reductions_share,
-    routed_matmul,
     run_again,
 )
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
 from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
+from paraplan.cost.host import HostSeconds, host_seconds
 from paraplan.cost.memory.activations import copy_s
 from paraplan.cost.pipeline.bubble import bubble_s
 from paraplan.cost.pipeline.simulation import RankSeconds
 from paraplan.cost.pipeline.stages import StageBlocks, joined_ranks
-from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, ScheduleCode
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.slowest import slowest_gpu_share
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import ModelSpec
-
-_HALVES_HOST = 1.5
-"""How many times as long the host needs for a backward pass in two halves: ranks of a pipeline took 1.2 to 1.6 times as
-much CPU time for whole steps (12 small blocks on two CPU ranks, torch 2.13)."""
-ADAPTER_KERNEL_S = 0.0003 / 39
-"""Seconds of the host to start one kernel of an adapter: those of a Llama block of transformers, 39 by operation (16 of
-its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms that it takes."""
 
 
 class StepTime(NamedTuple):
@@ -195,12 +187,16 @@ class _StepContext:
     """Exchanges of context and expert parallelism in one block."""
     work: WeightWork
     """Weight handling of one micro-batch."""
+    host: HostSeconds
+    """What the host needs for one block."""
 
     @classmethod
     def of(cls, workload: Workload, table: PlanTable, costs: BlockCosts) -> _StepContext:
         tensor, pipeline = group_links(workload, table, "tp"), group_links(workload, table, "pp")
         exchanges = Exchanges(*context_parallel_s(workload, table), *expert_exchange_s(workload, table, tensor))
-        return cls(workload, table, costs, tensor, pipeline, exchanges, weight_work(workload, table))
+        work = weight_work(workload, table)
+        host = host_seconds(workload, table, tensor, work)
+        return cls(workload, table, costs, tensor, pipeline, exchanges, work, host)
 
     def select(self, rows: Ints) -> _StepContext:
         return _StepContext(
@@ -211,6 +207,7 @@ class _StepContext:
             self.pipeline.select(rows),
             self.exchanges.select(rows),
             self.work.select(rows),
+            self.host.select(rows),
         )
 
 
@@ -248,28 +245,18 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     summed_s = stage.num_blocks * reductions_share(workload) * _summed_s(table, tp, activation)
     forward_sends, backward_sends = _tensor_parallel(workload, table, summed_s, again, backward)
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time.
-    host_s = _block_host_s(workload, table)
-    forward_starts, backward_starts = _collective_host_s(workload, table, tp)
-    again_host_s = host_s * _rerun_host(workload, table)
+    host = HostSeconds(*(each * stage.num_blocks for each in context.host))
     shown, shown_backward = (each * stage.num_blocks for each in _shown_exchanges(of_block, repeats | is_full))
-    again = np.maximum(
-        again - slowest * unread, (again_host_s + forward_starts) * stage.num_blocks - forward_sends - shown
-    )
-    forward_host_s = host_s + forward_starts + work.forward_host_s
-    halves = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, _HALVES_HOST, 1.0)
-    backward_host_s = host_s * workload.block_kernels.backward_host * halves + backward_starts + work.backward_host_s
+    again = np.maximum(again - slowest * unread, host.again_s - forward_sends - shown)
     copies = copy_s(workload, costs, stage)  # of activations to the host and back, beside all that a pass does
-    forward_least = np.maximum(forward_host_s * stage.num_blocks, copies)
-    backward_least = np.maximum(backward_host_s * stage.num_blocks, copies - again)
-    forward = np.maximum(forward, forward_least - forward_sends - shown)
-    backward = np.maximum(backward, backward_least - backward_sends - shown_backward)
+    forward = np.maximum(forward, np.maximum(host.forward_s, copies) - forward_sends - shown)
+    backward = np.maximum(backward, np.maximum(host.backward_s, copies - again) - backward_sends - shown_backward)
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
-    head_s = np.maximum(slowest * costs.head_s[key], host_s) * stage.is_last
-    ends = np.maximum(costs.embedding_s[key], host_s) * stage.is_first + head_s
+    head_s = np.maximum(slowest * costs.head_s[key], context.host.kernels_s) * stage.is_last
+    ends = np.maximum(costs.embedding_s[key], context.host.kernels_s) * stage.is_first + head_s
     recompute = np.where(is_full, again, slowest * stage.sum(costs, costs.recompute_s))
-    # Modules go through all of a block again, whichever of its operations they find kept.
-    again_least = again_host_s * stage.num_blocks - shown
-    recompute = np.where(repeats & ~is_full, np.maximum(recompute, again_least), recompute)
+    in_part = np.maximum(recompute, host.again_in_part_s - shown)
+    recompute = np.where(repeats & ~is_full, in_part, recompute)
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = framework.pipeline.splits_sends
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
@@ -294,29 +281,6 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
         forward_context_parallel_s=context_s * forwards,
         forward_expert_parallel_s=experts[0] * forwards,
     )
-
-
-def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
-    """Return the seconds of the host to start a block's kernels, averaged over the blocks.
-
-    One process starts the kernels of all its GPUs, by threads that share Python's lock.
-    """
-    framework, model = workload.framework, workload.model
-    adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
-    routed = sum(run.count for run in model.runs if routed_matmul(run.block)) / max(1, model.num_blocks)
-    starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
-    kernels = workload.block_kernels
-    of_kernels = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
-    if kernels.starts_modules:
-        whole = [(run.block.before_freezing or run.block, run.count) for run in model.runs]  # adapters come beside it
-        of_kernels *= sum(num_kernels(block) * count for block, count in whole) / max(1, model.num_blocks)
-        of_kernels /= LLAMA_KERNELS
-    return np.asarray((of_kernels + starts) * table.devices)
-
-
-def _rerun_host(workload: Workload, table: PlanTable) -> Floats:
-    """Return how many times as long as for a forward pass the host needs for a block that runs again."""
-    return np.asarray((1.0, *workload.block_kernels.rerun_host))[table.recompute]
 
 
 def _expert_parallel(
@@ -360,22 +324,6 @@ def _passes(
     # Frozen weights are copied out of the buffer that they are gathered in, and have no gradients.
     frozen = work.gathered * frozen_bytes(costs, stage) / bandwidth
     return again + work.forward * weights + frozen, backward + work.backward * weights + frozen, again
-
-
-def _collective_host_s(workload: Workload, table: PlanTable, tp: GroupLinks) -> tuple[Floats, Floats]:
-    """Return the seconds of the host to start the collectives of tensor parallelism in a block's two passes.
-
-    Either pass has two all-reduces, or under sequence parallelism two all-gathers and two reduce-scatters in their
-    place; the backward pass gathers two inputs again that were not kept (see `_tensor_parallel`). None starts faster
-    than one of a byte ends.
-    """
-    framework = workload.framework
-    is_divided = table.sequence_parallel == 1
-    count = np.where(is_divided, 4.0, 2.0)
-    again = np.where(is_divided, 0.0 if framework.tensor_parallel.keeps_gathered_inputs else 2.0, 0.0)
-    least = 2.0 * tp.all_reduce_s(np.ones(len(table)))
-    one_s = np.where(table.tp > 1, framework.kernels.collective_host_s, 0.0)
-    return np.maximum(least, one_s * count), np.maximum(least, one_s * (count + again))
 
 
 def _summed_s(table: PlanTable, tp: GroupLinks, activation: Floats) -> Floats:

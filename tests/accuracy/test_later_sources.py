@@ -17,6 +17,7 @@ FINE_TUNING = profiles_folder() / "runs" / "later_fine_tuning.csv"
 NEWEST = profiles_folder() / "runs" / "newest_sources.csv"
 BLIND = profiles_folder() / "runs" / "blind_sources.csv"
 SECOND = profiles_folder() / "runs" / "second_blind_sources.csv"
+THIRD = profiles_folder() / "runs" / "third_blind_sources.csv"
 LOCATOR = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.(md|rst|log|out|json|yaml)$|https://\S+$")
 
 
@@ -39,6 +40,18 @@ def test_their_errors_are_those_that_the_page_tells(title: str, runs: Path) -> N
     assert sorted(told) == sorted(found)
     mean = float(re.search(r"\*\* \| \| \*\*([\d.]+) %\*\*", section)[1])  # type: ignore[index]
     assert round(score["mean_of_sources"] * 100, 1) == mean
+
+
+def test_errors_of_the_source_written_last_are_those_that_the_page_tells() -> None:
+    page = (Path(paraplan.__file__).parent / "docs" / "accuracy.md").read_text()
+    section = page.partition("## The source written last\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^*|]+ \| (\d+) \| ([\d.]+) % \|", section, re.MULTILINE)
+    score = validate({THIRD.name: THIRD.read_text()}, everything=True).scored.to_dict()["step_time"]
+    (source,) = score["by_source"].values()
+    assert sum(int(count) for count, _ in rows) == source["rows"]
+    mean = sum(int(count) * float(error) for count, error in rows) / source["rows"]
+    assert mean == pytest.approx(source["mape"] * 100, abs=0.1)
+    assert f"{source['mape']:.1%} now".replace("%", " %") in section
 
 
 def test_errors_without_guesses_are_those_that_the_page_tells() -> None:
@@ -66,7 +79,7 @@ def test_errors_of_later_fine_tuning_are_those_that_the_page_tells() -> None:
         assert sorted(map(float, told)) == sorted(round(source["mape"] * 100, 1) for source in sources)
 
 
-@pytest.mark.parametrize("runs", [RUNS, FINE_TUNING, NEWEST, BLIND, SECOND])
+@pytest.mark.parametrize("runs", [RUNS, FINE_TUNING, NEWEST, BLIND, SECOND, THIRD])
 def test_every_run_says_where_it_was_published(runs: Path) -> None:
     with runs.open(newline="") as lines:
         for row in csv.DictReader(lines):

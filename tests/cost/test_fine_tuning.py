@@ -11,7 +11,7 @@ import torch
 
 from paraplan.cost.blocks.module_traffic import num_kernels
 from paraplan.cost.estimate import MemoryEstimate, StepEstimate, estimate_plan
-from paraplan.cost.step import ADAPTER_KERNEL_S
+from paraplan.cost.host import ADAPTER_KERNEL_S
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile

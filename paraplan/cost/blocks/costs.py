@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
-from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s, unread_product
-from paraplan.cost.blocks.routing import busiest_load, expert_ranks
+from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s, unread_s
+from paraplan.cost.blocks.routing import load_of_model
 from paraplan.cost.blocks.saved_tensors import (
     Shardings,
+    as_run,
     first_half_bytes,
     output_gradient_bytes,
     saved_bytes,
@@ -20,7 +21,7 @@ from paraplan.cost.blocks.saved_tensors import (
 )
 from paraplan.cost.cache import ShardingKey
 from paraplan.cost.cost_model import cache_of
-from paraplan.cost.framework import FrameworkProfile, KernelProfile
+from paraplan.cost.framework import KernelProfile
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec, Matmul, Parameter
@@ -131,6 +132,7 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     known, framework = cache_of(workload).blocks, workload.framework
     missing = known.missing(shardings)
     if missing or not known.rows:
+        training, tp, ep = workload.training, columns[0][missing], columns[-1][missing]
         new = Shardings.of_columns(
             [column[missing] for column in columns],
             workload.kernel_training,
@@ -140,22 +142,11 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
             fp32_weights=workload.keeps_fp32_weights,
             fp32_residual=workload.training.upcasts_frozen,
             inputs_in_8bit=workload.constants.has_8bit_matmuls and framework.kernels.keeps_8bit_inputs,
-            expert_load=_expert_load(workload, columns, missing),
+            expert_load=load_of_model(workload.model, training, workload.constants, framework, tp=tp, ep=ep),
         )
         known.add([shardings[position] for position in missing], _costs_of(workload, new))
     rows = np.array([known.rows[one] for one in shardings], dtype=np.int64)
     return BlockCosts(key=rows[key], counts=cache_of(workload).block_counts(workload.model), **known.columns())
-
-
-def _expert_load(workload: Workload, columns: list[Ints], rows: list[int]) -> Floats | None:
-    """Return the load of the busiest rank of experts under some shardings."""
-    matmuls = (matmul for run in workload.model.runs for matmul in run.block.matmuls)
-    routed = next((matmul for matmul in matmuls if matmul.num_experts > 1), None)
-    if routed is None:
-        return None
-    tp, ep = columns[0][rows], columns[-1][rows]
-    ranks = expert_ranks(workload.framework, ep=ep, tp=tp)
-    return busiest_load(workload.training, workload.constants, routed, ranks=ranks)
 
 
 def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
@@ -166,7 +157,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         shardings, framework = replace(shardings, is_compiled=True), framework.compiled()
     times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
     kinds = list(dict.fromkeys(run.block for run in model.runs))
-    kinds = [_as_run(kind, framework) for kind in kinds]
+    kinds = [as_run(kind, framework) for kind in kinds]
     parameters = [_parameters(kind, shardings) for kind in kinds]
     frozen = [_frozen_bytes(kind, shardings) for kind in kinds]
     fused = framework.kernels.fused
@@ -206,7 +197,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         "forward_s": _by_kind(forward),
         "backward_s": _by_kind([times.block_s(kind, backward=True) for kind in kinds]),
         "recompute_s": _by_kind(repeated),
-        "unread_s": _by_kind([_unread_s(kind, times, training.compiled) for kind in kinds]),
+        "unread_s": _by_kind([unread_s(kind, times, is_compiled=training.compiled) for kind in kinds]),
         "largest_block_parameters": np.max(parameters, axis=0),
         "working_bytes": np.max(working, axis=0),
         "first_half_bytes": np.max(first_half, axis=0),
@@ -245,21 +236,6 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
 
 def _by_kind(values: list[Floats]) -> Floats:
     return np.stack(values, axis=1)
-
-
-def _as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:
-    """Return `block` with what a framework's blocks keep beside fused kernels."""
-    kept = block.saved_fused
-    if framework.kernels.repeats_key_heads and block.attention is not None:
-        repeats = block.attention.num_heads / block.attention.num_kv_heads
-        kept = tuple(
-            one.replace(elements_per_token=one.elements_per_token * repeats) if one.name in ("key", "value") else one
-            for one in kept
-        )
-    if framework.kernels.writes_out_gates:
-        names = {one.name for one in kept}
-        kept += tuple(one for one in block.saved if one.name == "activated gate" and one.name not in names)
-    return block if kept is block.saved_fused else block.replace(saved_fused=kept)
 
 
 def _parameters(block: BlockSpec, shardings: Shardings) -> Floats:
@@ -395,13 +371,6 @@ def _kept_bytes(
         entry_bytes=entry,
     )
     return np.where(chosen, np.minimum(of_ops, whole), kept)
-
-
-def _unread_s(block: BlockSpec, times: KernelTimes, is_compiled: bool) -> Floats:
-    # Products in 8 bits are operations of their own, which save what they read when they have ended.
-    stops = times.framework.kernels.stops_rerun_early and times.training.linear_precision == "16bit"
-    last = unread_product(block) if is_compiled or stops else None
-    return np.zeros_like(times.shardings.tp) if last is None else times.products_s(block, [last])
 
 
 def _recompute_s(

@@ -12,7 +12,7 @@ from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Ints
 from paraplan.cost.slowest import largest_of
-from paraplan.model.spec import Matmul
+from paraplan.model.spec import Matmul, ModelSpec
 from paraplan.plan.training import TrainingSpec
 
 _MEASURED_EXPERTS = 64
@@ -46,6 +46,23 @@ def busiest_load(training: TrainingSpec, constants: CostConstants, matmul: Matmu
     chosen = max(1, round(matmul.rows_per_token))
     of_padding = [_load_of_one_choice(matmul.num_experts, chosen, int(count)) for count in ranks.tolist()]
     return np.where(ranks > 1, padding * np.array(of_padding) + (1.0 - padding) * of_text, 1.0)
+
+
+def load_of_model(
+    model: ModelSpec,
+    training: TrainingSpec,
+    constants: CostConstants,
+    framework: FrameworkProfile,
+    *,
+    tp: Ints,
+    ep: Ints,
+) -> Floats | None:
+    """Return the load of the busiest rank of a model's experts under some shardings, None without experts."""
+    matmuls = (matmul for run in model.runs for matmul in run.block.matmuls)
+    routed = next((matmul for matmul in matmuls if matmul.num_experts > 1), None)
+    if routed is None:
+        return None
+    return busiest_load(training, constants, routed, ranks=expert_ranks(framework, ep=ep, tp=tp))
 
 
 @cache

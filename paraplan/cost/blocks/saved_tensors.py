@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.model.spec import BlockSpec, Parameter, SavedTensor
 from paraplan.plan.training import TrainingSpec
@@ -344,3 +345,18 @@ def _element_bytes(
     if tensor.element_type == "promoted_copy":
         return training.activation_bytes if shardings.is_autocast else 0.0
     return _FIXED_BYTES.get(tensor.element_type, training.activation_bytes)
+
+
+def as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:
+    """Return `block` with what a framework's blocks keep beside fused kernels."""
+    kept = block.saved_fused
+    if framework.kernels.repeats_key_heads and block.attention is not None:
+        repeats = block.attention.num_heads / block.attention.num_kv_heads
+        kept = tuple(
+            one.replace(elements_per_token=one.elements_per_token * repeats) if one.name in ("key", "value") else one
+            for one in kept
+        )
+    if framework.kernels.writes_out_gates:
+        names = {one.name for one in kept}
+        kept += tuple(one for one in block.saved if one.name == "activated gate" and one.name not in names)
+    return block if kept is block.saved_fused else block.replace(saved_fused=kept)

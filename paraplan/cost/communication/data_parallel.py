@@ -110,11 +110,11 @@ def data_parallel_s(
     neighbour's work in `slot`; ZeRO-1 reduces and gathers around the optimizer step, where nothing hides it. Overlap
     slows both sides by `overlap_slowdown` (Galvatron, section 4).
     """
-    constants, profile = workload.constants, workload.framework.data_parallel
+    profile = workload.framework.data_parallel
     links, replicas = data_links(workload, table)
     parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
     num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
-    unit_bytes = float(workload.training.activation_bytes)
+    unit_bytes, slowdown = float(workload.training.activation_bytes), workload.constants.overlap_slowdown
     gradient_bytes = workload.framework.storage.gradient_bytes if workload.is_mixed_precision else 4.0
     microbatches = table.num_microbatches
     is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
@@ -138,8 +138,7 @@ def data_parallel_s(
         gather_s = gather_s + units * alike.all_gather_s(experts * unit_bytes / units)
         all_reduce_s = all_reduce_s + alike.all_reduce_s(experts * gradient_bytes)
     block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
-    # A weight whose backward pass is further from its recomputed forward pass than what may stay is gathered again
-    # (DeepSpeed, stage3_max_reuse_distance).
+    # What is further from its recomputed forward pass than may stay is gathered again (stage3_max_reuse_distance).
     is_full = table.recompute == RecomputeCode.FULL
     lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
     gathers = 2.0 + is_full * lost + workload.training.learns_from.extra_forwards
@@ -149,8 +148,8 @@ def data_parallel_s(
         [microbatches * gathers * gather_s + reductions, gather_s + reductions, reduce_s + gather_s],
         all_reduce_s,
     )
-    two_passes = slot.compute_s + _sends_elsewhere(workload, table, slot)
-    whole, backward = two_passes + slot.recompute_s, two_passes * (2 / 3) + slot.recompute_s
+    passes_s = slot.compute_s + _sends_elsewhere(workload, table, slot)
+    whole, backward = passes_s + slot.recompute_s, passes_s * (2 / 3) + slot.recompute_s
     hidden = [microbatches * whole, whole * profile.overlaps_zero_1]
     behind = np.select([is_zero_3, is_zero_1], hidden, backward * profile.overlaps_gradients)
     ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.prefetch_elements / block), 0.0)
@@ -159,7 +158,7 @@ def data_parallel_s(
     embedding = costs.embedding_parameters[costs.key] / np.maximum(parameters, 1.0)
     last = wire * np.maximum(embedding, 1 / np.maximum(num_blocks, 1)) / np.where(is_zero_3, microbatches, 1)
     last = np.where(is_zero_1, 0.0, np.minimum(last, wire - waited))
-    overlapped = overlap_s(wire - waited - last, behind, slowdown=constants.overlap_slowdown)
+    overlapped = overlap_s(wire - waited - last, behind, slowdown=slowdown)
     return wire, waited + last + overlapped
 
 

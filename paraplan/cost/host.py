@@ -1,0 +1,94 @@
+"""Seconds in which the host starts what a block does: floors under the time of its passes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from paraplan.cost.blocks.module_traffic import LLAMA_KERNELS, num_kernels
+from paraplan.cost.communication.collectives import GroupLinks
+from paraplan.cost.communication.data_parallel import WeightWork
+from paraplan.cost.communication.exchanges import routed_matmul
+from paraplan.cost.plan_table import Floats, Ints, PlanTable, ScheduleCode
+from paraplan.cost.workload import Workload
+
+
+class HostSeconds(NamedTuple):
+    """What the host needs for a block on average, one entry a plan, in seconds: it starts kernels and collectives."""
+
+    kernels_s: Floats
+    """The kernels of a forward pass."""
+    forward_s: Floats
+    backward_s: Floats
+    again_s: Floats
+    """A forward pass that runs again in full."""
+    again_in_part_s: Floats
+    """One that finds operations kept: modules go through all of a block, and start no collective."""
+
+    def select(self, rows: Ints) -> HostSeconds:
+        """Return those of some of the plans."""
+        return HostSeconds(*(each[rows] for each in self))
+
+
+_HALVES_HOST = 1.5
+"""How many times as long the host needs for a backward pass in two halves: ranks of a pipeline took 1.2 to 1.6 times as
+much CPU time for whole steps (12 small blocks on two CPU ranks, torch 2.13)."""
+ADAPTER_KERNEL_S = 0.0003 / 39
+"""Seconds of the host to start one kernel of an adapter: those of a Llama block of transformers, 39 by operation (16 of
+its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms that it takes."""
+
+
+def host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: WeightWork) -> HostSeconds:
+    """Return the seconds of the host for the blocks of each plan."""
+    kernels_s = _block_host_s(workload, table)
+    forward_starts, backward_starts = _collective_host_s(workload, table, tp)
+    again_s = kernels_s * _rerun_host(workload, table)
+    halves = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, _HALVES_HOST, 1.0)
+    backward_s = kernels_s * workload.block_kernels.backward_host * halves
+    return HostSeconds(
+        kernels_s=kernels_s,
+        forward_s=kernels_s + forward_starts + work.forward_host_s,
+        backward_s=backward_s + backward_starts + work.backward_host_s,
+        again_s=again_s + forward_starts,
+        again_in_part_s=again_s,
+    )
+
+
+def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
+    """Return the seconds of the host to start a block's kernels, averaged over the blocks.
+
+    One process starts the kernels of all its GPUs, by threads that share Python's lock.
+    """
+    framework, model = workload.framework, workload.model
+    adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
+    routed = sum(run.count for run in model.runs if routed_matmul(run.block)) / max(1, model.num_blocks)
+    starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
+    kernels = workload.block_kernels
+    of_kernels = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
+    if kernels.starts_modules:
+        whole = [(run.block.before_freezing or run.block, run.count) for run in model.runs]  # adapters come beside it
+        of_kernels *= sum(num_kernels(block) * count for block, count in whole) / max(1, model.num_blocks)
+        of_kernels /= LLAMA_KERNELS
+    return np.asarray((of_kernels + starts) * table.devices)
+
+
+def _rerun_host(workload: Workload, table: PlanTable) -> Floats:
+    """Return how many times as long as for a forward pass the host needs for a block that runs again."""
+    return np.asarray((1.0, *workload.block_kernels.rerun_host))[table.recompute]
+
+
+def _collective_host_s(workload: Workload, table: PlanTable, tp: GroupLinks) -> tuple[Floats, Floats]:
+    """Return the seconds of the host to start the collectives of tensor parallelism in a block's two passes.
+
+    Either pass has two all-reduces, or under sequence parallelism two all-gathers and two reduce-scatters in their
+    place; the backward pass gathers two inputs again that were not kept (see `_tensor_parallel`). None starts faster
+    than one of a byte ends.
+    """
+    framework = workload.framework
+    is_divided = table.sequence_parallel == 1
+    count = np.where(is_divided, 4.0, 2.0)
+    again = np.where(is_divided, 0.0 if framework.tensor_parallel.keeps_gathered_inputs else 2.0, 0.0)
+    least = 2.0 * tp.all_reduce_s(np.ones(len(table)))
+    one_s = np.where(table.tp > 1, framework.kernels.collective_host_s, 0.0)
+    return np.maximum(least, one_s * count), np.maximum(least, one_s * (count + again))
