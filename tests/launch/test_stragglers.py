@@ -121,6 +121,7 @@ def test_time_in_collectives_is_kept_for_every_way_to_wait(
 
         for work in (all_reduce, asynchronous, barrier, tensors, in_ddp, in_fsdp):
             parameter.sum().backward()
+            time.sleep(0.05)  # after a short step waits are too dear to look at the run queue in each
             optimizer.step()
             parameter.sum().backward()  # the step before ends here
             late()
