@@ -75,7 +75,9 @@ class MeasuredRun(Record):
     vocab: int | None = None
     seq_len: int
     sample_length: int | None = None
-    """Mean tokens of a sample that was padded to the sequence. Blank: samples filled it."""
+    """Mean tokens of a sample that was padded to the sequence, or packed. Blank: samples filled it."""
+    packed: bool | None = None
+    """Whether samples of that length were packed into sequences."""
     activation: str = ""
     tied_embeddings: bool | None = None
     precision: str = ""

@@ -201,6 +201,7 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
         global_batch_size=run.global_batch,
         seq_length=run.seq_len,
         sample_length=run.sample_length,
+        packs_samples=bool(run.packed and run.sample_length),
         precision=precision,
         optimizer=_optimizer(run.optimizer.lower()),
         attention=attention,

@@ -184,6 +184,14 @@ class TrainingChoices:
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
+    packed: Annotated[
+        bool,
+        typer.Option(
+            "--packed",
+            help="Samples of --sample-len are packed, several to a sequence, not padded.",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = False
     precision: Annotated[
         PrecisionName,
         typer.Option(
@@ -316,6 +324,7 @@ class TrainingChoices:
             "train": self.train,
             "task": self.task,
             "sample_length": self.sample_len,
+            "packs_samples": self.packed,
             "base_weights": self.base_weights,
             "loss": self.loss,
             "offloads_activations": self.offload_activations,

@@ -319,7 +319,7 @@ def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime, row: in
     training, model = workload.training, workload.model
     step_time_s = float(time.step_time_s[row])
     tokens_per_s = training.tokens_per_step / step_time_s / (plan.world_size * plan.devices_per_process)
-    flops_per_s = model.training_flops_per_token(training.seq_length) * tokens_per_s
+    flops_per_s = model.training_flops_per_token(training.attended_length) * tokens_per_s
     return StepEstimate(
         step_time_s=step_time_s,
         compute_s=float(time.compute_s[row]),

@@ -119,7 +119,10 @@ class TrainingSpec(Record):
 
     sample_length: int | None = Field(default=None, gt=0)
     """Mean tokens of a sample, which is padded to its sequence; None where samples fill their sequences. Of what is
-    computed only the load of experts depends on it."""
+    computed of padded ones only the load of experts depends on it."""
+    packs_samples: bool = False
+    """Samples stand in sequences one behind the other, and FlashAttention has each attend to its own tokens alone;
+    other kernels compute all scores of a sequence and mask them."""
 
     @field_validator("task")
     @classmethod
@@ -180,6 +183,12 @@ class TrainingSpec(Record):
         )
 
     @model_validator(mode="after")
+    def _has_samples_to_pack(self) -> Self:
+        if self.packs_samples and self.sample_length is None:
+            raise PlanError("how long the samples are that are packed is not known", hint="add --sample-len 600")
+        return self
+
+    @model_validator(mode="after")
     def _has_whole_pairs(self) -> Self:
         group = parse_task(self.task).group
         if self.global_batch_size % group:
@@ -192,6 +201,8 @@ class TrainingSpec(Record):
     @property
     def padding_share(self) -> float:
         """The share of a batch's tokens that pad samples to their sequences; longer samples are cut."""
+        if self.packs_samples:
+            return 0.0
         return 1.0 - min(self.sample_length or self.seq_length, self.seq_length) / self.seq_length
 
     @property
@@ -204,6 +215,12 @@ class TrainingSpec(Record):
         """Whether what trains is a model that was trained before, as far as `expert_load` asks."""
         tells = self.train != "full" or self.task != "sft" or self.sample_length is not None
         return self.expert_load == "trained" or (self.expert_load is None and tells)
+
+    @property
+    def attended_length(self) -> int:
+        """Tokens of a text whose tokens attend to one another: of a sequence, or of a sample of packed ones."""
+        apart = self.packs_samples and self.attention == "flash" and self.sample_length is not None
+        return min(self.sample_length or self.seq_length, self.seq_length) if apart else self.seq_length
 
     @property
     def trainable(self) -> Trainable:

@@ -79,21 +79,25 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
 def samples_rates(workload: Workload, estimate: PlanEstimate) -> tuple[float, float]:
     """Return how many tokens of samples a GPU trains on a second where samples are padded, and where they are packed.
 
-    Padding loads ranks of experts unevenly; without it a step of as many tokens is shorter.
+    Padding loads ranks of experts unevenly, and samples that are packed attend to less: a step of as many tokens is
+    shorter.
     """
-    training, plan = workload.training, estimate.plan
-    packed = estimate.step.tokens_per_s_per_gpu
-    padded = packed * (1.0 - training.padding_share)
-    if plan.ep > 1 and training.padding_share and training.stated_load is None:
-        packed = evaluate_plan(
-            workload.trained_as(training.replace(sample_length=None)), plan
-        ).step.tokens_per_s_per_gpu
-    return padded, packed
+    training = workload.training
+    if not training.padding_share:
+        return estimate.step.tokens_per_s_per_gpu, estimate.step.tokens_per_s_per_gpu
+    packs = workload.trained_as(training.replace(packs_samples=True))
+    packed = evaluate_plan(packs, estimate.plan).step.tokens_per_s_per_gpu
+    return estimate.step.tokens_per_s_per_gpu * (1.0 - training.padding_share), packed
 
 
 def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
     """Return how fast samples are trained on that are shorter than a sequence, None where nobody said so."""
     training = workload.training
+    if training.packs_samples:
+        own = "each attends to its own tokens alone"
+        if training.attention != "flash":
+            own = f"{training.attention} attention computes all scores of a sequence and masks them, flash does not"
+        return f"of {training.sample_length} tokens, packed: {own}"
     if not training.padding_share:
         return None
     padded, packed = (format_count(float(f"{rate:.3g}")) for rate in samples_rates(workload, estimate))

@@ -117,7 +117,7 @@ class EvaluatedPlans:
         workload, seconds = self.workload, float(self.priced.seconds[row])
         training, plan = workload.training, self.priced.plan(row)
         tokens_per_s = training.tokens_per_step / seconds / plan.world_size
-        flops_per_s = workload.model.training_flops_per_token(training.seq_length) * tokens_per_s
+        flops_per_s = workload.model.training_flops_per_token(training.attended_length) * tokens_per_s
         return Candidate(
             plan=plan,
             in_tree=self.is_named(row),

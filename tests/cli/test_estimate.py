@@ -305,10 +305,11 @@ def test_padding_loads_one_rank_of_experts_and_packed_samples_load_all() -> None
     words = ["estimate", "qwen3-30b-a3b", "--profile", "8xh100", "--dp", "8", "--ep", "8"]
     words += ["--global-batch", "64", "--seq-len", "4096"]
     plain, short = report(*words), report(*words, "--sample-len", "128")
-    rate = plain["step"]["tokens_per_s_per_gpu"]
+    packed, trained = report(*words, "--sample-len", "128", "--packed"), report(*words, "--expert-load", "trained")
     assert short["step"]["step_time_s"] > 1.2 * plain["step"]["step_time_s"]
     both = short["effective_tokens_per_s_per_gpu"]
-    assert both["packed"] == pytest.approx(rate)
+    assert both["packed"] == pytest.approx(packed["step"]["tokens_per_s_per_gpu"])
+    assert packed["step"]["step_time_s"] < trained["step"]["step_time_s"]  # the same load, and less to attend to
     assert both["padded"] == pytest.approx(
         short["step"]["tokens_per_s_per_gpu"] * 128 / short["training"]["seq_length"]
     )

@@ -175,7 +175,8 @@ class KernelTimes(MatmulTimes):
         return self._issued_s(num_bytes, self.framework.loss.multiprocessor_bytes_per_s)
 
     def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
-        flops = self.shardings.tokens * attention.flops_per_token(self.shardings.seq_length) / self.shardings.tp
+        length = self.training.attended_length
+        flops = self.shardings.tokens * attention.flops_per_token(length) / self.shardings.tp
         constants = self.constants
         if self.training.attention == "eager":
             flops = flops * (2.0 if backward else 1.0)
@@ -194,7 +195,7 @@ class KernelTimes(MatmulTimes):
             efficiency = speed.peak_share(width, backward=backward) * constants.flash_attention_factor
             efficiency *= self.framework.kernels.attention_speedup
             efficiency *= self._reached_share() if speed.is_of_reached else 1.0
-            reach = min(self.training.seq_length, attention.window or self.training.seq_length)
+            reach = min(length, attention.window or length)
             computed = 0.5 * (1.0 + speed.causal_tokens / reach) if attention.is_causal else 1.0
             if backward:
                 queries = self.shardings.tokens * attention.num_heads * attention.qk_head_dim / self.shardings.tp

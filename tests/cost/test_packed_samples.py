@@ -1,0 +1,73 @@
+"""Samples that stand in sequences one behind the other, and attend to their own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
+from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.cost.estimate import evaluate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.model.named import known_configs
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import AttentionKind, TrainingSpec
+from paraplan.report.short_text import samples_rates
+
+MakeWorkload = Callable[..., Workload]
+PLAN = ParallelPlan(dp=8, zero_stage=3, num_microbatches=8)
+
+
+def trained(made: Workload, attention: AttentionKind, *, length: int | None, packed: bool = True) -> Workload:
+    training = made.training.replace(attention=attention, sample_length=length, packs_samples=packed)
+    return replace(made, training=training)
+
+
+def test_attention_of_packed_samples_is_that_of_sequences_as_long(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=8192)
+    steps = [evaluate_plan(trained(made, "flash", length=length), PLAN).step for length in (512, 1024, 4096, 8192)]
+    seconds = np.array([step.compute_s for step in steps])
+    # Of each token pairs with half of its sample, and kernels of short samples fill less of their tiles.
+    assert (np.diff(seconds) > 0).all()
+    alone = evaluate_plan(trained(made, "flash", length=None, packed=False), PLAN).step
+    assert steps[-1].compute_s == alone.compute_s
+    rates = [step.model_flops_per_s_per_gpu * step.step_time_s for step in steps]
+    assert np.diff(rates) / np.diff([512, 1024, 4096, 8192]) == pytest.approx((rates[1] - rates[0]) / 512)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_kernels_that_mask_compute_all_scores(workload: MakeWorkload, attention: AttentionKind) -> None:
+    made = workload("llama-3-8b", seq_length=2048)
+    packed, alone = (
+        evaluate_plan(trained(made, attention, length=length, packed=length is not None), PLAN).step.step_time_s
+        for length in (256, None)
+    )
+    assert packed == alone
+
+
+def test_packing_has_no_padding_and_trains_on_more_a_second(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=8192)
+    padded = trained(made, "flash", length=512, packed=False)
+    assert padded.training.padding_share == 1 - 512 / 8192
+    assert trained(made, "flash", length=512).training.padding_share == 0
+    slow, fast = samples_rates(padded, evaluate_plan(padded, PLAN))
+    step = evaluate_plan(trained(made, "flash", length=512), PLAN).step
+    assert slow * 16 < fast == step.tokens_per_s_per_gpu
+
+
+def test_what_is_packed_has_a_length() -> None:
+    with pytest.raises(PlanError, match="how long the samples are"):
+        TrainingSpec(global_batch_size=8, seq_length=128, packs_samples=True)
+
+
+def test_rows_state_packing() -> None:
+    columns = "id,gpu,num_gpus,model_name,layers,hidden,heads,seq_len,global_batch,sample_length,packed"
+    rows = "a,H100,8,llama-3-8b,,,,4096,8,300,1\nb,H100,8,llama-3-8b,,,,4096,8,300,\n"
+    runs = [run for run in read_runs(f"{columns}\n{rows}", source="x") if isinstance(run, MeasuredRun)]
+    data = BundledData(configs=known_configs())
+    packs = [workload_of_run(data.completed(run), data).training.packs_samples for run in runs]
+    assert packs == [True, False]
