@@ -73,7 +73,7 @@ def to_axolotl(subject: Subject) -> Exported:
         config |= _fsdp(subject)
     count = f" --num-processes {plan.world_size}" if plan.world_size > 1 else ""
     notes.append(f"start it with: axolotl train FILE{count}")
-    notes += shared_notes(subject, compiles=True)
+    notes += shared_notes(subject, compiles=True, packs=True)
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="axolotl", text=text, gaps=tuple(gaps), notes=tuple(notes))
 
@@ -99,6 +99,8 @@ def _training(subject: Subject, training: TrainingSpec, notes: list[str]) -> dic
         found["torch_compile"] = True
     if training.offloads_activations:
         found["activation_offloading"] = True
+    if training.packs_samples:
+        found |= {"sample_packing": True, "pad_to_sequence_len": True}
     if training.loss == "liger":
         found["plugins"] = ["axolotl.integrations.liger.LigerPlugin"]
         found["liger_fused_linear_cross_entropy"] = True

@@ -75,7 +75,10 @@ def to_torchtune(subject: Subject) -> Exported:
     if builder is not None:
         config |= _model(builder, trainable.adapter, training, notes)
     config |= {
-        "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "packed": False},
+        "dataset": {
+            "_component_": "torchtune.datasets.alpaca_cleaned_dataset",
+            "packed": training is not None and training.packs_samples,
+        },
         "seed": None,
         "shuffle": True,
         "batch_size": plan.micro_batch_size,
@@ -104,7 +107,7 @@ def to_torchtune(subject: Subject) -> Exported:
         }
     config["metric_logger"] = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "output/logs"}
     config |= {"log_every_n_steps": 1, "log_peak_memory_stats": True}
-    notes += shared_notes(subject, compiles=True)
+    notes += shared_notes(subject, compiles=True, packs=True)
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="torchtune", text=text, gaps=tuple(gaps), notes=tuple(notes))
 

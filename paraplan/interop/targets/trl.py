@@ -53,7 +53,7 @@ def to_trl(subject: Subject) -> Exported:
     words += ["--gradient_checkpointing", str(by_trainer).lower()]
     if subject.training is not None:
         words += _training_words(subject, subject.training, notes)
-    notes += shared_notes(subject, compiles=True)
+    notes += shared_notes(subject, compiles=True, packs=True)
     head = "#!/bin/sh\n" + comment(remarks(subject, gaps, notes))
     return Exported(target="trl", text=head + text + shlex.join(words) + "\n", gaps=tuple(gaps), notes=tuple(notes))
 
@@ -106,7 +106,9 @@ def _task_words(training: TrainingSpec, notes: list[str]) -> list[str]:
     """Return the length of sequences, and what the task has beyond it."""
     task, length = training.learns_from, training.seq_length
     if task.kind != "grpo":
-        return ["--max_length", str(length), *(["--precompute_ref_log_probs", "true"] if task.is_precomputed else [])]
+        words = ["--max_length", str(length)]
+        words += ["--precompute_ref_log_probs", "true"] if task.is_precomputed else []
+        return words + (["--packing", "true"] if training.packs_samples and task.kind == "sft" else [])
     completion = task.completion_tokens(length)
     notes.append(f"prompts of at most {length - completion} tokens, --reward_funcs, --num_generations")
     notes.append("--vllm_tensor_parallel_size where one GPU does not hold the model to generate: see paraplan estimate")
@@ -130,5 +132,8 @@ def trl_gaps(subject: Subject) -> list[Gap]:
         if gap.part not in named
     ]
     gaps += training_gap(training, "optimizer", tuple(OPTIMIZERS), "the Trainer has no such optimizer")
+    if training is not None and training.packs_samples and (training.task, training.attention) != ("sft", "flash"):
+        reason = "trl sft packs samples, and keeps them apart under flash attention alone"
+        gaps.append(Gap(part="packs_samples", reason=reason))
     losses = _LOSSES if training is None or training.task == "sft" else tuple(one for one in _LOSSES if one != "cut")
     return gaps + training_gap(training, "loss", losses, f"{' and '.join(losses)} are TRL's losses for this task")
