@@ -53,7 +53,12 @@ if TYPE_CHECKING:
 def _load(value: str) -> str:
     """Check a load of experts: a number, or the word for that of trained models. Typer knows no unions."""
     words = value.strip().lower()
-    return words if words == "trained" else str(amount(1, MOST_LOAD)(words))
+    if words == "trained":
+        return words
+    try:
+        return str(amount(1, MOST_LOAD)(words))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{error.message}, nor the word 'trained'") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,8 @@ def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
     """Return how fast samples are trained on that are shorter than a sequence, None where nobody said so."""
     training = workload.training
     if training.packs_samples:
+        if (training.sample_length or 0) >= training.seq_length:
+            return f"of {training.sample_length} tokens: each fills a sequence alone, and what is over is cut"
         own = "each attends to its own tokens alone"
         if training.attention != "flash":
             own = f"{training.attention} attention computes all scores of a sequence and masks them, flash does not"

@@ -332,6 +332,13 @@ def test_tasks_say_what_was_counted(task: str, words: str) -> None:
     assert task in said
 
 
+def test_a_load_is_a_number_or_a_word() -> None:
+    for wrong in ("heavy", "0.5", "nan"):
+        status, _, errors = run(*LLAMA, "--expert-load", wrong)
+        assert status == 2
+        assert "such as 1.5, nor the word 'trained'" in " ".join(errors.replace("│", " ").split())
+
+
 def test_an_unknown_task_is_an_error() -> None:
     status, _, errors = run(*LLAMA, "--task", "ppo")
     assert status == 2

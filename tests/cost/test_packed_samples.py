@@ -16,7 +16,7 @@ from paraplan.errors import PlanError
 from paraplan.model.named import known_configs
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import AttentionKind, TrainingSpec
-from paraplan.report.short_text import samples_rates
+from paraplan.report.short_text import samples_in_words, samples_rates
 
 MakeWorkload = Callable[..., Workload]
 PLAN = ParallelPlan(dp=8, zero_stage=3, num_microbatches=8)
@@ -57,6 +57,13 @@ def test_packing_has_no_padding_and_trains_on_more_a_second(workload: MakeWorklo
     slow, fast = samples_rates(padded, evaluate_plan(padded, PLAN))
     step = evaluate_plan(trained(made, "flash", length=512), PLAN).step
     assert slow * 16 < fast == step.tokens_per_s_per_gpu
+
+
+def test_samples_that_fill_a_sequence_alone_are_not_called_packed(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=8192)
+    for length, words in ((512, "each attends to its own tokens alone"), (9000, "each fills a sequence alone")):
+        packed = trained(made, "flash", length=length)
+        assert words in (samples_in_words(packed, evaluate_plan(packed, PLAN)) or "")
 
 
 def test_what_is_packed_has_a_length() -> None:
