@@ -67,7 +67,7 @@ def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed
     assert all(f"rank {rank} saw 4 by eth0" in said for rank in range(4)), said
     assert "paraplan: rank 3 failed first, on host node1: ValueError: the real bug" in first
     assert "rank 0 because the launcher stopped it" in first
-    assert first.splitlines()[-1].strip() == "ValueError: the real bug"
+    assert first.splitlines()[-1].strip() == "ValueError: the real bug", first
     assert "paraplan: rank 3 failed first: ValueError: the real bug" in second
     assert names_in(scratch) == []
 

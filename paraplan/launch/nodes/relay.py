@@ -52,7 +52,7 @@ class Relay:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True, name="paraplan-relay")
                 self._thread.start()
-        self._wake.send(b".")
+            self._wake.send(b".")
 
     def close(self) -> None:
         """End all connections and the thread."""
@@ -60,7 +60,7 @@ class Relay:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._wake.send(b".")
+            self._wake.send(b".")  # before the thread, which may be awake, can take the lock and close this socket
         if self._thread is not None:
             self._thread.join()
         else:
