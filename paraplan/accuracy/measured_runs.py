@@ -31,6 +31,7 @@ WORDS = {
     "flash_attention": dict.fromkeys(("flash", "fa2", "fa3"), "1") | {"eager": "0"},
     "recompute": {"true": "full", "yes": "full", "1": "full", "false": "none", "no": "none", "0": "none"},
     "dispatcher": {"a2a": "alltoall", "all-to-all": "alltoall"},
+    "cp_exchange": {"p2p": "ring", "a2a": "heads", "ulysses": "heads"},
     "cuda_graphs": {"no": "none", "0": "none", "false": "none", "full_iteration": "full"},
     "memory_rank": dict.fromkeys(("max", "every"), "all"),
     "zero_stage": {"fsdp": "3", "full": "3", "ddp": "0", "none": "0"},
@@ -42,6 +43,7 @@ MICROBATCHES_PER_STAGE = 4
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 Graphs = Literal["none", "layers", "full"]
+ContextExchange = Literal["ring", "heads"]
 
 
 class MeasuredRun(Record):
@@ -160,6 +162,10 @@ class MeasuredRun(Record):
     routing: Literal["even", "natural", "trained", ""] = ""
     """Whether an even load of experts was forced, as in most benchmarks, or routers chose. Blank: even, of our own
     runtime natural."""
+    cp_exchange: ContextExchange | Literal[""] = ""
+    """What context parallelism sends: keys and values around a ring, or tokens for heads. Blank: as the framework."""
+    fuses_rotations: bool | None = None
+    """One kernel turned queries and keys of packed samples. Blank: as the framework does."""
     overlaps_experts: bool | None = None
     """Exchanges of experts run beside compute of another micro-batch."""
     cuda_graphs: Graphs | Literal[""] = ""

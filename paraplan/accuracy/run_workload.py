@@ -160,6 +160,8 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     kernels["flash_generation"] = run.flash_generation or usual
     if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()):
         kernels["recomputed_ops"] = "experts"
+    if run.cp_exchange:
+        kernels["ring_attention"] = run.cp_exchange == "ring"
     exchanges: dict[str, bool] = {}
     if run.overlaps_gradients is not None:
         exchanges = {"overlaps_gradients": run.overlaps_gradients, "overlaps_zero_1": run.overlaps_gradients}
@@ -171,6 +173,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         data_parallel=exchanges,
         tensor_parallel={} if run.overlaps_products is None else {"overlaps_products": run.overlaps_products},
         loss=compiled if run.compiled_loss else {},
+        packing={} if run.fuses_rotations is None else {"fuses_rotations": run.fuses_rotations},
     )
 
 

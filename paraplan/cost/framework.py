@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from paraplan.cost.framework_experts import ExpertsProfile
+from paraplan.cost.framework_packing import PackingProfile
 from paraplan.model.trainable import InputCopy
 from paraplan.plan.parallel import ScheduleName
 from paraplan.plan.training import AttentionKind, TrainingSpec
@@ -345,6 +346,8 @@ class FrameworkProfile(Record):
     """The loss on logits."""
     experts: ExpertsProfile = ExpertsProfile()
     """Mixtures of experts."""
+    packing: PackingProfile = PackingProfile()
+    """Packed samples."""
 
     @property
     def is_own_runtime(self) -> bool:

@@ -25,6 +25,10 @@ class HostSeconds(NamedTuple):
     """A forward pass that runs again in full."""
     again_in_part_s: Floats
     """One that finds operations kept: modules go through all of a block, and start no collective."""
+    idle_s: Floats
+    """Of a forward pass, in which the GPU has nothing to do: the host reads what it needs to go on first."""
+    backward_idle_s: Floats
+    """The same of a backward pass."""
 
     def select(self, rows: Ints) -> HostSeconds:
         """Return those of some of the plans."""
@@ -45,13 +49,16 @@ def host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: Wei
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
     again_s = kernels_s * _rerun_host(workload, table)
     halves = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, _HALVES_HOST, 1.0)
-    backward_s = kernels_s * workload.block_kernels.backward_host * halves
+    rotations, exchanges = _packed_loops_s(workload, table)
+    backward_s = kernels_s * workload.block_kernels.backward_host * halves + rotations[1]
     return HostSeconds(
         kernels_s=kernels_s,
         forward_s=kernels_s + forward_starts + work.forward_host_s,
         backward_s=backward_s + backward_starts + work.backward_host_s,
         again_s=again_s + forward_starts,
         again_in_part_s=again_s,
+        idle_s=rotations[0] + exchanges[0],
+        backward_idle_s=exchanges[1],
     )
 
 
@@ -71,6 +78,24 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
         of_kernels *= sum(num_kernels(block) * count for block, count in whole) / max(1, model.num_blocks)
         of_kernels /= LLAMA_KERNELS
     return np.asarray((of_kernels + starts) * table.devices)
+
+
+def _packed_loops_s(workload: Workload, table: PlanTable) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """Return the seconds in which the host goes through packed samples in a block's two passes: rotations, exchanges.
+
+    Either begins with a read that waits for the GPU, but for the rotations of a backward pass, which nothing reads.
+    """
+    packing, training, model = workload.framework.packing, workload.training, workload.model
+    samples = np.zeros(len(table))
+    if training.packs_samples and training.sample_length is not None:
+        samples = table.device_batch_size * max(1.0, training.seq_length / training.sample_length)
+    turned = sum(run.count for run in model.runs if any(one.is_turned for one in run.block.saved))
+    attending = sum(run.count for run in model.runs if run.block.attention is not None)
+    each_s = samples * ADAPTER_KERNEL_S / max(1, model.num_blocks)
+    exchanged_s = each_s * attending * np.where(table.cp > 1, table.cp, 0) * (not workload.framework.kernels.ring_attention)
+    rotations = [each_s * turned * starts * (not packing.fuses_rotations) for starts in packing.rotation_starts]
+    exchanges = [exchanged_s * starts for starts in packing.exchange_starts]
+    return (rotations[0], rotations[1]), (exchanges[0], exchanges[1])
 
 
 def _rerun_host(workload: Workload, table: PlanTable) -> Floats:

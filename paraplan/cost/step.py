@@ -247,10 +247,11 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time.
     host = HostSeconds(*(each * stage.num_blocks for each in context.host))
     shown, shown_backward = (each * stage.num_blocks for each in _shown_exchanges(of_block, repeats | is_full))
-    again = np.maximum(again - slowest * unread, host.again_s - forward_sends - shown)
+    again = np.maximum(again - slowest * unread, host.again_s - forward_sends - shown) + host.idle_s
     copies = copy_s(workload, costs, stage)  # of activations to the host and back, beside all that a pass does
-    forward = np.maximum(forward, np.maximum(host.forward_s, copies) - forward_sends - shown)
+    forward = np.maximum(forward, np.maximum(host.forward_s, copies) - forward_sends - shown) + host.idle_s
     backward = np.maximum(backward, np.maximum(host.backward_s, copies - again) - backward_sends - shown_backward)
+    backward = backward + host.backward_idle_s
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
     head_s = np.maximum(slowest * costs.head_s[key], context.host.kernels_s) * stage.is_last
     ends = np.maximum(costs.embedding_s[key], context.host.kernels_s) * stage.is_first + head_s
