@@ -151,9 +151,9 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         storage["context_bytes"] = run.context_bytes
     precision = run.grad_dtype.lower()
     if precision.startswith(("bf16", "fp16")):
-        storage |= {"gradient_bytes": 2, "bf16_gradient_bytes": None}
+        storage |= {"gradient_bytes": 2, "bf16_gradient_bytes": None, "sharded_gradient_bytes": None}
     elif precision.startswith("fp32") and "reduce" not in precision:
-        storage |= {"gradient_bytes": 4, "bf16_gradient_bytes": None}
+        storage |= {"gradient_bytes": 4, "bf16_gradient_bytes": None, "sharded_gradient_bytes": None}
     kernels: dict[str, float | str | None] = {} if run.dropout is None else {"dropout": run.dropout}
     # Published runs are older than torch 2.11, whose sdpa takes other kernels on some GPUs; our runtime's are not.
     usual = None if framework.name == OWN_RUNTIME else framework.kernels.flash_generation or FLASH_ATTENTION_2

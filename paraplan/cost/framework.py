@@ -81,6 +81,8 @@ class StorageProfile(_Group):
     """Gradients between micro-batches and until the optimizer step."""
     bf16_gradient_bytes: float | None = None
     """The same where training is in bf16; None: as in fp16."""
+    sharded_gradient_bytes: float | None = None
+    """The same where ranks keep shards of gradients (ZeRO-2 and ZeRO-3); None: as where they do not."""
     master_bytes: float
     """fp32 master weights beside 16-bit weights."""
     autocast_copy_bytes: float = 0.0
@@ -330,8 +332,7 @@ class FrameworkProfile(Record):
     with_sequence_parallel: str | None = None
     """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
     with_later_features: str | None = None
-    """The profile of releases that are later still: runs with experts, with context parallelism or on GPUs that
-    multiply in 8 bits use them."""
+    """That of releases later still: runs with experts, context parallelism or GPUs that multiply in 8 bits use it."""
     storage: StorageProfile
     """Bytes for each parameter."""
     kernels: KernelProfile

@@ -86,7 +86,7 @@ def _packed_loops_s(workload: Workload, table: PlanTable) -> tuple[tuple[Floats,
     Either begins with a read that waits for the GPU, but for the rotations of a backward pass, which nothing reads.
     """
     packing, training, model = workload.framework.packing, workload.training, workload.model
-    samples = np.zeros(len(table))
+    samples: Floats = np.zeros(len(table))
     if training.packs_samples and training.sample_length is not None:
         samples = table.device_batch_size * max(1.0, training.seq_length / training.sample_length)
     turned = sum(run.count for run in model.runs if any(one.is_turned for one in run.block.saved))

@@ -186,7 +186,7 @@ def _reduction_kinds(workload: Workload, plan: ParallelPlan) -> dict[Collective,
     """
     if not plan.zero_stage:
         return {"all_reduce": 1.0}
-    gradient = workload.framework.storage.gradient_bytes if workload.is_mixed_precision else 4.0
+    gradient = float(workload.gradient_bytes(plan.zero_stage))
     parameter, count = float(workload.training.activation_bytes), plan.num_microbatches
     scattered = {1: 1, 2: count, 3: count}[plan.zero_stage] * gradient
     gathered = {1: 1, 2: 1, 3: 2 * count}[plan.zero_stage] * parameter

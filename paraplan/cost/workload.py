@@ -230,6 +230,13 @@ class Workload:
         """True for training in 16 bits with fp32 master weights."""
         return self.training.precision != "fp32"
 
+    def gradient_bytes(self, zero_stage: Ints | int) -> Floats:
+        """Return the bytes of a gradient between micro-batches, and on the wire, by ZeRO stage."""
+        storage = self.framework.storage
+        whole = storage.gradient_bytes if self.is_mixed_precision else 4.0
+        sharded = storage.sharded_gradient_bytes if self.is_mixed_precision else None
+        return np.where(np.asarray(zero_stage) >= 2, whole if sharded is None else sharded, whole)
+
 
 def narrow_speedup(gpu: GpuProfile, training: TrainingSpec) -> float:
     """Return how many times as fast as in 16 bits linear layers multiply; 4 bits are taken for 8.

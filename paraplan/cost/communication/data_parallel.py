@@ -47,7 +47,7 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     """
     storage, profile = workload.framework.storage, workload.framework.data_parallel
     is_mixed = workload.is_mixed_precision
-    kept_bytes = storage.gradient_bytes if is_mixed else 4.0
+    kept_bytes = workload.gradient_bytes(table.zero_stage)
     once = 1.0 / table.num_microbatches
     is_whole, is_zero_3 = table.zero_stage == 0, table.zero_stage == 3
     keeps_shards = (table.zero_stage >= 2) & (not profile.accumulates_whole)
@@ -59,7 +59,7 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     adds = np.where(keeps_shards, 0.0, 0.0 if profile.fuses_accumulation else 1.0 - once)
     slowdown = workload.host_slowdown(profile.host_cpu)
     has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
-    reduced = reductions * profile.reduce_traffic[kept_bytes > 2] + once * profile.replica_traffic * has_replicas
+    reduced = reductions * np.where(kept_bytes > 2, *profile.reduce_traffic[::-1]) + once * profile.replica_traffic * has_replicas
     return WeightWork(
         cast=cast,
         forward=gathers * profile.gather_traffic,
@@ -115,7 +115,7 @@ def data_parallel_s(
     parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
     num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
     unit_bytes, slowdown = float(workload.training.activation_bytes), workload.constants.overlap_slowdown
-    gradient_bytes = workload.framework.storage.gradient_bytes if workload.is_mixed_precision else 4.0
+    gradient_bytes = workload.gradient_bytes(table.zero_stage)
     microbatches = table.num_microbatches
     is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
     # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.

@@ -98,10 +98,10 @@ class RankMemory(RankState):
 
     def _gradient_bytes(self, *, at_end: bool) -> Floats:
         framework = self.framework
-        each = framework.storage.gradient_bytes if self.is_mixed else FP32
+        each = self.workload.gradient_bytes(self.table.zero_stage)
         full = self.full_bytes
         if self.accumulates_apart:
-            each += HALF
+            each = each + HALF
         whole = self.parameters * each
         before = self.has_earlier_gradients & (not at_end)
         is_ddp = self.is_replica & framework.storage.frees_gradients & ~self.averages_flat_copies
