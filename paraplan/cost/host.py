@@ -26,7 +26,7 @@ class HostSeconds(NamedTuple):
     again_in_part_s: Floats
     """One that finds operations kept: modules go through all of a block, and start no collective."""
     idle_s: Floats
-    """Of a forward pass, in which the GPU has nothing to do: the host reads what it needs to go on first."""
+    """Of a forward pass, while the GPU has nothing else to do: the host has read from it what comes next."""
     backward_idle_s: Floats
     """The same of a backward pass."""
 
@@ -38,9 +38,10 @@ class HostSeconds(NamedTuple):
 _HALVES_HOST = 1.5
 """How many times as long the host needs for a backward pass in two halves: ranks of a pipeline took 1.2 to 1.6 times as
 much CPU time for whole steps (12 small blocks on two CPU ranks, torch 2.13)."""
-ADAPTER_KERNEL_S = 0.0003 / 39
-"""Seconds of the host to start one kernel of an adapter: those of a Llama block of transformers, 39 by operation (16 of
-its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms that it takes."""
+KERNEL_START_S = 0.0003 / 39
+"""Seconds of the host to start one small kernel, as adapters and loops have: those of a Llama block of transformers, 39
+by operation (16 of its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms
+that it takes."""
 
 
 def host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: WeightWork) -> HostSeconds:
@@ -70,7 +71,7 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
     framework, model = workload.framework, workload.model
     adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
     routed = sum(run.count for run in model.runs if routed_matmul(run.block)) / max(1, model.num_blocks)
-    starts = adapters * ADAPTER_KERNEL_S + routed * framework.experts.host_s_per_layer
+    starts = adapters * KERNEL_START_S + routed * framework.experts.host_s_per_layer
     kernels = workload.block_kernels
     of_kernels = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
     if kernels.starts_modules:
@@ -80,22 +81,22 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
     return np.asarray((of_kernels + starts) * table.devices)
 
 
-def _packed_loops_s(workload: Workload, table: PlanTable) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Return the seconds in which the host goes through packed samples in a block's two passes: rotations, exchanges.
+def _packed_loops_s(workload: Workload, table: PlanTable) -> tuple[list[Floats], list[Floats]]:
+    """Return the seconds in which the host goes from packed sample to sample in a block: rotations, exchanges of heads.
 
-    Either begins with a read that waits for the GPU, but for the rotations of a backward pass, which nothing reads.
+    Of each those in a forward and in a backward pass.
     """
-    packing, training, model = workload.framework.packing, workload.training, workload.model
-    samples: Floats = np.zeros(len(table))
-    if training.packs_samples and training.sample_length is not None:
-        samples = table.device_batch_size * max(1.0, training.seq_length / training.sample_length)
+    packing, model = workload.framework.packing, workload.model
     turned = sum(run.count for run in model.runs if any(one.is_turned for one in run.block.saved))
     attending = sum(run.count for run in model.runs if run.block.attention is not None)
-    each_s = samples * ADAPTER_KERNEL_S / max(1, model.num_blocks)
-    exchanged_s = each_s * attending * np.where(table.cp > 1, table.cp, 0) * (not workload.framework.kernels.ring_attention)
-    rotations = [each_s * turned * starts * (not packing.fuses_rotations) for starts in packing.rotation_starts]
-    exchanges = [exchanged_s * starts for starts in packing.exchange_starts]
-    return (rotations[0], rotations[1]), (exchanges[0], exchanges[1])
+    each_s = table.device_batch_size * workload.training.packed_samples * KERNEL_START_S / max(1, model.num_blocks)
+    turned_s = each_s * turned * (not packing.fuses_rotations)
+    exchanges = (table.cp > 1) & (not workload.framework.kernels.ring_attention)
+    exchanged_s = each_s * attending * np.where(exchanges, table.cp, 0.0)
+    return (
+        [np.asarray(turned_s * starts) for starts in packing.rotation_starts],
+        [np.asarray(exchanged_s * starts) for starts in packing.exchange_starts],
+    )
 
 
 def _rerun_host(workload: Workload, table: PlanTable) -> Floats:

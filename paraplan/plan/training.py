@@ -206,6 +206,13 @@ class TrainingSpec(Record):
         return 1.0 - min(self.sample_length or self.seq_length, self.seq_length) / self.seq_length
 
     @property
+    def packed_samples(self) -> float:
+        """The samples of a packed sequence on average; 0 where none are packed."""
+        if not self.packs_samples or self.sample_length is None:
+            return 0.0
+        return max(1.0, self.seq_length / self.sample_length)
+
+    @property
     def stated_load(self) -> float | None:
         """The load of the busiest rank of experts where it is a number."""
         return None if self.expert_load == "trained" else self.expert_load

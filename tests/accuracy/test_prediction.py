@@ -155,6 +155,9 @@ def test_the_precision_of_gradients_is_that_of_the_row() -> None:
     assert gradient_bytes("Megatron-LM", "fp32") == 4
     assert gradient_bytes("Megatron-Core", "bf16") == 2
     assert gradient_bytes("Megatron-LM", "fp32 reduce") == 2
+    for stated in ("bf16", "fp32"):  # those of Megatron-FSDP too
+        one = run(framework="Megatron-Core", grad_dtype=stated, zero_stage=3)
+        assert framework_of_run(one, FRAMEWORKS).storage.sharded_gradient_bytes is None
 
 
 def test_only_complete_usual_rows_are_standard() -> None:

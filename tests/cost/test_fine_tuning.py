@@ -11,7 +11,7 @@ import torch
 
 from paraplan.cost.blocks.module_traffic import num_kernels
 from paraplan.cost.estimate import MemoryEstimate, StepEstimate, estimate_plan
-from paraplan.cost.host import ADAPTER_KERNEL_S
+from paraplan.cost.host import KERNEL_START_S
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
@@ -139,7 +139,7 @@ def test_adapters_take_the_host_what_they_start_beside_the_whole_block() -> None
     full, lora = (made(train=train, seq_length=16) for train in ("full", "lora:r=8"))  # the GPU waits all the time
     block = lora.model.runs[0].block
     assert num_kernels(block.before_freezing or block) == num_kernels(full.model.runs[0].block)
-    more_s = 32 * block.adapter_kernels * ADAPTER_KERNEL_S * 3.4  # both passes start them
+    more_s = 32 * block.adapter_kernels * KERNEL_START_S * 3.4  # both passes start them
     found_s = step(lora, micro_batch_size=1, num_microbatches=4).compute_s
     found_s -= step(full, micro_batch_size=1, num_microbatches=4).compute_s
     assert found_s == pytest.approx(4 * more_s, rel=0.05)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import GROUPS, FrameworkCatalog, load_framework
+from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
+from paraplan.plan.parallel import ParallelPlan
 
+MakeWorkload = Callable[..., Workload]
 NAMES = FrameworkCatalog().names()
 
 
@@ -66,6 +72,19 @@ def test_every_value_of_a_framework_has_a_source(name: str) -> None:
         assert named <= set(type(group).model_fields)
         covers_all = any(not source.fields for source in group.sources)
         assert covers_all or group.model_fields_set - {"sources"} <= named, f"{group_name} has values without a source"
+
+
+def test_megatron_fsdp_keeps_and_sends_gradients_in_16_bits(workload: MakeWorkload) -> None:
+    made = replace(workload("llama-3-8b", seq_length=4096), framework=load_framework("megatron-core"))
+    wide = replace(made, framework=made.framework.changed(storage={"sharded_gradient_bytes": None}))
+    for stage, halves in ((1, False), (2, True), (3, True)):
+        plan = ParallelPlan(dp=8, zero_stage=stage, num_microbatches=8)
+        narrow_memory, wide_memory = (evaluate_plan(one, plan).memory[0].gradient_bytes for one in (made, wide))
+        assert narrow_memory == wide_memory / (2 if halves else 1)
+        narrow, whole = (evaluate_plan(one, plan).step for one in (made, wide))
+        assert (narrow.data_parallel_wire_s < whole.data_parallel_wire_s) == halves
+    fp32 = [replace(one, training=one.training.replace(precision="fp32")) for one in (made, wide)]
+    assert len({evaluate_plan(one, plan).peak_memory_bytes for one in fp32}) == 1
 
 
 def test_every_alias_names_one_framework() -> None:

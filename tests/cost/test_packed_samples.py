@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
-from paraplan.accuracy.run_workload import BundledData, workload_of_run
+from paraplan.accuracy.run_workload import BundledData, framework_of_run, workload_of_run
 from paraplan.cost.estimate import evaluate_plan
+from paraplan.cost.framework_files import FrameworkCatalog, load_framework
+from paraplan.cost.host import KERNEL_START_S
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.model.named import known_configs
-from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.training import AttentionKind, TrainingSpec
 from paraplan.report.short_text import samples_in_words, samples_rates
 
@@ -66,6 +68,51 @@ def test_samples_that_fill_a_sequence_alone_are_not_called_packed(workload: Make
         assert words in (samples_in_words(packed, evaluate_plan(packed, PLAN)) or "")
 
 
+def in_framework(made: Workload, name: str) -> Workload:
+    return replace(made, framework=load_framework(name))
+
+
+def looped(made: Workload, **packing: object) -> Workload:
+    return replace(made, framework=made.framework.changed(packing=packing))
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("selective_ops", 1), ("full", 2)])
+def test_rotations_that_go_from_sample_to_sample_wait_for_the_host(
+    workload: MakeWorkload, recompute: Recompute, forwards: int
+) -> None:
+    made = in_framework(workload("qwen3-8b", seq_length=8192), "megatron-core")
+    plan = ParallelPlan(dp=2, tp=4, num_microbatches=8, recompute=recompute, micro_batch_size=2)
+    ways = [
+        evaluate_plan(looped(trained(made, "flash", length=length), fuses_rotations=fuses), plan).step.step_time_s
+        for length, fuses in ((128, True), (128, False), (256, False))
+    ]
+    starts = 8 * 36 * 2 * 64 * KERNEL_START_S  # micro-batches, blocks, sequences, samples of each
+    least, most = 26 * forwards, 26 * forwards + 22  # GPUs work while the host starts what a backward pass turns
+    assert least * starts <= ways[1] - ways[0] <= most * starts * (1 + 1e-9)
+    assert ways[1] - ways[2] >= least * starts / 2  # half as many samples
+    unpacked = trained(made, "flash", length=None, packed=False)
+    alone = [evaluate_plan(looped(unpacked, fuses_rotations=fuses), plan).step for fuses in (True, False)]
+    assert alone[0] == alone[1]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_an_exchange_of_heads_finds_its_order_sample_by_sample(workload: MakeWorkload, cp: int) -> None:
+    made = trained(in_framework(workload("qwen3-8b", seq_length=8192), "megatron-core"), "flash", length=128)
+    plan = ParallelPlan(dp=4 // cp, cp=cp, tp=2, num_microbatches=4)
+    for ring, starts in ((True, 0), (False, 144 * cp * 4 * 36 * 64)):
+        exchanged = replace(made, framework=made.framework.changed(kernels={"ring_attention": ring}))
+        at_once = looped(exchanged, exchange_starts=(0.0, 0.0))
+        more_s = evaluate_plan(exchanged, plan).step.step_time_s - evaluate_plan(at_once, plan).step.step_time_s
+        assert more_s == pytest.approx(starts * KERNEL_START_S)
+
+
+def test_a_framework_that_goes_through_samples_is_said_to(workload: MakeWorkload) -> None:
+    for framework, is_said in (("megatron-bridge", True), ("megatron-core", False), ("torchtune", False)):
+        packed = trained(in_framework(workload("qwen3-8b", seq_length=8192), framework), "flash", length=128)
+        words = samples_in_words(packed, evaluate_plan(packed, PLAN.replace(zero_stage=1))) or ""
+        assert ("one by one, which takes" in words) == is_said, framework
+
+
 def test_what_is_packed_has_a_length() -> None:
     with pytest.raises(PlanError, match="how long the samples are"):
         TrainingSpec(global_batch_size=8, seq_length=128, packs_samples=True)
@@ -78,3 +125,18 @@ def test_rows_state_packing() -> None:
     data = BundledData(configs=known_configs())
     packs = [workload_of_run(data.completed(run), data).training.packs_samples for run in runs]
     assert packs == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("cells", "ring", "fuses"),
+    [(",", True, False), ("a2a,1", False, True), ("p2p,0", True, False), ("ring,", True, False)],
+)
+def test_rows_state_what_goes_from_sample_to_sample(cells: str, ring: bool, fuses: bool) -> None:
+    columns = (
+        "id,gpu,num_gpus,model_name,layers,hidden,heads,seq_len,global_batch,framework,cp_exchange,fuses_rotations"
+    )
+    row = f"a,H100,8,llama-3-8b,,,,4096,8,Megatron-Bridge,{cells}\n"
+    (run,) = read_runs(f"{columns}\n{row}", source="x")
+    assert isinstance(run, MeasuredRun), run
+    framework = framework_of_run(run, FrameworkCatalog())
+    assert (framework.kernels.ring_attention, framework.packing.fuses_rotations) == (ring, fuses)

@@ -59,7 +59,8 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     adds = np.where(keeps_shards, 0.0, 0.0 if profile.fuses_accumulation else 1.0 - once)
     slowdown = workload.host_slowdown(profile.host_cpu)
     has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
-    reduced = reductions * np.where(kept_bytes > 2, *profile.reduce_traffic[::-1]) + once * profile.replica_traffic * has_replicas
+    narrow, wide = profile.reduce_traffic
+    reduced = reductions * np.where(kept_bytes > 2, wide, narrow) + once * profile.replica_traffic * has_replicas
     return WeightWork(
         cast=cast,
         forward=gathers * profile.gather_traffic,
