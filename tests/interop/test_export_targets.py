@@ -203,6 +203,12 @@ def test_megatron_shards_parameters_with_its_own_fsdp() -> None:
     assert "bf16" not in megatron("zero-3", precision="fp32")
 
 
+@pytest.mark.parametrize(("precision", "is_narrow"), [("bf16", True), ("fp16", False), ("fp32", False)])
+def test_gradients_of_megatrons_fsdp_are_sent_as_they_are_priced(precision: str, is_narrow: bool) -> None:
+    assert ("grad-reduce-in-bf16" in megatron("zero-3", precision=precision)) == is_narrow
+    assert "grad-reduce-in-bf16" not in megatron("pipeline", precision=precision)
+
+
 EXPERTS = {"dp": 8, "tp": 2, "pp": 2, "ep": 4, "zero_stage": 1, "sequence_parallel": True, "num_microbatches": 4}
 EXPERTS |= {"pipeline_schedule": "1f1b"}
 

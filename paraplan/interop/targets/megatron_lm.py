@@ -93,6 +93,8 @@ def megatron_arguments(subject: Subject) -> list[str]:
     if training is not None:
         arguments.append(f"--seq-length {training.seq_length}")
         arguments += [f"--{training.precision}"] * (training.precision != "fp32")
+        # Megatron-FSDP's gradients are priced in 16 bits, which releases before 2026 have to be told.
+        arguments += ["--grad-reduce-in-bf16"] * (training.precision == "bf16" and plan.zero_stage >= 2)
         arguments += _NARROW[training.linear_precision]
         arguments += [f"--fp8-recipe {recipe_name(training)}"] * (training.linear_precision == "fp8")
         arguments += ["--fp8-param-gather"] * training.fp8_gather
