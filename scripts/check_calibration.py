@@ -71,6 +71,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=8)
     parser.add_argument("--draws", type=int, default=5)
     options = parser.parse_args()
+    for file in options.files:
+        if not file.is_file():
+            parser.error(f"{file} is no file: give tables of runs")
     found = systems(options.files)
     means = []
     print(f"{'source':28s} runs   before    after (each draw)   said by leave-one-out")

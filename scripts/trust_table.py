@@ -229,6 +229,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="RUNS.csv")
     files: list[str] = parser.parse_args().files
+    for file in files:
+        if not Path(file).is_file():
+            parser.error(f"{file} is no file: give tables of runs")
     titles = ("step time", "peak memory", "peak memory of other runs")
     scores, sweeps, accuracy = validate(files)
     tables = [table(title, figures) for title, figures in zip(titles, scores, strict=True)]

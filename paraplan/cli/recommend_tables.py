@@ -43,7 +43,8 @@ def print_answer(
     console = make_console()
     beside = answer.answer
     if beside.framework is not None:
-        console.print(f"Predicted for {beside.framework}, which paraplan does not launch.", style="yellow")
+        title = beside.workload.framework.title
+        console.print(f"Predicted for {title}, which paraplan does not launch.", style="yellow")
     notes = [Line("Note", words, "caution") for words in answer.notes]
     details = _details(answer) if verbose else []
     print_lines(console, [*answer.lines, *notes, *details])

@@ -91,7 +91,7 @@ def _head(answer: Recommendation) -> str:
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
     ]
     if answer.framework is not None:
-        words = f"Predicted for {answer.framework}, which paraplan does not launch."
+        words = f"Predicted for {workload.framework.title}, which paraplan does not launch."
         lines.append(paragraph(words, style="bad"))
     if answer.found is not None:
         lines.append(paragraph(f"Found {answer.found}."))

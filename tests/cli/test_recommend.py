@@ -351,7 +351,7 @@ def test_a_plan_for_another_framework_says_so_and_is_not_launched(tmp_path: Path
     path = tmp_path / "plan.json"
     status, stdout, _ = run(*RECOMMEND, "--framework", "megatron-core", "-o", str(path))
     assert status == 0
-    assert "which paraplan does not launch" in " ".join(stdout.split())
+    assert "Predicted for Megatron-Core, which paraplan does not launch" in " ".join(stdout.split())
     assert "paraplan export" in stdout
     with pytest.raises(UnsupportedPlanError, match="made for megatron-core"):
         read_plan_file(path)
