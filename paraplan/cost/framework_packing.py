@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import NonNegativeFloat
+
 from paraplan.records import Record, Source
 
 
@@ -10,10 +12,16 @@ class PackingProfile(Record):
 
     fuses_rotations: bool = True
     """Queries and keys are turned by one kernel, which knows where samples begin."""
-    rotation_starts: tuple[float, float] = (0.0, 0.0)
+    fused_models: tuple[str, ...] = ()
+    """Types of models (`ModelSpec.model_type`) that are turned so all the same."""
+    rotation_starts: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)
     """Kernels that start for each sample of a layer where they are not, once the lengths of samples are read."""
-    exchange_starts: tuple[float, float] = (0.0, 0.0)
+    exchange_starts: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)
     """Kernels, and reads that the host waits for, with which an exchange of heads (context parallelism without a ring)
     finds its order, for each sample and each rank of it."""
     sources: tuple[Source, ...] = ()
     """Where the values come from."""
+
+    def turns_one_by_one(self, model_type: str) -> bool:
+        """Return whether rotations of a type of model go from sample to sample."""
+        return not self.fuses_rotations and model_type not in self.fused_models

@@ -90,7 +90,7 @@ def _packed_loops_s(workload: Workload, table: PlanTable) -> tuple[list[Floats],
     turned = sum(run.count for run in model.runs if any(one.is_turned for one in run.block.saved))
     attending = sum(run.count for run in model.runs if run.block.attention is not None)
     each_s = table.device_batch_size * workload.training.packed_samples * KERNEL_START_S / max(1, model.num_blocks)
-    turned_s = each_s * turned * (not packing.fuses_rotations)
+    turned_s = each_s * turned * packing.turns_one_by_one(model.model_type)
     exchanges = (table.cp > 1) & (not workload.framework.kernels.ring_attention)
     exchanged_s = each_s * attending * np.where(exchanges, table.cp, 0.0)
     return (
