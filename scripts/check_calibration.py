@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     for file in options.files:
         if not file.is_file():
-            parser.error(f"{file} is no file: give tables of runs")
+            parser.error(f"{file} is not a file: give tables of runs")
     found = systems(options.files)
     means = []
     print(f"{'source':28s} runs   before    after (each draw)   said by leave-one-out")

@@ -231,7 +231,7 @@ def main() -> None:
     files: list[str] = parser.parse_args().files
     for file in files:
         if not Path(file).is_file():
-            parser.error(f"{file} is no file: give tables of runs")
+            parser.error(f"{file} is not a file: give tables of runs")
     titles = ("step time", "peak memory", "peak memory of other runs")
     scores, sweeps, accuracy = validate(files)
     tables = [table(title, figures) for title, figures in zip(titles, scores, strict=True)]

@@ -165,7 +165,7 @@ class MeasuredRun(Record):
     cp_exchange: ContextExchange | Literal[""] = ""
     """What context parallelism sends: keys and values around a ring, or tokens for heads. Blank: as the framework."""
     fuses_rotations: bool | None = None
-    """One kernel turned queries and keys of packed samples. Blank: as the framework does."""
+    """Queries and keys of packed samples were turned at once, not one by one. Blank: as the framework does."""
     overlaps_experts: bool | None = None
     """Exchanges of experts run beside compute of another micro-batch."""
     cuda_graphs: Graphs | Literal[""] = ""

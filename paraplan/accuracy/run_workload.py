@@ -173,7 +173,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
         data_parallel=exchanges,
         tensor_parallel={} if run.overlaps_products is None else {"overlaps_products": run.overlaps_products},
         loss=compiled if run.compiled_loss else {},
-        packing={} if run.fuses_rotations is None else {"fuses_rotations": run.fuses_rotations, "fused_models": ()},
+        packing={} if run.fuses_rotations is None else {"fuses_rotations": run.fuses_rotations},
     )
 
 

@@ -332,7 +332,7 @@ class FrameworkProfile(Record):
     with_sequence_parallel: str | None = None
     """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
     with_later_features: str | None = None
-    """That of releases later still: runs with experts, context parallelism or GPUs that multiply in 8 bits use it."""
+    """The profile of releases later still, for experts, context parallelism and GPUs that multiply in 8 bits."""
     storage: StorageProfile
     """Bytes for each parameter."""
     kernels: KernelProfile

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paraplan.cost.blocks.module_traffic import LLAMA_KERNELS, num_kernels
+from paraplan.cost.blocks.module_traffic import KERNEL_START_S, LLAMA_KERNELS, num_kernels
 from paraplan.cost.communication.collectives import GroupLinks
 from paraplan.cost.communication.data_parallel import WeightWork
 from paraplan.cost.communication.exchanges import routed_matmul
@@ -26,9 +26,7 @@ class HostSeconds(NamedTuple):
     again_in_part_s: Floats
     """One that finds operations kept: modules go through all of a block, and start no collective."""
     idle_s: Floats
-    """Of a forward pass, while the GPU has nothing else to do: the host has read from it what comes next."""
-    backward_idle_s: Floats
-    """The same of a backward pass."""
+    """Of a forward pass, before which the host waits for the GPU, so that this comes on top of what the GPU takes."""
 
     def select(self, rows: Ints) -> HostSeconds:
         """Return those of some of the plans."""
@@ -38,10 +36,6 @@ class HostSeconds(NamedTuple):
 _HALVES_HOST = 1.5
 """How many times as long the host needs for a backward pass in two halves: ranks of a pipeline took 1.2 to 1.6 times as
 much CPU time for whole steps (12 small blocks on two CPU ranks, torch 2.13)."""
-KERNEL_START_S = 0.0003 / 39
-"""Seconds of the host to start one small kernel, as adapters and loops have: those of a Llama block of transformers, 39
-by operation (16 of its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms
-that it takes."""
 
 
 def host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: WeightWork) -> HostSeconds:
@@ -50,16 +44,15 @@ def host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: Wei
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
     again_s = kernels_s * _rerun_host(workload, table)
     halves = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, _HALVES_HOST, 1.0)
-    rotations, exchanges = _packed_loops_s(workload, table)
-    backward_s = kernels_s * workload.block_kernels.backward_host * halves + rotations[1]
+    turned_s, turned_backward_s = _turned_s(workload, table)
+    backward_s = kernels_s * workload.block_kernels.backward_host * halves + turned_backward_s
     return HostSeconds(
         kernels_s=kernels_s,
         forward_s=kernels_s + forward_starts + work.forward_host_s,
         backward_s=backward_s + backward_starts + work.backward_host_s,
         again_s=again_s + forward_starts,
         again_in_part_s=again_s,
-        idle_s=rotations[0] + exchanges[0],
-        backward_idle_s=exchanges[1],
+        idle_s=turned_s,
     )
 
 
@@ -81,22 +74,12 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
     return np.asarray((of_kernels + starts) * table.devices)
 
 
-def _packed_loops_s(workload: Workload, table: PlanTable) -> tuple[list[Floats], list[Floats]]:
-    """Return the seconds in which the host goes from packed sample to sample in a block: rotations, exchanges of heads.
-
-    Of each those in a forward and in a backward pass.
-    """
+def _turned_s(workload: Workload, table: PlanTable) -> list[Floats]:
+    """Return the seconds in which the host turns queries and keys of packed samples one by one, in either pass."""
     packing, model = workload.framework.packing, workload.model
-    turned = sum(run.count for run in model.runs if any(one.is_turned for one in run.block.saved))
-    attending = sum(run.count for run in model.runs if run.block.attention is not None)
-    each_s = table.device_batch_size * workload.training.packed_samples * KERNEL_START_S / max(1, model.num_blocks)
-    turned_s = each_s * turned * packing.turns_one_by_one(model.model_type)
-    exchanges = (table.cp > 1) & (not workload.framework.kernels.ring_attention)
-    exchanged_s = each_s * attending * np.where(exchanges, table.cp, 0.0)
-    return (
-        [np.asarray(turned_s * starts) for starts in packing.rotation_starts],
-        [np.asarray(exchanged_s * starts) for starts in packing.exchange_starts],
-    )
+    turned = sum(run.count for run in model.runs if any(one.is_turned for one in run.block.saved)) / model.num_blocks
+    samples = table.device_batch_size * workload.training.packed_samples * (not packing.fuses_rotations)
+    return [np.asarray(samples * turned * starts * KERNEL_START_S) for starts in packing.rotation_starts]
 
 
 def _rerun_host(workload: Workload, table: PlanTable) -> Floats:

@@ -251,7 +251,6 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     copies = copy_s(workload, costs, stage)  # of activations to the host and back, beside all that a pass does
     forward = np.maximum(forward, np.maximum(host.forward_s, copies) - forward_sends - shown) + host.idle_s
     backward = np.maximum(backward, np.maximum(host.backward_s, copies - again) - backward_sends - shown_backward)
-    backward = backward + host.backward_idle_s
     # Both passes of the embedding, or of the head and the loss, start about as many kernels as one of a block.
     head_s = np.maximum(slowest * costs.head_s[key], context.host.kernels_s) * stage.is_last
     ends = np.maximum(costs.embedding_s[key], context.host.kernels_s) * stage.is_first + head_s

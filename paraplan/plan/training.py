@@ -206,13 +206,6 @@ class TrainingSpec(Record):
         return 1.0 - min(self.sample_length or self.seq_length, self.seq_length) / self.seq_length
 
     @property
-    def packed_samples(self) -> float:
-        """The samples of a packed sequence on average; 0 where none are packed."""
-        if not self.packs_samples or self.sample_length is None:
-            return 0.0
-        return max(1.0, self.seq_length / self.sample_length)
-
-    @property
     def stated_load(self) -> float | None:
         """The load of the busiest rank of experts where it is a number."""
         return None if self.expert_load == "trained" else self.expert_load
@@ -224,10 +217,15 @@ class TrainingSpec(Record):
         return self.expert_load == "trained" or (self.expert_load is None and tells)
 
     @property
+    def packed_samples(self) -> float:
+        """Samples that stand in a sequence on average and are told apart; 0 where none are."""
+        apart = self.packs_samples and self.attention == "flash" and self.sample_length is not None
+        return max(1.0, self.seq_length / (self.sample_length or 1)) if apart else 0.0
+
+    @property
     def attended_length(self) -> int:
         """Tokens of a text whose tokens attend to one another: of a sequence, or of a sample of packed ones."""
-        apart = self.packs_samples and self.attention == "flash" and self.sample_length is not None
-        return min(self.sample_length or self.seq_length, self.seq_length) if apart else self.seq_length
+        return min(self.sample_length or self.seq_length, self.seq_length) if self.packed_samples else self.seq_length
 
     @property
     def trainable(self) -> Trainable:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
-from paraplan.cost.framework_packing import PackingProfile
 from paraplan.cost.workload import Workload
 from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
 from paraplan.units import format_bytes, format_count, format_seconds
@@ -21,7 +19,7 @@ LABEL_WIDTH = 10
 ROOMY = 0.9
 """Of usable memory: a plan that takes less leaves room for fragmentation."""
 WORTH_SAYING = 0.02
-"""A risk, or a share of a step, below this goes unsaid."""
+"""A risk below this goes unsaid."""
 
 
 class Line(NamedTuple):
@@ -101,7 +99,7 @@ def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
         own = "each attends to its own tokens alone"
         if training.attention != "flash":
             own = f"{training.attention} attention computes all scores of a sequence and masks them, flash does not"
-        return f"of {training.sample_length} tokens, packed: {own}{_loops_in_words(workload, estimate)}"
+        return f"of {training.sample_length} tokens, packed: {own}"
     if not training.padding_share:
         return None
     padded, packed = (format_count(float(f"{rate:.3g}")) for rate in samples_rates(workload, estimate))
@@ -109,18 +107,6 @@ def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
     return (
         f"of {training.sample_length} tokens: padded to {training.seq_length}, {padded} tokens of samples a second per "
         f"GPU; packed, {packed}, and a step has {together} samples in place of {training.global_batch_size}"
-    )
-
-
-def _loops_in_words(workload: Workload, estimate: PlanEstimate) -> str:
-    """Return what share of a step the host goes from packed sample to sample, nothing where that is little."""
-    bare = replace(workload, framework=workload.framework.replace(packing=PackingProfile()))
-    share = 1.0 - evaluate_plan(bare, estimate.plan).step.step_time_s / estimate.step.step_time_s
-    if share < WORTH_SAYING:
-        return ""
-    return (
-        f"; rotary embeddings go through them one by one, which takes {share:.0%} of a step; apply_rope_fusion, or a "
-        "release after August 2026, does all at once"
     )
 
 

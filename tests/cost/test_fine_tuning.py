@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paraplan.cost.blocks.module_traffic import num_kernels
+from paraplan.cost.blocks.module_traffic import KERNEL_START_S, num_kernels
 from paraplan.cost.estimate import MemoryEstimate, StepEstimate, estimate_plan
-from paraplan.cost.host import KERNEL_START_S
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile

@@ -47,13 +47,10 @@ def test_bytes_go_both_ways_until_one_side_ends(pairs: list[tuple[socket.socket,
     relay.close()  # safe to call twice
 
 
-def test_a_relay_closes_while_bytes_wake_its_thread(
-    pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relay_closes_while_bytes_wake_its_thread(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     wake, woken = socket.socketpair()
-    monkeypatch.setattr(socket, "socketpair", lambda: (_LateSocket(fileno=wake.detach()), woken))
     (guest, at_gate), (_, to_store) = pairs
-    relay = Relay()
+    relay = Relay((_LateSocket(fileno=wake.detach()), woken))
     relay.join(at_gate, to_store)
     wakes = threading.Timer(0.1, guest.sendall, (b"bytes while close() is on its way",))
     wakes.start()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paraplan.cost.blocks.module_traffic import KERNEL_START_S
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links, inside_links
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
@@ -77,11 +78,24 @@ def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks |
     links = links or group_links(workload, table, "cp")
     once = np.where(table.cp > 1, (links.all_gather_s if rings else links.all_to_all_s)(num_bytes), 0.0)
     if not rings:
-        return once, once * (1 + run_again(workload, table))
+        forward_s, backward_s = (once + ordered_s for ordered_s in _orders_s(workload, table))
+        return forward_s, backward_s + forward_s * run_again(workload, table)
     once = once * (workload.constants.overlap_slowdown - 1)
     added_s = [_ring_steps_s(workload, table, backward=backward) for backward in (False, True)]
     forward_s = once + added_s[0]
     return forward_s, once + added_s[1] + forward_s * run_again(workload, table)
+
+
+def _orders_s(workload: Workload, table: PlanTable) -> list[Floats]:
+    """Return the seconds in which the host finds the order of packed samples for exchanges of heads, in either pass.
+
+    It reads lengths from the GPU all the time, which has nothing else to do meanwhile.
+    """
+    model = workload.model
+    attending = sum(run.count for run in model.runs if run.block.attention is not None) / model.num_blocks
+    samples = table.device_batch_size * workload.training.packed_samples * np.where(table.cp > 1, table.cp, 0)
+    starts = workload.framework.packing.exchange_starts
+    return [np.asarray(samples * attending * count * KERNEL_START_S) for count in starts]
 
 
 def _ring_steps_s(workload: Workload, table: PlanTable, *, backward: bool) -> Floats:

@@ -27,9 +27,10 @@ class _End:
 class Relay:
     """Carries what one socket of a pair sends to the other, until either ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: tuple[socket.socket, socket.socket] | None = None) -> None:
+        """Take both ends of the pair by which its thread is woken; None: a new one."""
         self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
+        self._wake, self._woken = wake or socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._lock = threading.Lock()
