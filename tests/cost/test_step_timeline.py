@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paraplan.cost.estimate import estimate_plan, evaluate_plan
+from paraplan.cost.framework_files import load_framework
 from paraplan.cost.timeline import pipeline_timeline, step_timeline
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -116,6 +117,17 @@ def test_what_replicas_exchange_is_named_by_the_zero_stage(workload: MakeWorkloa
 
     assert kinds() == {"all_reduce"}
     assert kinds(zero_stage=1) == kinds(zero_stage=3) == {"reduce_scatter", "all_gather"}
+
+
+@pytest.mark.parametrize(("framework", "share"), [("torchtitan", 1 / 2), ("megatron-core", 1 / 3)])
+def test_what_replicas_exchange_has_the_width_of_their_gradients(
+    framework: str, share: float, workload: MakeWorkload
+) -> None:
+    load = replace(workload("llama-3-8b", num_nodes=4, global_batch_size=32), framework=load_framework(framework))
+    timeline = step_timeline(load, estimate_plan(load, ParallelPlan(dp=32, zero_stage=3)))
+    seconds = {each.collective: each.end_s - each.start_s for each in timeline.reduction}
+    # fp32 gradients, or 16-bit ones, beside parameters that are gathered twice in 16 bits
+    assert seconds["reduce_scatter"] / sum(seconds.values()) == pytest.approx(share)
 
 
 def test_hybrid_sharding_averages_between_its_groups(workload: MakeWorkload) -> None:
