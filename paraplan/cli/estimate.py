@@ -182,12 +182,13 @@ _SAME_JOB = (
     *("profile", "nodes", "gpus_per_node", "gpu", "num_gpus", "link", "network", "calibration", "seq_len"),
     *("global_batch", "sample_len", "packed", "precision", "optimizer", "train", "task", "base_weights", "loss"),
     *("offload_activations", "attention", "linear_precision", "fp8_recipe", "fp8_gather", "expert_load", "compiled"),
+    "framework",
 )
-"""Options of a model's machines and training, which `recommend` has too."""
+"""Options of a model's machines, training and framework, which `recommend` has too."""
 
 
 def _next_step(ctx: typer.Context) -> str:
-    """Return the command that searches for a better plan with the same model, machines and training."""
+    """Return the command that searches for a better plan with the same model, machines, training and framework."""
     options = {option.name: option for option in ctx.command.params}
     words: list[str] = []
     for name in (name for name in _SAME_JOB if name in options_given(ctx) and ctx.params[name]):
