@@ -97,10 +97,10 @@ def block_from_part(kind: str, part: Part, **values: Attention | int | str | Non
 
 def _embedding(shape: DecoderShape) -> BlockSpec:
     style = shape.embedding
-    part = weight(f"{style.name}.weight", shape.vocab_size, style.width, tp_dim=0)
+    part = weight(f"{style.name}.weight", shape.vocab_size, style.width, tp_dim=0, layer="embedding")
     if style.positions is not None:
         name, count = style.positions
-        part += weight(f"{name}.weight", count, shape.hidden)
+        part += weight(f"{name}.weight", count, shape.hidden, layer="embedding")
     if style.width != shape.hidden:
         part += kept("word embeddings", style.width, split="sequence")
         part += linear("project_in", style.width, shape.hidden, bias=False)

@@ -31,7 +31,7 @@ def t5(config: ModelConfig) -> ModelSpec:
     runs = _stack(config, hidden, encoder_layers, is_decoder=False)
     if has_decoder:
         runs += _stack(config, hidden, decoder_layers, is_decoder=True)
-    embedding = weight("shared.weight", vocab_size, hidden, tp_dim=0)
+    embedding = weight("shared.weight", vocab_size, hidden, tp_dim=0, layer="embedding")
     embedding += dropout("embedding dropout", rate, hidden * (2 if has_decoder else 1))
     # transformers ties the head to the embedding in every T5, whatever tie_word_embeddings says.
     is_language_model = not architecture or architecture.endswith("ForConditionalGeneration")
@@ -85,7 +85,9 @@ def _block(config: ModelConfig, hidden: int, *, is_decoder: bool, is_first: bool
     part = Part()
     if is_first:
         buckets = config.count("relative_attention_num_buckets", default=32)
-        part += weight("layer.0.SelfAttention.relative_attention_bias.weight", buckets, num_heads, tp_dim=1)
+        part += weight(
+            "layer.0.SelfAttention.relative_attention_bias.weight", buckets, num_heads, tp_dim=1, layer="embedding"
+        )
         # The bucket of every pair of positions, a 64-bit index.
         part += kept("position buckets", pairs=2, element_type="fp32", is_shared_by_batch=True, by="modules")
         if is_decoder:  # transformers hands an empty bias to every cross-attention

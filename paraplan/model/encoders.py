@@ -79,9 +79,10 @@ def bert(config: ModelConfig) -> ModelSpec:
     is_roberta = config.model_type == "roberta"
     # RoBERTa counts positions from the padding token's index on (fairseq), so its first ones are never used.
     usable = positions - config.size("pad_token_id", default=1) - 1 if is_roberta else positions
-    embedding = weight("word_embeddings.weight", vocab_size, hidden, tp_dim=0)
-    embedding += weight("position_embeddings.weight", positions, hidden)
-    embedding += weight("token_type_embeddings.weight", config.count("type_vocab_size", default=2), hidden)
+    embedding = weight("word_embeddings.weight", vocab_size, hidden, tp_dim=0, layer="embedding")
+    embedding += weight("position_embeddings.weight", positions, hidden, layer="embedding")
+    types = config.count("type_vocab_size", default=2)
+    embedding += weight("token_type_embeddings.weight", types, hidden, layer="embedding")
     embedding += norm("LayerNorm", "layer", hidden)
     embedding += dropout("embedding dropout", config.fraction("hidden_dropout_prob", default=0.1), hidden)
     head, tied = _bert_head(config, hidden, vocab_size, is_roberta=is_roberta)
@@ -141,7 +142,8 @@ def _masked_language_model_head(config: ModelConfig, hidden: int, vocab_size: in
     part += norm("transform.LayerNorm", "layer", hidden) + kept("projection input", hidden, split="sequence")
     part += weight("bias", vocab_size, tp_dim=0)
     if not tied:  # transformers ties the two biases together with the matrix
-        part += weight("decoder.weight", vocab_size, hidden, tp_dim=0) + weight("decoder.bias", vocab_size, tp_dim=0)
+        part += weight("decoder.weight", vocab_size, hidden, tp_dim=0, layer="linear")
+        part += weight("decoder.bias", vocab_size, tp_dim=0)
     return part + Part(matmuls=(Matmul(name="decoder", k=hidden, n=vocab_size, split="column"),))
 
 

@@ -110,7 +110,7 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     up_shape = (count, hidden, width) if style.input_first else (count, width, hidden)
     down_shape = (count, inner, hidden) if style.input_first else (count, hidden, inner)
     part = kept("router input", hidden, split="sequence", num_readers=style.num_readers)
-    part += linear(style.router_name, hidden, count, bias=style.bias)
+    part += linear(style.router_name, hidden, count, bias=style.bias, layer="other")
     parameters = [
         _expert_parameter("mlp.experts.gate_up_proj", up_shape, 2 if style.input_first else 1),
         _expert_parameter("mlp.experts.down_proj", down_shape, 1 if style.input_first else 2),
@@ -149,11 +149,11 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
 
 
 def _expert_parameter(name: str, shape: tuple[int, ...], tp_dim: int | None) -> Parameter:
-    return Parameter(name=name, shape=shape, tp_dim=tp_dim, is_expert=True)
+    return Parameter(name=name, shape=shape, tp_dim=tp_dim, layer="experts", is_expert=True)
 
 
 def shared_expert_gate(hidden: int) -> Part:
     """Return the gate of one number that scales a shared expert's output."""
-    return weight("mlp.shared_expert_gate.weight", 1, hidden) + Part(
+    return weight("mlp.shared_expert_gate.weight", 1, hidden, layer="linear") + Part(
         matmuls=(Matmul(name="mlp.shared_expert_gate", k=hidden, n=1),)
     )

@@ -110,15 +110,21 @@ def with_one_output(model: ModelSpec) -> ModelSpec:
     outputs = model.vocabulary
     (head,) = (one for one in model.head.matmuls if one.n == outputs)
     others = tuple(one for one in model.head.parameters if outputs not in one.shape)
-    score = Parameter(name="score.weight", shape=(1, head.k))
+    score = Parameter(name="score.weight", shape=(1, head.k), layer="linear")
     matmuls = tuple(one.replace(name="score", n=1, split="none") if one is head else one for one in model.head.matmuls)
     return model.replace(head=model.head.replace(parameters=(*others, score), matmuls=matmuls), tied_embeddings=False)
+
+
+def linear_layers(block: BlockSpec) -> list[Matmul]:
+    """Return the products of a block whose weights are those of linear layers, which adapters may stand beside."""
+    weights = {one.name.removesuffix(".weight") for one in block.parameters if one.layer == "linear"}
+    return [one for one in block.matmuls if one.name in weights]
 
 
 def _targets(model: ModelSpec, adapter: AdapterSpec | None) -> frozenset[str]:
     if adapter is None:
         return frozenset()
-    layers = {one.name: one for run in model.runs for one in run.block.matmuls if one.num_experts == 1}
+    layers = {one.name: one for run in model.runs for one in linear_layers(run.block)}
     found = targeted_layers(adapter, tuple(layers))
     if adapter.kind != "ia3" and found:
         widest = max((layers[name] for name in sorted(found)), key=lambda one: min(one.k, one.n))

@@ -48,7 +48,7 @@ def read_hybrid(config: ModelConfig) -> ModelSpec:
     head = norm("norm_f", "rms", hidden) + kept("head input", hidden, split="sequence", num_readers=1)
     tied = config.flag("tie_word_embeddings", default=False)
     head += output_projection(HeadStyle(width=hidden, tied_by_default=False), vocab_size, tied=tied)
-    embedding = weight("embeddings.weight", vocab_size, hidden, tp_dim=0)
+    embedding = weight("embeddings.weight", vocab_size, hidden, tp_dim=0, layer="embedding")
     return ModelSpec(
         name=config.name,
         model_type=config.model_type,

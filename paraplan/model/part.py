@@ -9,6 +9,7 @@ from paraplan.model.spec import (
     ActivationSplit,
     AttentionKernel,
     ElementType,
+    Layer,
     Matmul,
     Parameter,
     SavedTensor,
@@ -70,21 +71,31 @@ def kept(
     return Part(saved=(tensor,) if by != "fused" else (), saved_fused=(tensor,) if by != "modules" else ())
 
 
-def weight(name: str, *shape: int, tp_dim: int | None = None) -> Part:
+def weight(name: str, *shape: int, tp_dim: int | None = None, layer: Layer = "other") -> Part:
     """Return a part that is one parameter."""
-    return Part(parameters=(Parameter(name=name, shape=shape, tp_dim=tp_dim),))
+    return Part(parameters=(Parameter(name=name, shape=shape, tp_dim=tp_dim, layer=layer),))
 
 
-def linear(name: str, k: int, n: int, *, bias: bool, split: Split = "none", input_first: bool = False) -> Part:
+def linear(
+    name: str,
+    k: int,
+    n: int,
+    *,
+    bias: bool,
+    split: Split = "none",
+    input_first: bool = False,
+    layer: Layer = "linear",
+) -> Part:
     """Return a linear layer from `k` to `n` features; its input is kept by whoever makes it.
 
     The weight is [n, k] as in torch's Linear, [k, n] with `input_first` (transformers' Conv1D). A row-parallel bias
-    stays whole on each rank: it is added once, after the sum over ranks (Shoeybi et al. 2019, section 3).
+    stays whole on each rank: it is added once, after the sum over ranks (Shoeybi et al. 2019, section 3). `layer` is
+    "other" where the model's code multiplies by a parameter of its own.
     """
     dims = {"column": 1, "row": 0, "none": None} if input_first else {"column": 0, "row": 1, "none": None}
-    part = weight(f"{name}.weight", *((k, n) if input_first else (n, k)), tp_dim=dims[split])
+    part = weight(f"{name}.weight", *((k, n) if input_first else (n, k)), tp_dim=dims[split], layer=layer)
     if bias:
-        part += weight(f"{name}.bias", n, tp_dim=0 if split == "column" else None)
+        part += weight(f"{name}.bias", n, tp_dim=0 if split == "column" else None, layer=layer)
     return part + Part(matmuls=(Matmul(name=name, k=k, n=n, split=split),))
 
 

@@ -20,6 +20,9 @@ ElementType = Literal[
 ]
 ActivationSplit = Literal["tensor", "sequence", "none"]
 NormOutput = Literal["promoted", "weights", "residual"]
+Layer = Literal["linear", "experts", "embedding", "other"]
+"""What holds a parameter: torch's nn.Linear (or transformers' Conv1D), experts fused in one tensor of three dimensions,
+a table of embeddings, or another module: norms, routers and convolutions."""
 
 
 class Parameter(Record):
@@ -27,11 +30,13 @@ class Parameter(Record):
 
     `is_expert` marks tensors of routed experts, which expert parallelism divides along dimension 0.
     `frozen_bytes` is what a tensor that does not train takes as it is stored, None for one that trains: that one takes
-    what the training says.
+    what the training says. `layer` is the kind of module that holds it, by which tools choose what they quantize and
+    put adapters beside.
     """
 
     name: str
     shape: tuple[int, ...]
+    layer: Layer = "other"
     tp_dim: int | None = None
     is_expert: bool = False
     frozen_bytes: float | None = None

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from paraplan.errors import ModelError
 from paraplan.model.factory import call_user_code, load_factory
 from paraplan.model.measured import Measured, Product, loops_over_tokens, products_of, saved_of
-from paraplan.model.spec import Attention, BlockRun, BlockSpec, Matmul, ModelSpec, Parameter, SavedTensor
+from paraplan.model.spec import Attention, BlockRun, BlockSpec, Layer, Matmul, ModelSpec, Parameter, SavedTensor
 from paraplan.model.trace_on_gpu import AsOnGpu, AsUnderAutocast
 from paraplan.model.trace_repeats import skipped_repeats
 from paraplan.model.trace_torch_private import (
@@ -350,8 +350,19 @@ def _parameters_by_scope(
             scope = _EMBEDDING
         short = name[len(block) + 1 :] if block else name
         frozen = None if parameter.requires_grad else float(parameter.numel() * sizes[name])
-        scopes[scope].append(Parameter(name=short, shape=tuple(parameter.shape), frozen_bytes=frozen))
+        layer = layer_of(module.get_submodule(owner), parameter)
+        scopes[scope].append(Parameter(name=short, shape=tuple(parameter.shape), layer=layer, frozen_bytes=frozen))
     return scopes
+
+
+def layer_of(owner: nn.Module, parameter: Tensor) -> Layer:
+    """Return the kind of module that holds a parameter."""
+    if isinstance(owner, nn.Embedding):
+        return "embedding"
+    if isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D":  # transformers' own, its weight input first
+        return "linear"
+    is_convolution = isinstance(owner, nn.modules.conv._ConvNd)
+    return "experts" if parameter.dim() == 3 and not is_convolution else "other"
 
 
 def _block(

@@ -124,10 +124,10 @@ def test_quantized_weights_are_those_of_linear_layers_alone() -> None:
     assert frozen.embedding.parameters[0].frozen_bytes == 2 * HIDDEN * 1024
 
 
-def test_a_rank_above_the_outputs_of_a_router_is_planned_as_peft_makes_it() -> None:
+def test_adapters_stand_beside_linear_layers_and_not_beside_routers_and_fused_experts() -> None:
     frozen = freeze(read_model("mixtral-8x7b"), parse_trainable("lora:r=16"), FrozenStorage())
-    router = [one for one in frozen.runs[0].block.parameters if one.name.startswith("mlp.gate.lora")]
-    assert {one.shape for one in router} == {(16, 4096), (8, 16)}
+    adapted = {one.name.partition(".lora")[0] for one in frozen.runs[0].block.parameters if "lora" in one.name}
+    assert adapted == {f"self_attn.{name}_proj" for name in "qkvo"}
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from paraplan.errors import ModelError
-from paraplan.model.reader import read_model
+from paraplan.model.config_file import load_config
+from paraplan.model.reader import bundled_models, read_fields, read_model
 from paraplan.model.saved import saved_bytes
-from paraplan.model.spec import ModelSpec
+from paraplan.model.spec import Layer, ModelSpec
+from paraplan.model.transformers_model import trace_config
 
 torch = pytest.importorskip("torch", reason="tracing a module needs torch")
 
@@ -259,3 +264,16 @@ def test_a_missing_script_or_module_is_told(tmp_path: Path) -> None:
         read_model(f"{tmp_path}/absent.py:make")
     with pytest.raises(ModelError, match="No module named 'absent_package'"):
         read_model("absent_package.module:make")
+
+
+@pytest.mark.parametrize("reference", ["qwen3-30b-a3b", "gpt-oss-20b", "gpt2"])
+def test_a_trace_and_a_reader_agree_on_the_kind_of_module_that_holds_each_parameter(reference: str) -> None:
+    config = load_config(bundled_models()[reference])
+    small = replace(config, fields={**config.fields, "num_hidden_layers": 2, "n_layer": 2, "layer_types": None})
+    counts = []
+    for model in (read_fields(small), trace_config(small)):
+        count = Counter({layer: 0 for layer in get_args(Layer)})
+        for parameter, times in model.all_parameters:
+            count[parameter.layer] += parameter.num_elements * times
+        counts.append(count)
+    assert counts[0] == counts[1]
