@@ -350,19 +350,20 @@ def _parameters_by_scope(
             scope = _EMBEDDING
         short = name[len(block) + 1 :] if block else name
         frozen = None if parameter.requires_grad else float(parameter.numel() * sizes[name])
-        layer = layer_of(module.get_submodule(owner), parameter)
+        layer = layer_of(module.get_submodule(owner))
         scopes[scope].append(Parameter(name=short, shape=tuple(parameter.shape), layer=layer, frozen_bytes=frozen))
     return scopes
 
 
-def layer_of(owner: nn.Module, parameter: Tensor) -> Layer:
-    """Return the kind of module that holds a parameter."""
+def layer_of(owner: nn.Module) -> Layer:
+    """Return the kind of a module that holds parameters."""
     if isinstance(owner, nn.Embedding):
         return "embedding"
     if isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D":  # transformers' own, its weight input first
         return "linear"
-    is_convolution = isinstance(owner, nn.modules.conv._ConvNd)
-    return "experts" if parameter.dim() == 3 and not is_convolution else "other"
+    if "Conv" in type(owner).__name__:
+        return "other"
+    return "experts" if any(one.dim() == 3 for one in owner.parameters(recurse=False)) else "other"
 
 
 def _block(

@@ -272,7 +272,7 @@ def test_a_trace_and_a_reader_agree_on_the_kind_of_module_that_holds_each_parame
     small = replace(config, fields={**config.fields, "num_hidden_layers": 2, "n_layer": 2, "layer_types": None})
     counts = []
     for model in (read_fields(small), trace_config(small)):
-        count = Counter({layer: 0 for layer in get_args(Layer)})
+        count = Counter(dict.fromkeys(get_args(Layer), 0))
         for parameter, times in model.all_parameters:
             count[parameter.layer] += parameter.num_elements * times
         counts.append(count)
