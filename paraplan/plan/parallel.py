@@ -135,10 +135,6 @@ class ParallelPlan(Record):
     def _experts_consistent(self) -> Self:
         if (self.dp * self.cp) % self.ep:
             raise ValueError(f"ep={self.ep} does not divide dp={self.dp} x cp={self.cp}, over whose ranks experts go")
-        if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
-            raise ValueError(
-                f"ep={self.ep} with tp={self.tp}: tokens are sent to experts under sequence parallelism alone"
-            )
         if self.ep > 1 and self.zero_shards is not None:
             raise ValueError(f"ep={self.ep} with zero_shards={self.zero_shards}: experts are sharded over all replicas")
         return self

@@ -223,6 +223,10 @@ def test_experts_over_ranks_are_written_for_megatron() -> None:
     assert "expert" not in export_plan(subject("pipeline"), "megatron-lm").text
     inside = export_plan(subject(EXPERTS | {"rank_order": ("dp", "pp", "cp", "tp")}), "megatron-lm", partial=True)
     assert [gap.part for gap in inside.gaps] == ["ep=4"]
+    whole = export_plan(subject(EXPERTS | {"sequence_parallel": False}), "megatron-lm", partial=True)
+    assert [str(gap) for gap in whole.gaps] == [
+        "ep=4: Megatron-Core sends tokens to experts beside tp under sequence parallelism alone"
+    ]
 
 
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - {"megatron-lm", "megatron-bridge"}))

@@ -25,7 +25,6 @@ from paraplan.plan.parallel import ParallelPlan, micro_batches
         ({"pp": 2, "pipeline_schedule": "1f1b", "stage_blocks": (-1, 3)}, "no stage has fewer than 0"),
         ({"rank_order": ("pp", "dp", "tp", "tp")}, "each of pp, dp, cp and tp once"),
         ({"dp": 4, "ep": 3}, "ep=3 does not divide dp=4 x cp=1"),
-        ({"dp": 2, "tp": 2, "ep": 2}, "under sequence parallelism alone"),
         ({"dp": 4, "zero_stage": 3, "zero_shards": 2, "ep": 2}, "sharded over all replicas"),
         ({"dp": 0}, "greater than 0"),
         ({"data_parallel": 2}, "Extra inputs"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paraplan.interop.setup import Fields, Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.experts import axolotl_ep, with_ep
 from paraplan.interop.sources.trainer import (
     Batches,
     ReadFile,
@@ -35,13 +36,16 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
     if "fsdp_version" in fields and section.values:
         section = Fields({"fsdp_version": fields.count("fsdp_version"), **section.values}, source=source)
         fields = Fields({**fields.values, "fsdp_config": section.values}, source=source)
-    setup = sharded_setup(fields, given, batches, tool="axolotl", target="axolotl", read_file=read_file)
+    ep, beside, notes = axolotl_ep(fields, given)
+    setup = sharded_setup(fields, beside, batches, tool="axolotl", target="axolotl", read_file=read_file)
     train, found = _trainable(fields)
-    notes = [*setup.notes, *found]
+    notes = [*setup.notes, *notes, *found]
     optimizer, found = trainer_optimizer(fields, "optimizer")
     if fields.values.get("fp8"):
         notes.append("fp8: priced as bf16")
     return setup.replace(
+        plan=with_ep(fields, setup.plan, ep),
+        says_gpus=setup.says_gpus or ep > 1,
         precision=_precision(fields, is_pure=train is None and not setup.plan.zero_stage),
         optimizer=optimizer,
         attention=_attention(fields),

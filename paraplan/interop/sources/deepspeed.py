@@ -6,6 +6,7 @@ import json
 
 from paraplan.errors import PlanError
 from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan, optimizer_of
+from paraplan.interop.sources.experts import autoep
 from paraplan.plan.training import OptimizerName, TrainingPrecision
 
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -34,7 +35,8 @@ def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
     dp, micro, steps = _batch(fields, given, tp)
     offload, offload_notes = _offload(fields.section("zero_optimization"), zero_stage)
     shards, shard_notes = _shards(fields.section("zero_optimization"), dp)
-    notes += offload_notes + shard_notes
+    ep, expert_notes = autoep(fields, dp=dp, tp=tp, zero_stage=zero_stage)
+    notes += offload_notes + shard_notes + expert_notes
     optimizer, optimizer_notes = _optimizer(fields.section("optimizer"))
     notes += optimizer_notes
     if given.recompute is None:
@@ -49,6 +51,7 @@ def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
         fields.source,
         dp=dp,
         tp=tp,
+        ep=ep,
         zero_stage=zero_stage if dp > 1 else 0,
         zero_shards=shards if zero_stage == 3 else None,
         micro_batch_size=micro,

@@ -125,6 +125,9 @@ def megatron_gaps(subject: Subject) -> list[Gap]:
     )
     gaps += field_gap(plan, "offload", ("none", "optimizer"), "Megatron-Core keeps parameters on the GPU")
     gaps += hybrid_gap(plan, "Megatron-Core")
+    if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
+        reason = "Megatron-Core sends tokens to experts beside tp under sequence parallelism alone"
+        gaps.append(Gap(part=f"ep={plan.ep}", reason=reason))
     if plan.ep > plan.cp and plan.pp > 1 and order_gap(plan, "", MEGATRON_RANK_ORDER):
         reason = "outside of pp Megatron-Core lays dp out for experts too, so that these go over cp alone"
         gaps.append(Gap(part=f"ep={plan.ep}", reason=reason))
