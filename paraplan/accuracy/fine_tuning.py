@@ -9,6 +9,7 @@ from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.cost.framework import FUSED_TRAFFIC, FrameworkProfile
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.model.quantizers import DEFAULT_QUANTIZER
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, targeted_layers
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import LossKernel, OptimizerName, TrainingSpec
@@ -91,12 +92,24 @@ def fine_tuning_fields(run: MeasuredRun, framework: FrameworkProfile) -> dict[st
     if not trainable.is_full:
         fields["base_weights"] = _weight_format(run.base_weight_dtype)
         fields["upcasts_frozen"] = _upcasts(run)
+        fields["quantizer"] = _quantizer(run, framework)
     loss = stated_loss(f"{run.kernels} {features}")
     # TRL's goes over chunks of tokens and of the vocabulary, and keeps no logits (trl/kernels/chunked_logprob.py).
     fields["loss"] = "cut" if loss == "chunked" and "trl" in run.framework.lower() else loss
     fields["offloads_activations"] = re.search(_OFFLOADED, features) is not None
     fields["optimizer"] = fine_tuning_optimizer(run.optimizer.lower())
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _quantizer(run: MeasuredRun, framework: FrameworkProfile) -> str | None:
+    """Return what stored the base, None for what the framework has: rows that name no release are of transformers 4."""
+    words = f"{run.kernels} {run.nonstandard_features} {run.framework}".lower()
+    if "unsloth" in words:
+        return "unsloth"
+    if "quantize_moe_experts" in words:
+        return "axolotl"
+    is_newer = framework.storage.quantizer != DEFAULT_QUANTIZER or "transformers 5" in words
+    return None if is_newer else "transformers-4"
 
 
 def stated_loss(kernels: str) -> LossKernel:

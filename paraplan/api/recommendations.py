@@ -12,15 +12,13 @@ from paraplan.api.frames import framed
 from paraplan.api.models import bundled_models, load_model
 from paraplan.api.workloads import OWN_RUNTIME, training_of
 from paraplan.cost.cost_model import CostModel
-from paraplan.cost.estimate import assumed_speeds
-from paraplan.cost.generation import task_notes
+from paraplan.cost.notes import workload_notes
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, ParaplanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import training_notes
 from paraplan.report.short_text import Line, recommendation_lines
 from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
@@ -74,8 +72,7 @@ class Recommendation:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of the training, and of speeds that are assumed, a sentence each."""
-        notes = training_notes(self.workload.model, self.workload.training)
-        return notes + task_notes(self.workload) + assumed_speeds(self.workload)
+        return workload_notes(self.workload)
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:

@@ -8,6 +8,7 @@ from paraplan.cost.framework import OWN_RUNTIME as OWN_RUNTIME
 from paraplan.cost.workload import Workload as Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.cluster import Cluster as Cluster
+from paraplan.model.quantizers import quantizers as quantizers
 from paraplan.model.spec import ModelSpec
 from paraplan.model.trainable import parse_trainable
 from paraplan.model.weight_formats import WEIGHT_FORMATS as WEIGHT_FORMATS

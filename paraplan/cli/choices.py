@@ -252,6 +252,17 @@ class TrainingChoices:
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
+    quantizer: Annotated[
+        str | None,
+        typer.Option(
+            "--quantizer",
+            metavar="TOOL",
+            autocompletion=completion.quantizers,
+            help="What stores them in fewer bits, and so whether experts are: transformers, transformers-4, axolotl, "
+            "unsloth, torchao.",
+            rich_help_panel=TRAINING_PANEL,
+        ),
+    ] = None
     loss: Annotated[
         LossName,
         typer.Option(
@@ -331,6 +342,7 @@ class TrainingChoices:
             "sample_length": self.sample_len,
             "packs_samples": self.packed,
             "base_weights": self.base_weights,
+            "quantizer": self.quantizer,
             "loss": self.loss,
             "offloads_activations": self.offload_activations,
         }

@@ -52,6 +52,13 @@ def weight_formats(incomplete: str) -> list[str]:
     return _beginning(incomplete, WEIGHT_FORMATS)
 
 
+def quantizers(incomplete: str) -> list[str]:
+    """Return the tools that store weights in fewer bits and begin so."""
+    from paraplan.api.workloads import quantizers as known
+
+    return _beginning(incomplete, tuple(known()))
+
+
 def trained(incomplete: str) -> list[str]:
     """Return what may train that begins so, without its settings."""
     return _beginning(incomplete, ("full", "lora:r=16", "dora", "rslora", "ia3", "head", "embeddings", "norms"))

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from paraplan.cost.framework_experts import ExpertsProfile
 from paraplan.cost.framework_packing import PackingProfile
+from paraplan.model.quantizers import DEFAULT_QUANTIZER
 from paraplan.model.trainable import InputCopy
 from paraplan.plan.parallel import ScheduleName
 from paraplan.plan.training import AttentionKind, TrainingSpec
@@ -105,6 +106,8 @@ class StorageProfile(_Group):
     """Whose cuBLAS workspaces matmuls hold."""
     step_gradient_bytes: float = 4.0
     """A gradient as the optimizer's step reads it, and a copy that the step makes: 2 where nothing is in fp32."""
+    quantizer: str = DEFAULT_QUANTIZER
+    """What stores frozen weights in fewer bits where a training names nothing else (`profiles/quantizers.json`)."""
     context_bytes: int | None = None
     """The CUDA context where the software has another than `CostConstants` names."""
 

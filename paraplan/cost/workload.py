@@ -20,6 +20,7 @@ from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
+from paraplan.model.quantizers import reached_weights
 from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
@@ -86,6 +87,9 @@ class Workload:
             others_in_fp32=training.upcasts_frozen,
             input_copies=profile.input_copies,
             keeps_quantized_inputs=profile.kernels.keeps_quantized_inputs,
+            reached=reached_weights(
+                training.frozen_weights, training.quantizer or profile.storage.quantizer, model.model_type
+            ),
         )
         scored, trainable = model, training.trainable
         if training.learns_from.kind == "reward":

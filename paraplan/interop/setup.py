@@ -39,6 +39,7 @@ class Setup(Record):
     attention: AttentionKind | None = None
     train: str | None = None
     base_weights: WeightFormat | None = None
+    quantizer: str | None = None
     loss: LossKernel | None = None
     compiled: bool | None = None
     linear_precision: LinearPrecision | None = None
@@ -53,7 +54,8 @@ class Setup(Record):
     def training(self) -> dict[str, object]:
         """The fields of a `TrainingSpec` that the configuration says, but for batch and length."""
         names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled", "linear_precision")
-        values = {name: getattr(self, name) for name in (*names, "fp8_recipe", "fp8_gather", "offloads_activations")}
+        names_too = ("quantizer", "fp8_recipe", "fp8_gather", "offloads_activations")
+        values = {name: getattr(self, name) for name in (*names, *names_too)}
         return {name: value for name, value in values.items() if value is not None}
 
 

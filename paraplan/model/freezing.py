@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from paraplan.errors import PlanError
 from paraplan.model.part import Part, kept
-from paraplan.model.spec import BlockRun, BlockSpec, ElementType, Matmul, ModelSpec, Parameter, SavedTensor
+from paraplan.model.quantizers import is_reached
+from paraplan.model.spec import BlockRun, BlockSpec, ElementType, Layer, Matmul, ModelSpec, Parameter, SavedTensor
 from paraplan.model.trainable import AdapterSpec, InputCopy, Trainable, targeted_layers
 from paraplan.model.weight_formats import WeightFormat, is_quantized, stored_bytes
 
@@ -26,8 +27,9 @@ _NORM_WORDS = ("norm", "ln_", "_ln", "ln.")
 class FrozenStorage(NamedTuple):
     """How a training stores and reads what is frozen.
 
-    `weights` is the format of the blocks' linear layers; embedding, head and norms have 16 bits, or fp32 where the
-    linear layers do or `others_in_fp32` says so (peft's `prepare_model_for_kbit_training`). `input_copies` is what an
+    `weights` is the format of those weights of blocks whose layers are `reached`, of all where that is None; embedding,
+    head and what else is left have 16 bits, or fp32 where the linear layers do or `others_in_fp32` says so (peft's
+    `prepare_model_for_kbit_training`). `input_copies` is what an
     adapter keeps of its input: what the layer read, or a copy of its own in the type of activations or in fp32.
     With `keeps_quantized_inputs` products of weights in four bits keep their inputs too.
     """
@@ -36,6 +38,7 @@ class FrozenStorage(NamedTuple):
     others_in_fp32: bool = False
     input_copies: InputCopy = "activation"
     keeps_quantized_inputs: bool = False
+    reached: frozenset[Layer] | None = None
 
     @property
     def keeps_inputs(self) -> bool:
@@ -46,6 +49,12 @@ class FrozenStorage(NamedTuple):
     def others(self) -> WeightFormat:
         """The format of what is not a block's linear layer."""
         return "fp32" if self.others_in_fp32 or self.weights == "fp32" else "bf16"
+
+    def format_of(self, parameter: Parameter) -> WeightFormat:
+        """Return how a block's parameter is stored where it does not train."""
+        if self.reached is None:
+            return self.weights if len(parameter.shape) > 1 else self.others
+        return self.weights if is_reached(parameter, self.reached) else self.others
 
 
 def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> ModelSpec:
@@ -61,6 +70,7 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
             "--train changes models that are read from a config; a traced one trains what requires_grad says",
             hint="freeze parameters and add adapters in the factory, and leave out --train",
         )
+    _check_reached(model, storage)
     last = trainable.last_layers
     if last is not None and last > model.num_blocks:
         raise PlanError(f"layers:last{last}, and the model has {model.num_blocks}", hint="name fewer layers")
@@ -119,6 +129,15 @@ def linear_layers(block: BlockSpec) -> list[Matmul]:
     """Return the products of a block whose weights are those of linear layers, which adapters may stand beside."""
     weights = {one.name.removesuffix(".weight") for one in block.parameters if one.layer == "linear"}
     return [one for one in block.matmuls if one.name in weights]
+
+
+def _check_reached(model: ModelSpec, storage: FrozenStorage) -> None:
+    blocks = (parameter for run in model.runs for parameter in run.block.parameters)
+    if storage.reached is not None and not any(is_reached(one, storage.reached) for one in blocks):
+        raise PlanError(
+            f"{storage.weights} is a format of {' and '.join(sorted(storage.reached))}, which {model.name} has none of",
+            hint="use --base-weights nf4:double, which linear layers are stored in",
+        )
 
 
 def _targets(model: ModelSpec, adapter: AdapterSpec | None) -> frozenset[str]:
@@ -189,9 +208,10 @@ def _frozen_block(
         if trains_norms and _is_norm(one):
             parameters.append(one)
             continue
-        weights = storage.weights if len(one.shape) > 1 else storage.others
+        weights = storage.format_of(one)
         size = stored_bytes(weights, one.shape or (1,))
-        each_bytes[one.name.removesuffix(".weight")] = size / one.num_elements
+        if weights == storage.weights:
+            each_bytes[one.name.removesuffix(".weight")] = size / one.num_elements
         parameters.append(one.replace(frozen_bytes=size))
     quantizes, narrow = is_quantized(storage.weights) or storage.weights == "int8", storage.weights != "fp32"
     matmuls = [

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from paraplan.errors import PlanError
+from paraplan.model.quantizers import quantizer_of
 from paraplan.model.spec import ModelSpec
 from paraplan.model.trainable import Trainable, parse_trainable
 from paraplan.model.weight_formats import WeightFormat, is_stored_below_16_bits
@@ -98,6 +99,9 @@ class TrainingSpec(Record):
     """What trains, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ..."""
     base_weights: WeightFormat | None = None
     """How frozen linear layers are stored. None: in the type that matmuls compute in."""
+    quantizer: str | None = None
+    """What stores them so where that is below 16 bits, which decides whether experts are (`profiles/quantizers.json`).
+    None: what the framework has, for most of them transformers 5."""
     expert_load: Annotated[float, Field(ge=1, le=MOST_LOAD)] | Literal["trained"] | None = None
     """Rows of the busiest rank of experts over the mean of all ranks. None: what
     routers usually leave, more of it the fewer experts a rank has. "trained": what those of a released model leave on
@@ -128,6 +132,11 @@ class TrainingSpec(Record):
     @classmethod
     def _is_known_task(cls, text: str) -> str:
         return parse_task(text).text
+
+    @field_validator("quantizer")
+    @classmethod
+    def _is_known_quantizer(cls, name: str | None) -> str | None:
+        return None if name is None else quantizer_of(name).name
 
     @field_validator("train")
     @classmethod
@@ -261,7 +270,8 @@ class TrainingSpec(Record):
     def title(self) -> str:
         """How a step computes, for people: "bf16, adamw, sdpa attention"."""
         compiled = ", compiled blocks" if self.compiled else ""
-        base = f" on {self.base_weights} weights" if self.base_weights else ""
+        by = f" of {self.quantizer}" if self.quantizer and self.base_weights else ""
+        base = f" on {self.base_weights} weights{by}" if self.base_weights else ""
         trained = "" if self.train == "full" else f", {self.train}{base}"
         loss = "" if self.loss == "plain" else f", {self.loss} loss"
         words = [word for word in (self.fp8_recipe, "gathered so" if self.fp8_gather else None) if word]

@@ -10,18 +10,17 @@ from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.communication.exchanges import routed_matmul
-from paraplan.cost.estimate import PlanEstimate, assumed_speeds
-from paraplan.cost.generation import task_notes
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.notes import workload_notes
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import training_reason, unsupported_reason
-from paraplan.plan.training import training_notes
 from paraplan.report.short_text import samples_rates
 
 
 def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
     """Return what to know of an estimate, a sentence each: of its training, and whether paraplan runs the plan."""
-    notes = training_notes(workload.model, workload.training) + task_notes(workload) + assumed_speeds(workload)
+    notes = workload_notes(workload)
     training = workload.training
     if workload.writes_out_scores:
         why = "in fp32" if training.precision == "fp32" else f"of this model on {workload.cluster.gpu.title}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.stored_weights import wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.executor import Executor
@@ -70,8 +71,13 @@ def nothing_fits(
 
 
 def _ways_out(workload: Workload, *, executor: Executor, fixed: Constraints) -> list[str]:
-    """Return what would make the workload fit: more machines, another optimizer, a shorter sequence."""
+    """Return what would make the workload fit: experts in fewer bits, more machines, a shorter sequence."""
     found = []
+    tools = wider_quantizers(workload)
+    stored = [workload.trained_as(workload.training.replace(quantizer=tool.name)) for tool in tools[:1]]
+    if any(some_plan_fits(one, executor=executor, fixed=fixed) for one in stored):
+        words = " or ".join(f"--quantizer {tool.name}: {tool.way}" for tool in tools)
+        found.append(f"it fits with experts in {workload.training.frozen_weights} too ({words})")
     more = more_gpus(workload, executor=executor, fixed=fixed)
     if more:
         found.append(f"it fits {more[1].num_gpus} GPUs ({more[0]})")

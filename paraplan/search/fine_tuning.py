@@ -50,7 +50,7 @@ class FineTuningWay(Record):
         return f"{self.options}: fits {there} with {spare} to spare, {rate} tokens/s per GPU ({self.plan}){also}"
 
 
-def trainings(training: TrainingSpec) -> Iterator[tuple[str, str, TrainingSpec]]:
+def trainings(training: TrainingSpec, *, has_experts: bool = False) -> Iterator[tuple[str, str, TrainingSpec]]:
     """Yield the ways by name and options."""
     if training.precision == "bf16":
         options = "--precision bf16-pure --optimizer adamw_8bit"
@@ -58,7 +58,11 @@ def trainings(training: TrainingSpec) -> Iterator[tuple[str, str, TrainingSpec]]
     yield "LoRA", f"--train {_LORA}", training.replace(train=_LORA)
     if training.linear_precision == "16bit":  # 4-bit weights are multiplied in 16 bits
         weights = f"--train {_LORA} --base-weights nf4:double"
-        yield "QLoRA", weights, training.replace(train=_LORA, base_weights="nf4:double")
+        qlora = training.replace(train=_LORA, base_weights="nf4:double")
+        yield "QLoRA", weights, qlora
+        if has_experts:  # which transformers leaves in 16 bits
+            tool = "axolotl"
+            yield "QLoRA of experts", f"{weights} --quantizer {tool}", qlora.replace(quantizer=tool)
 
 
 def fine_tuning_ways(workload: Workload, *, executor: Executor, fixed: Constraints) -> tuple[FineTuningWay, ...]:
@@ -71,7 +75,7 @@ def fine_tuning_ways(workload: Workload, *, executor: Executor, fixed: Constrain
         return ()
     without = replace(fixed, offload="none")
     found = []
-    for name, options, training in trainings(workload.training):
+    for name, options, training in trainings(workload.training, has_experts=workload.model.num_experts > 1):
         try:
             other = workload.trained_as(training)
         except ParaplanError:  # the model has no layers for it

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan, evaluate_plans, why_unsuitable
+from paraplan.cost.stored_weights import wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.plan.executor import OWN_RUNTIME, Executor
@@ -137,6 +138,10 @@ def _options(workload: Workload) -> Iterator[_Change]:
         changes.append(("fused AdamW", "--optimizer adamw", True, {"optimizer": "adamw"}))
     if training.optimizer in ("adamw", "adamw_foreach") and training.train == "full":
         changes.append(("8-bit AdamW", "--optimizer adamw_8bit", False, {"optimizer": "adamw_8bit"}))
+    changes += [
+        ("experts in fewer bits", f"--quantizer {tool.name}", False, {"quantizer": tool.name})
+        for tool in wider_quantizers(workload)
+    ]
     if training.loss == "plain":
         changes.append(("fused loss", "--loss liger", True, {"loss": "liger"}))
     if not training.offloads_activations and workload.cluster.gpu.vendor != "cpu":
@@ -144,7 +149,7 @@ def _options(workload: Workload) -> Iterator[_Change]:
     for name, options, same, change in changes:
         yield _Change(name, options, workload.trained_as(training.replace(**change)), keeps_training=same)
     if training.train == "full":
-        for name, options, other in trainings(training):
+        for name, options, other in trainings(training, has_experts=workload.model.num_experts > 1):
             try:
                 yield _Change(name, options, workload.trained_as(other))
             except ParaplanError:  # the model has no layers for it

@@ -174,3 +174,26 @@ def test_odd_configurations_are_read_or_refused_in_a_sentence(read: Any, text: s
 def test_llama_factorys_galore_is_an_optimizer(read: Any) -> None:
     assert read(FACTORY + "finetuning_type: full\nuse_galore: true\n").optimizer == "galore_adamw"
     assert read(FACTORY + "finetuning_type: full\n").optimizer == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        ("fsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\n", "bf16-pure"),
+        ("fsdp_config:\n  version: 2\n  reshard_after_forward: true\n", "bf16-pure"),
+        ("fsdp_version: 1\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n", "bf16"),
+        ("fsdp_version: 2\nadapter: lora\nlora_r: 8\nfsdp_config:\n  reshard_after_forward: true\n", "bf16"),
+        ("fsdp_version: 2\nfp16: true\nfsdp_config:\n  reshard_after_forward: true\n", "fp16"),
+    ],
+)
+def test_axolotl_upcasts_nothing_under_fsdp2(read: Any, words: str, precision: str) -> None:
+    assert read(AXOLOTL + words, num_gpus=8).precision == precision
+
+
+def test_what_stores_experts_in_fewer_bits_is_read_and_written(read: Any) -> None:
+    qlora = "adapter: qlora\nload_in_4bit: true\nlora_target_modules: [q_proj]\n"
+    assert read(AXOLOTL + qlora).quantizer is None
+    setup = read(AXOLOTL + qlora + "quantize_moe_experts: true\n")
+    assert setup.quantizer == "axolotl"
+    assert setup.training["quantizer"] == "axolotl"
+    assert read(FACTORY + "quantization_bit: 4\nlora_target: q_proj\nuse_unsloth: true\n").quantizer == "unsloth"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paraplan.interop.setup import Fields, Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
+from paraplan.interop.sources.base_weights import quantizer_asked
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.experts import axolotl_ep, with_ep
 from paraplan.interop.sources.trainer import (
@@ -46,11 +47,12 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
     return setup.replace(
         plan=with_ep(fields, setup.plan, ep),
         says_gpus=setup.says_gpus or ep > 1,
-        precision=_precision(fields, is_pure=train is None and not setup.plan.zero_stage),
+        precision=_precision(fields, is_pure=train is None and (not setup.plan.zero_stage or _is_fsdp2(section))),
         optimizer=optimizer,
         attention=_attention(fields),
         train=train,
         base_weights=_weights(fields) if train is not None else None,
+        quantizer=quantizer_asked(fields),
         loss=_loss(fields),
         compiled=bool(fields.values.get("torch_compile")) or None,
         offloads_activations=_offloads_activations(fields) or None,
@@ -58,6 +60,14 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
         model_name=fields.text("base_model"),
         notes=tuple(notes + found),
     )
+
+
+def _is_fsdp2(section: Fields) -> bool:
+    """Return whether FSDP2 shards, for which axolotl has a preparation of its own that upcasts nothing.
+
+    (axolotl/monkeypatch/accelerate/fsdp2.py in place of accelerate's `fsdp2_prepare_model`, which upcasts to fp32.)
+    """
+    return 2 in (section.count("fsdp_version"), section.count("version"))
 
 
 def _offloads_activations(fields: Fields) -> bool:
@@ -106,7 +116,7 @@ def _half(fields: Fields) -> TrainingPrecision | None:
 
 
 def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:
-    """Return the type of the arithmetic; a model is loaded in it, and FSDP and DeepSpeed keep fp32 beside it."""
+    """Return the type of the arithmetic; a model is loaded in it, and FSDP1 and DeepSpeed keep fp32 beside it."""
     half = _half(fields)
     return "fp32" if half is None else "bf16-pure" if half == "bf16" and is_pure else half
 

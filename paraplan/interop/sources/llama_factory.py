@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paraplan.interop.setup import Fields, Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
+from paraplan.interop.sources.base_weights import quantizer_asked
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.trainer import (
     Batches,
@@ -48,6 +49,7 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadF
         attention=attention_of(fields.text("flash_attn")) or "sdpa",
         train=train,
         base_weights=_weights(fields) if is_partial else None,
+        quantizer=quantizer_asked(fields),
         loss="liger" if fields.flag("enable_liger_kernel") else "plain",
         seq_length=fields.count("cutoff_len") or _LENGTH,
         model_name=fields.text("model_name_or_path"),

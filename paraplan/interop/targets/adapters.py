@@ -43,6 +43,14 @@ def base_gap(subject: Subject, tool: str, known: tuple[str, ...]) -> list[Gap]:
     return [Gap(part=f"base_weights={training.base_weights}", reason=f"{tool} loads {', '.join(known)}")]
 
 
+def quantizer_gap(subject: Subject, tool: str, known: tuple[str, ...]) -> list[Gap]:
+    """Return the gap of frozen weights that a tool does not store as the training says."""
+    training = subject.training
+    if training is None or training.quantizer in (None, *known):
+        return []
+    return [Gap(part=f"quantizer={training.quantizer}", reason=f"{tool} stores weights by {' or '.join(known)}")]
+
+
 def adapter_gap(trainable: Trainable, tool: str, kinds: tuple[str, ...] = ("lora", "dora")) -> list[Gap]:
     """Return the gaps of adapters that a tool does not have, and of norms that train beside them."""
     adapter = trainable.adapter

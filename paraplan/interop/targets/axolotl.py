@@ -23,6 +23,7 @@ from paraplan.interop.targets.adapters import (
     alpha_of,
     base_gap,
     modules_of,
+    quantizer_gap,
     trainable_of,
     whole_modules,
 )
@@ -71,6 +72,10 @@ def to_axolotl(subject: Subject) -> Exported:
         notes.append("deepspeed has to be installed: ZeRO-1 and an offloaded optimizer are not in FSDP2")
     if is_fsdp:
         config |= _fsdp(subject)
+        if training is not None and training.precision == "bf16" and training.trainable.is_full:
+            notes.append(
+                "axolotl keeps 16-bit weights, gradients and states under FSDP2: --precision bf16-pure is that"
+            )
     count = f" --num-processes {plan.world_size}" if plan.world_size > 1 else ""
     notes.append(f"start it with: axolotl train FILE{count}")
     notes += shared_notes(subject, compiles=True, packs=True)
@@ -128,6 +133,8 @@ def _trained(subject: Subject, training: TrainingSpec, notes: list[str]) -> dict
         "lora_dropout": adapter.dropout,
     }
     notes.append(alpha_note(adapter))
+    if training.quantizer == "axolotl":
+        found["quantize_moe_experts"] = True
     if adapter.targets == (ALL_LINEAR,):
         found["lora_target_linear"] = True
     else:
@@ -202,4 +209,9 @@ def axolotl_gaps(subject: Subject) -> list[Gap]:
             plan, "cp", (1,) if training.attention != "flash" else (plan.cp,), "axolotl's ring attention is flash alone"
         )
     gaps += adapter_gap(trainable, "axolotl") + base_gap(subject, "axolotl", _BASES)
+    gaps += quantizer_gap(subject, "axolotl", ("axolotl", "transformers"))
+    adapter = trainable.adapter
+    if training is not None and training.quantizer == "axolotl" and adapter and adapter.targets == (ALL_LINEAR,):
+        reason = "axolotl's quantize_moe_experts wants its layers named: plan with --train lora:targets=q|k|v|o"
+        gaps.append(Gap(part=f"train={trainable.text}", reason=reason))
     return gaps + training_gap(training, "optimizer", tuple(_OPTIMIZERS), "axolotl has no such optimizer")

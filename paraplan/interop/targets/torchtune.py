@@ -17,7 +17,7 @@ from paraplan.interop.exported import (
     training_gap,
 )
 from paraplan.interop.quoting import comment, to_yaml
-from paraplan.interop.targets.adapters import adapter_gap, alpha_note, alpha_of, base_gap, trainable_of
+from paraplan.interop.targets.adapters import adapter_gap, alpha_note, alpha_of, base_gap, quantizer_gap, trainable_of
 from paraplan.model.trainable import ALL_LINEAR, AdapterSpec, module_name
 from paraplan.plan.training import TrainingSpec
 
@@ -203,6 +203,7 @@ def torchtune_gaps(subject: Subject) -> list[Gap]:
     gaps += training_gap(training, "loss", tuple(_LOSSES), "torchtune has plain and chunked losses")
     gaps += training_gap(training, "attention", ("flash", "sdpa"), "torchtune computes attention by torch's sdpa")
     gaps += adapter_gap(trainable, "torchtune") + base_gap(subject, "torchtune", ("bf16", "fp32", "nf4:double"))
+    gaps += quantizer_gap(subject, "torchtune", ("torchao",))
     return gaps + _adapter_gaps(subject)
 
 

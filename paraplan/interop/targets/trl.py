@@ -16,6 +16,7 @@ from paraplan.interop.targets.adapters import (
     alpha_of,
     base_gap,
     modules_of,
+    quantizer_gap,
     trainable_of,
     whole_modules,
 )
@@ -123,6 +124,7 @@ def trl_gaps(subject: Subject) -> list[Gap]:
     """Return what TRL's command and accelerate's configuration have no words for."""
     trainable, training = trainable_of(subject), subject.training
     gaps = [*accelerate_gaps(subject), *adapter_gap(trainable, "TRL"), *base_gap(subject, "TRL", _BASES)]
+    gaps += quantizer_gap(subject, "TRL", ("transformers", "transformers-4"))
     if trainable.adapter is None and not trainable.is_full:
         gaps.append(Gap(part=f"train={trainable.text}", reason="trl sft trains adapters or all of a model"))
     named = {gap.part for gap in gaps}

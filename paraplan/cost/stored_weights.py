@@ -1,0 +1,55 @@
+"""What is to know of frozen weights in fewer bits: those that the format does not reach, and what trains over none."""
+
+from __future__ import annotations
+
+from paraplan.cost.workload import Workload
+from paraplan.model.quantizers import Quantizer, is_reached, quantizer_of, quantizers
+from paraplan.model.spec import Parameter
+from paraplan.model.weight_formats import is_stored_below_16_bits
+from paraplan.units import format_bytes, format_count
+
+
+def storage_notes(workload: Workload) -> tuple[str, ...]:
+    """Return what to know of how the base of adapters is stored, a sentence each."""
+    training, model = workload.training, workload.model
+    weights = training.frozen_weights
+    if training.train == "full" or not is_stored_below_16_bits(weights):
+        return ()
+    tool = quantizer_of(training.quantizer or workload.framework.storage.quantizer)
+    notes = []
+    if weights in tool.untrainable:
+        notes.append(
+            f"{tool.title} trains no adapters over {weights} weights, and dequantizes them to 16 bits for that: "
+            "--base-weights bf16, or nf4 with a --quantizer that stores experts so"
+        )
+    experts = _left_out(workload)
+    if experts:
+        elements = sum(one.num_elements * count for one, count in experts)
+        kept = format_bytes(sum((one.frozen_bytes or 0.0) * count for one, count in experts))
+        ways = [f"{other.way} (--quantizer {other.name})" for other in wider_quantizers(workload)]
+        way = f"; {' or '.join(ways)} stores them in {weights} too" if ways else ""
+        before = quantizer_of("transformers-4").reached(weights, model.model_type)
+        older = ", as transformers 4 does (--quantizer transformers-4)" if "experts" in before else ""
+        notes.append(
+            f"{tool.title} stores linear layers in {weights}, not fused experts: {format_count(elements)} of "
+            f"{format_count(model.parameters.total)} parameters stay in 16 bits, {kept}{way}{older}"
+        )
+    return tuple(notes)
+
+
+def wider_quantizers(workload: Workload) -> tuple[Quantizer, ...]:
+    """Return the tools that store experts in the format of the base, where the one of the workload does not."""
+    weights = workload.training.frozen_weights
+    known = quantizers().values() if _left_out(workload) else ()
+    return tuple(one for one in known if one.way is not None and "experts" in one.formats.get(weights, ()))
+
+
+def _left_out(workload: Workload) -> list[tuple[Parameter, int]]:
+    """Return the frozen experts, with their counts, that the format of the base does not reach."""
+    training, model = workload.training, workload.model
+    if training.train == "full" or not is_stored_below_16_bits(training.frozen_weights):
+        return []
+    tool = quantizer_of(training.quantizer or workload.framework.storage.quantizer)
+    if "experts" in tool.reached(training.frozen_weights, model.model_type):
+        return []
+    return [(one, n) for one, n in model.all_parameters if is_reached(one, frozenset({"experts"})) and not one.trains]

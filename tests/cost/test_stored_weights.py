@@ -1,0 +1,60 @@
+"""What is said of weights that a storage format does not reach, and the ways to have them stored so."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import MakeWorkload
+
+from paraplan.cost.stored_weights import storage_notes, wider_quantizers
+from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError
+from paraplan.search.search import search
+
+
+def qlora(make: MakeWorkload, model: str, **fields: str) -> Workload:
+    made = make(model, profile="1xrtx-4090", seq_length=2048, global_batch_size=4)
+    return made.trained_as(made.training.replace(**{"train": "lora:r=16", "base_weights": "nf4:double"} | fields))
+
+
+def test_experts_that_stay_in_16_bits_are_told_with_the_way_out(workload: MakeWorkload) -> None:
+    (note,) = storage_notes(qlora(workload, "qwen3-30b-a3b"))
+    for words in (
+        "transformers 5",
+        "29.0 B of 30.5 B",
+        "54.0 GiB",
+        "--quantizer axolotl",
+        "quantize_moe_experts",
+        "transformers-4",
+    ):
+        assert words in note
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"quantizer": "axolotl"},
+        {"quantizer": "unsloth"},
+        {"quantizer": "transformers-4"},
+        {"base_weights": "int4"},
+        {"base_weights": "bf16"},
+    ],
+)
+def test_nothing_is_told_where_experts_are_stored_so_too(workload: MakeWorkload, fields: dict[str, str]) -> None:
+    assert not storage_notes(qlora(workload, "qwen3-30b-a3b", **fields))
+
+
+def test_a_dense_model_is_told_nothing(workload: MakeWorkload) -> None:
+    assert not storage_notes(qlora(workload, "llama-3-8b"))
+    assert not wider_quantizers(qlora(workload, "llama-3-8b"))
+
+
+def test_a_format_that_nobody_trains_over_is_told(workload: MakeWorkload) -> None:
+    (note,) = storage_notes(qlora(workload, "gpt-oss-20b", base_weights="mxfp4"))
+    assert "trains no adapters over mxfp4" in note
+
+
+def test_the_search_names_what_stores_experts_where_nothing_fits(workload: MakeWorkload) -> None:
+    with pytest.raises(NoPlanFitsError) as caught:
+        search(qlora(workload, "qwen3-30b-a3b"))
+    assert "--quantizer axolotl" in (caught.value.hint or "")
+    assert search(qlora(workload, "qwen3-30b-a3b", quantizer="axolotl")).best.fits
