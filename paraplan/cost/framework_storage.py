@@ -1,0 +1,54 @@
+"""What a framework stores for each parameter, and what stores frozen ones in fewer bits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paraplan.model.quantizers import DEFAULT_QUANTIZER
+from paraplan.records import Record, Source
+
+
+class StorageProfile(Record):
+    """What is stored for each parameter, in bytes.
+
+    The first three hold under mixed precision; training in fp32 stores 4, 4 and 0.
+    """
+
+    weight_bytes: float
+    """Weights that forward and backward passes read."""
+    gradient_bytes: float
+    """Gradients between micro-batches and until the optimizer step."""
+    bf16_gradient_bytes: float | None = None
+    """The same where training is in bf16; None: as in fp16."""
+    sharded_gradient_bytes: float | None = None
+    """The same where ranks keep shards of gradients (ZeRO-2 and ZeRO-3); None: as where they do not."""
+    master_bytes: float
+    """fp32 master weights beside 16-bit weights."""
+    autocast_copy_bytes: float = 0.0
+    """The 16-bit copy of matmul weights that autocast keeps from forward to backward."""
+    optimizer_state_bytes: float = 4.0
+    """One element of the optimizer's state."""
+    is_autocast: bool = False
+    """16-bit training runs under autocast over fp32 parameters, which ZeRO gathers in 16 bits."""
+    frees_gradients: bool = False
+    """Gradients are allocated anew in every step; else they stand in persistent buffers."""
+    accumulates_separately: bool = False
+    """fp32 gradients are accumulated in a buffer beside those that backward passes make."""
+    keeps_dummy_gradients: bool = False
+    """Transformer Engine keeps a 16-bit tensor for each distinct weight shape where gradients accumulate elsewhere."""
+    optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
+    """How the optimizer visits parameters: foreach copies all of them, for_loop one at a time, fused none."""
+    flat_step_bytes: float = 0.0
+    """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
+    matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
+    """Whose cuBLAS workspaces matmuls hold."""
+    step_gradient_bytes: float = 4.0
+    """A gradient as the optimizer's step reads it, and a copy that the step makes: 2 where nothing is in fp32."""
+    quantizer: str = DEFAULT_QUANTIZER
+    """What stores frozen weights in fewer bits where a training names nothing else (`profiles/quantizers.json`)."""
+    context_bytes: int | None = None
+    """The CUDA context where the software has another than `CostConstants` names."""
+    sources: tuple[Source, ...] = Field(min_length=1)
+    """Where the values come from; the first that names a value counts."""
