@@ -12,6 +12,7 @@ import numpy as np
 
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.framework_files import load_framework
+from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
 from paraplan.records import Record
@@ -206,8 +207,8 @@ def load_accuracy() -> AccuracyTable:
 
 
 def step_interval(workload: Workload, estimate: PlanEstimate) -> Interval | None:
-    """Return where the measured step would lie; None for CPUs, which are calibrated instead."""
-    if workload.cluster.gpu.vendor == "cpu":
+    """Return where the measured step would lie; None for CPUs, which are calibrated instead, and for lower bounds."""
+    if workload.cluster.gpu.vendor == "cpu" or lower_bound_reason(workload, estimate.plan) is not None:
         return None
     table = load_accuracy()
     family = workload.framework.family or workload.framework.name

@@ -41,5 +41,7 @@ class ExpertsProfile(Record):
     """Seconds that a pass over a layer waits for the numbers of tokens by expert before an exchange."""
     host_s_per_layer: float = 0.0
     """Seconds of the host to start what an expert layer has beside a dense one in a pass."""
+    unpriced_under_zero_3: str | None = None
+    """Why steps of experts under ZeRO-3 take longer than predicted, with what was published; None where they do not."""
     sources: tuple[Source, ...] = ()
     """Where the values come from."""

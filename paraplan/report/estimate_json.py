@@ -11,6 +11,7 @@ from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.communication.exchanges import routed_matmul
 from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.notes import workload_notes
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -70,6 +71,7 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "host_memory_bytes": estimate.host_memory_bytes,
         "out_of_memory_probability": out_of_memory_probability(workload, estimate),
         "step": estimate.step.model_dump(),
+        "step_is_lower_bound": lower_bound_reason(workload, estimate.plan) is not None,
         "effective_tokens_per_s_per_gpu": {"padded": padded, "packed": packed},
         "step_interval": interval.model_dump() if interval is not None else None,
         "training": workload.training.model_dump(mode="json"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from paraplan.cost.estimate import STEP_PARTS, PlanEstimate, StepEstimate, estimate_plan, host_share
+from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import AXES, ParallelPlan
@@ -80,6 +81,9 @@ def _schedule(plan: ParallelPlan) -> str:
 def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
     """Return what to worry about, a sentence each with its cause: GPUs that idle, memory that is full, the batch."""
     step, found = estimate.step, []
+    unpriced = lower_bound_reason(workload, estimate.plan)
+    if unpriced is not None:
+        found.append(unpriced)
     cause, share = _largest_waste(step)
     if step.mfu < LOW_MFU and workload.cluster.gpu.vendor != "cpu":
         waited = host_share(workload, estimate.plan)

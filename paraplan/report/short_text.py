@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
+from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
 from paraplan.units import format_bytes, format_count, format_seconds
@@ -68,7 +69,9 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
         Line(
             "Speed",
             f"{format_seconds(step.step_time_s)} a step{_range(workload, estimate)}, {rate} tokens/s per GPU, "
-            f"MFU {step.mfu:.1%}",
+            f"MFU {step.mfu:.1%}"
+            if lower_bound_reason(workload, estimate.plan) is None
+            else f"at least {format_seconds(step.step_time_s)} a step, at most {rate} tokens/s per GPU",
         ),
         *(Line("", words, "dim") for words in (basis_in_words(workload, estimate),) if words is not None),
         *(Line("Samples", words) for words in (samples_in_words(workload, estimate),) if words is not None),

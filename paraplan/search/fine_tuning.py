@@ -62,7 +62,7 @@ def trainings(training: TrainingSpec, *, has_experts: bool = False) -> Iterator[
         yield "QLoRA", weights, qlora
         if has_experts:  # which transformers leaves in 16 bits
             tool = "axolotl"
-            yield "QLoRA of experts", f"{weights} --quantizer {tool}", qlora.replace(quantizer=tool)
+            yield "QLoRA MoE", f"{weights} --quantizer {tool}", qlora.replace(quantizer=tool)
 
 
 def fine_tuning_ways(workload: Workload, *, executor: Executor, fixed: Constraints) -> tuple[FineTuningWay, ...]:

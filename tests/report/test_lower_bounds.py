@@ -1,0 +1,56 @@
+"""Experts under DeepSpeed's ZeRO-3: no speed is claimed, a bound and its reason are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paraplan.accuracy.intervals import step_interval
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.lower_bounds import lower_bound_reason
+from paraplan.cost.workload import Workload
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
+from paraplan.model.reader import read_model
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+from paraplan.report.estimate_json import estimate_report
+from paraplan.report.plan_words import cautions
+from paraplan.report.short_text import plan_lines
+
+PLAN = ParallelPlan(dp=8, zero_stage=3, num_microbatches=1, recompute="full")
+
+
+def made(model: str, framework: str) -> Workload:
+    training = TrainingSpec(global_batch_size=8, seq_length=2048)
+    return Workload.of(read_model(model), training, cluster_from_profile("dgx-h100"), framework=framework)
+
+
+@pytest.mark.parametrize("framework", ["huggingface-trainer", "deepspeed", "trl"])
+def test_a_mixture_under_zero_3_takes_at_least_what_is_priced(framework: str) -> None:
+    workload = made("qwen3-30b-a3b", framework)
+    estimate = estimate_plan(workload, PLAN)
+    (speed,) = (line for line in plan_lines(workload, estimate) if line.label == "Speed")
+    assert speed.text.startswith("at least")
+    assert "MFU" not in speed.text
+    assert any("91.2 s" in words for words in cautions(workload, estimate))
+    assert step_interval(workload, estimate) is None
+    report = estimate_report(workload, estimate)
+    assert report["step_is_lower_bound"] is True
+    assert report["step_interval"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "changes"),
+    [
+        ("llama-3-8b", "deepspeed", {}),
+        ("qwen3-30b-a3b", "fsdp", {}),
+        ("qwen3-30b-a3b", "megatron-core", {"zero_stage": 1}),
+        ("qwen3-30b-a3b", "deepspeed", {"zero_stage": 2}),
+        ("qwen3-30b-a3b", "deepspeed", {"dp": 1, "zero_stage": 0, "num_microbatches": 8}),
+    ],
+)
+def test_all_else_is_priced(model: str, framework: str, changes: dict[str, Any]) -> None:
+    workload, plan = made(model, framework), PLAN.replace(**changes)
+    assert lower_bound_reason(workload, plan) is None
+    assert estimate_report(workload, estimate_plan(workload, plan))["step_is_lower_bound"] is False
