@@ -103,6 +103,39 @@ def test_the_weight_of_one_xgmi_hop_tells_xgmi_and_a_count_of_hops_tells_nothing
     assert any("do not say" in warning for warning in hops_alone.warnings)
 
 
+WIRED = {(0, 1), (1, 2), (2, 3), (0, 3)}
+"""A ring of four dies: its two diagonals have no link."""
+
+
+def ring(wired: str, other: str, itself: str = "0") -> list[list[str]]:
+    return [
+        [itself if a == b else wired if (min(a, b), max(a, b)) in WIRED else other for b in range(4)] for a in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("title", "cells"),
+    [
+        (" Weight between two GPUs ", ring("15", "30")),
+        (" Hops between two GPUs ", ring("1", "2")),
+        ("NUMA BW TABLE:", ring("50000-200000", "0-0", "N/A")),
+    ],
+)
+def test_pairs_that_are_called_xgmi_without_a_link_of_their_own_are_not_linked(
+    title: str, cells: list[list[str]]
+) -> None:
+    node = read(rocm_table(title, cells) + rocm_table(" Link Type between two GPUs ", pairs("XGMI", "XGMI")))
+    assert {(link.gpu_a, link.gpu_b) for link in node.links if link.link_type is LinkType.XGMI} == WIRED
+    assert {node.link(0, 2).link_type, node.link(1, 3).link_type} == {LinkType.SYS}  # type: ignore[union-attr]
+    assert any("2 of 6 pairs" in warning for warning in node.warnings)
+
+
+@pytest.mark.parametrize("cell", ["0-0", "N/A"])
+def test_bandwidths_that_are_zero_or_missing_for_all_pairs_tell_nothing_of_links(cell: str) -> None:
+    types = amd_smi_table("LINK TYPE", "XGMI", "SELF")
+    assert read(types + amd_smi_table("NUMA BW", cell, "N/A")).nvlink_all_to_all
+
+
 def test_weights_of_zero_are_not_taken_for_distances() -> None:
     node = read(amd_smi_table("WEIGHT", "0", "0") + amd_smi_table("LINK TYPE", "PCIE", "SELF"))
     assert {link.link_type for link in node.links} == {LinkType.PHB}

@@ -51,7 +51,7 @@ class AmdMachine:
         if kind in ("weight", "hops") and re.fullmatch(r"\d{1,6}", text):
             setattr(evidence, kind, int(text))
         elif kind == "megabytes_per_s" and (found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)):
-            evidence.megabytes_per_s = int(found[2] or found[1]) or None
+            evidence.megabytes_per_s = int(found[2] or found[1])
         elif kind == "access" and text in ("ENABLED", "DISABLED"):
             evidence.access = text
         elif kind == "type_word" and re.fullmatch(r"XGMI|PCIE|XXXX", text):
@@ -76,8 +76,9 @@ class AmdMachine:
         """Return the link of each pair for which there is enough evidence, and warn of the others."""
         links = []
         unclear = 0
+        routed = self._routed_pairs()
         for (first, second), evidence in sorted(self.pairs.items()):
-            link_type = link_type_of(evidence)
+            link_type = LinkType.SYS if (first, second) in routed else link_type_of(evidence)
             if link_type is None:
                 unclear += evidence.type_word is not None or evidence.hops is not None
                 continue
@@ -92,7 +93,30 @@ class AmdMachine:
             )
         if unclear:
             self.warnings.append(f"the tables do not say what links {unclear} pairs of GPUs")
+        if routed:
+            self.warnings.append(
+                f"{len(routed)} of {len(self.pairs)} pairs of GPUs are called XGMI, but no link joins them (bandwidth "
+                "0, or a weight above that of one hop): they count as not linked"
+            )
         return tuple(links)
+
+    def _routed_pairs(self) -> set[tuple[int, int]]:
+        """Return the pairs that the tools call XGMI, and whose traffic goes through other GPUs or the host.
+
+        Where some pair of the machine has a bandwidth, or the weight or hops of one link, a pair with none, or with
+        more of them, has no link of its own (ROCm/rocm-systems issue 5763). Where all are alike, they tell nothing.
+        """
+        named = {pair: evidence for pair, evidence in self.pairs.items() if link_type_of(evidence) is LinkType.XGMI}
+        rates = any(evidence.megabytes_per_s for evidence in named.values())
+        weights = any(evidence.weight == _WEIGHT_OF_XGMI for evidence in named.values())
+        hops = any(evidence.hops == 1 for evidence in named.values())
+        return {
+            pair
+            for pair, evidence in named.items()
+            if (rates and evidence.megabytes_per_s == 0)
+            or (weights and (evidence.weight or 0) > _WEIGHT_OF_XGMI)
+            or (hops and (evidence.hops or 0) > 1)
+        }
 
     def make_peer_access(self) -> tuple[PeerAccess, ...]:
         """Return the pairs of which a table says whether access is enabled."""
