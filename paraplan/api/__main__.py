@@ -33,7 +33,7 @@ def plan_for(question: dict[str, Any]) -> dict[str, Any]:
         spec = load_model(model, seq_length=length)
         cluster = load_cluster(profile, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
         training = training_of(spec, seq_length=length, **question)
-        answer = recommend(Workload.of(spec, training, cluster))
+        answer = recommend(Workload.of(spec, training, cluster), uses_all_gpus=True)  # its ranks are there
     except ParaplanError as error:
         return {"error": {"message": error.message, "hint": error.hint, "exit_status": error.exit_status}}
     except ValidationError as error:

@@ -135,12 +135,14 @@ def recommend(
     constraints: Constraints = FREE,
     num_candidates: int = 10,
     memory_margin: float = 0.0,
+    uses_all_gpus: bool = False,
 ) -> Recommendation:
     """Return the plan to use, with the decision tree's reasons and the ranked plans.
 
     Plans are those that paraplan's runtime executes, or the framework that the workload is modelled for: what its
     exported configuration can say, or all that make sense where paraplan exports none. `memory_margin` is the share of
-    usable memory to keep free; 6 % of a GPU is left for the allocator's fragmentation in any case.
+    usable memory to keep free; 6 % of a GPU is left for the allocator's fragmentation in any case. GPUs stay idle where
+    fewer train clearly faster, unless `uses_all_gpus`: the answer's workload has those that are used.
 
     Raises `NoPlanFitsError` where no plan fits, with what would help, and `PlanError` for constraints that exclude each
     other.
@@ -152,6 +154,7 @@ def recommend(
         fixed=constraints,
         num_candidates=num_candidates,
         memory_margin=memory_margin,
+        uses_all_gpus=uses_all_gpus,
         with_front=True,
     )
     return answer(workload, request)

@@ -224,6 +224,7 @@ class SearchOptions:
             memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
             num_candidates=max(self.num_candidates, MANY_KINDS) if for_report else self.num_candidates,
             explains=self.explain,
+            uses_all_gpus=False,
             prices_changes=self.explain or for_report,
             with_front=self.pareto or for_report,
             earlier=None if self.like is None else load_plan(self.like),

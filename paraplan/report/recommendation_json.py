@@ -35,6 +35,7 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "warnings": [*best.pop("warnings"), *([answer.offload] if answer.offload else [])],
         "estimate": best,
         "found": answer.found,
+        "idle": answer.idle,
         "framework": answer.framework,
         "fastest": estimate_report(workload, result.fastest) if result.fastest else None,
         "guide": estimate_report(workload, result.guide) if result.guide else None,

@@ -146,6 +146,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     result = answer.result
     beside = (
         ("Found", answer.found),
+        ("GPUs", answer.idle),
         ("Why", result.remark),
         ("Roomier", _roomier(result, answer.helps)),
         ("Offload", answer.offload),

@@ -10,9 +10,10 @@ from paraplan.errors import ParaplanError
 from paraplan.plan.executor import Executor
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
+from paraplan.search.cluster_sizes import smaller_clusters
 from paraplan.search.constraints import Constraints
 from paraplan.search.search import search
-from paraplan.search.what_fits import smaller_clusters, some_plan_fits
+from paraplan.search.what_fits import some_plan_fits
 from paraplan.units import format_bytes, format_count, gpus
 
 MOST_GPUS = 64

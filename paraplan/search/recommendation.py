@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError, PlanError, UsageError
+from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.plan.files import (
@@ -22,7 +22,6 @@ from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.results import Objective, SearchResult
 from paraplan.search.search import search
-from paraplan.units import format_count
 
 if TYPE_CHECKING:
     from paraplan.plan.goodput import FailureRate, GoodputEstimate, MeasuredCosts
@@ -48,6 +47,8 @@ class SearchRequest:
     memory_margin: float = 0.0
     explains: bool = False
     with_front: bool = False
+    uses_all_gpus: bool = True
+    """Whether a plan takes all GPUs also where fewer train clearly faster."""
     prices_changes: bool = False
     """Whether each change of options, machines and nodes that could help gets a search of its own."""
     earlier: PlanFile | None = None
@@ -65,9 +66,9 @@ class SearchRequest:
 class Recommendation:
     """The answer: the workload that was planned for (another one where something was to be found), and the search.
 
-    `found` says in a sentence what was found that was to be found, `offload` what offload costs and what would do
-    without it, `ways` how else the model trains without offload, `helps` what
-    would make a step faster or smaller. What was not asked for is None or empty.
+    `found` says in a sentence what was found that was to be found, `idle` why GPUs stay idle, `offload` what offload
+    costs and what would do without it, `ways` how else the model trains without offload, `helps` what would make a step
+    faster or smaller. What was not asked for is None or empty.
     """
 
     workload: Workload
@@ -75,6 +76,7 @@ class Recommendation:
     placement: PlannedPlacement
     framework: str | None = None
     found: str | None = None
+    idle: str | None = None
     offload: str | None = None
     explanation: Explanation | None = None
     comparison: Comparison | None = None
@@ -99,12 +101,14 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
     asked = workload.cluster
     workload, found = _found(workload, question, executor=executor)
     try:
-        result, workload, offers = _searched(workload, question, executor=executor)
+        result, workload, offers, idle = _searched(workload, question, executor=executor)
     except NoPlanFitsError as error:
         ways = [way.in_words for way in (*_relaxed(workload, question), *_ways(workload, question))]
         if ways:
             error.hint = "\n  ".join(["one of these fits:", *ways, *([error.hint] if error.hint else [])])
         raise
+    if found is not None and question.find == "fewest-gpus":
+        found = "; ".join(filter(None, [found, _roomier(workload, asked, question, result, executor=executor)]))
     offloads = result.best.plan.offload != "none" and question.fixed.offload is None
     return Recommendation(
         workload=workload,
@@ -112,6 +116,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         placement=_placement(workload, result),
         framework=question.framework,
         found=found,
+        idle=idle,
         offload=_offload(workload, asked, question, result, executor=executor),
         explanation=_explanation(result) if question.explains else None,
         comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
@@ -145,8 +150,8 @@ def _helps(workload: Workload, question: SearchRequest, result: SearchResult) ->
 
 def _searched(
     workload: Workload, question: SearchRequest, *, executor: Executor
-) -> tuple[SearchResult, Workload, tuple[SizeOffer, ...]]:
-    """Return the search, the workload that it was for, and what other numbers of GPUs offered."""
+) -> tuple[SearchResult, Workload, tuple[SizeOffer, ...], str | None]:
+    """Return the search, the workload that it was for, what other numbers of GPUs offered, and why GPUs stay idle."""
     objective: Objective = "throughput" if question.objective == "cost" else question.objective
 
     def search_on(workload: Workload, *, explains_failure: bool) -> SearchResult:
@@ -161,12 +166,27 @@ def _searched(
             explains_failure=explains_failure,
         )
 
-    if question.objective != "cost":
-        return search_on(workload, explains_failure=True), workload, ()
-    from paraplan.search.sizes import cheapest
+    if question.objective == "cost":
+        from paraplan.search.sizes import cheapest
 
-    best = cheapest(workload, search_on, price_per_gpu_hour=question.price_per_gpu_hour)
-    return best.result, best.workload, best.offers
+        best = cheapest(
+            workload, search_on, executor=executor, fixed=question.fixed, price_per_gpu_hour=question.price_per_gpu_hour
+        )
+        return best.result, best.workload, best.offers, None
+    if question.uses_all_gpus or question.find is not None or objective == "memory":
+        return search_on(workload, explains_failure=True), workload, (), None
+    from paraplan.search.idle_gpus import leaving_idle
+
+    try:
+        result = search_on(workload, explains_failure=False)
+    except (NoPlanFitsError, PlanError):  # fewer GPUs may divide the batch, or allow what is fixed
+        result = None
+    if result is not None and result.is_partial:
+        return result, workload, (), None
+    fewer = leaving_idle(workload, result, search_on, executor=executor, fixed=question.fixed)
+    if fewer is not None:
+        return fewer.result, fewer.workload, (), fewer.because
+    return result or search_on(workload, explains_failure=True), workload, (), None
 
 
 def _explanation(result: SearchResult) -> Explanation | None:
@@ -186,6 +206,14 @@ def _offload(
 
     asked = asked if question.find == "fewest-gpus" else workload.cluster
     return offload_remark(workload, result.best, asked=asked, executor=executor, fixed=question.fixed)
+
+
+def _roomier(
+    workload: Workload, asked: Cluster, question: SearchRequest, result: SearchResult, *, executor: Executor
+) -> str | None:
+    from paraplan.search.sizes import roomier_gpus
+
+    return roomier_gpus(workload, result.best, asked=asked, executor=executor, fixed=question.fixed)
 
 
 def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> Comparison:
@@ -229,7 +257,9 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
     from paraplan.search.what_fits import fewest_gpus, largest_batch, longest_sequence
 
     if question.find == "by-date":
-        return _by_date(workload, question, executor=executor)
+        from paraplan.search.by_date import by_date
+
+        return by_date(workload, question, executor=executor)
     if question.find == "fewest-gpus":
         # With offload nearly all fits, at the pace of the host.
         without = replace(question.fixed, offload=question.fixed.offload or "none")
@@ -237,8 +267,9 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
         smallest = smallest or fewest_gpus(workload, executor=executor, fixed=question.fixed)
         if smallest is None:
             return workload, None  # the search says what is lacking
-        words = f"the fewest GPUs that fit: {smallest.num_gpus} of {cluster.num_gpus}, tried in steps of two"
-        return replace(workload, cluster=smallest), words
+        fewest, tried = smallest
+        words = f"the fewest GPUs that fit: {fewest.num_gpus} of {cluster.num_gpus}, {tried}"
+        return replace(workload, cluster=fewest), words
     if question.find == "largest-batch":
         size = largest_batch(workload, executor=executor, fixed=question.fixed)
         if size is None:
@@ -256,48 +287,6 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
     return replace(workload, training=training.replace(seq_length=length)), words
 
 
-def _by_date(workload: Workload, question: SearchRequest, *, executor: Executor) -> tuple[Workload, str | None]:
-    """Return the workload on the fewest GPUs that train on the tokens in time, up to many times those asked about."""
-    from paraplan.search.sizes import budget
-    from paraplan.search.what_fits import larger_clusters, smaller_clusters
-
-    if question.objective == "cost":
-        raise UsageError(
-            "--find by-date chooses the number of GPUs, and so does --objective cost", hint="leave out one"
-        )
-    if question.tokens is None or question.days is None:
-        raise UsageError("--find by-date needs to know how much is trained, and in how many days", hint=_BY_DATE)
-    slowest = None
-    for cluster in (*smaller_clusters(workload.cluster), *larger_clusters(workload.cluster)):
-        part = replace(workload, cluster=cluster)
-        try:
-            found = search(
-                part,
-                objective=question.objective,
-                num_candidates=1,
-                executor=executor,
-                fixed=question.fixed,
-                explains_failure=False,
-            )
-        except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
-            continue
-        if found.is_partial:  # there is no best so far of numbers of GPUs
-            raise KeyboardInterrupt
-        days = budget(part, found.best, tokens=question.tokens, price_per_gpu_hour=None).seconds / 86_400
-        slowest = days if slowest is None else min(slowest, days)
-        if days <= question.days:
-            words = f"the fewest GPUs that take {question.days:g} days or less: {cluster.num_gpus}"
-            return part, f"{words}, tried in steps of two; {format_count(question.tokens)} tokens take {days:.3g} days"
-    if slowest is None:
-        return workload, None  # the search says what is lacking
-    raise NoPlanFitsError(
-        f"no number of GPUs tried trains on {format_count(question.tokens)} tokens in {question.days:g} days: the best "
-        f"takes {slowest:.3g}",
-        hint="give a larger --global-batch, which more GPUs share out, or more days",
-    )
-
-
-_BY_DATE = "for example --find by-date --tokens 1T --days 30"
 _CLEARLY_LESS = 0.8  # of the memory: a step down that is worth trying after the estimate was exceeded
 
 

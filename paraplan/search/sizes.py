@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 from paraplan.cost.estimate import PlanEstimate
@@ -12,11 +13,12 @@ from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.records import Record
+from paraplan.search.cluster_sizes import counts_between, least_time_s, part_of, smaller_clusters
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
-from paraplan.search.what_fits import fewest_gpus, more_gpus, smaller_clusters, some_plan_fits
-from paraplan.units import format_seconds
+from paraplan.search.what_fits import fewest_gpus, more_gpus, some_plan_fits
+from paraplan.units import format_bytes, format_seconds
 
 FACTOR = 4
 """So many times fewer and more GPUs are looked at."""
@@ -121,28 +123,76 @@ def size_offer(workload: Workload, estimate: PlanEstimate, *, price_per_gpu_hour
     )
 
 
-def cheapest(workload: Workload, search_on: SearchOn, *, price_per_gpu_hour: float | None) -> Cheapest:
+def cheapest(
+    workload: Workload,
+    search_on: SearchOn,
+    *,
+    executor: Executor,
+    fixed: Constraints,
+    price_per_gpu_hour: float | None,
+) -> Cheapest:
     """Return the number of GPUs, up to the workload's, whose best plan costs least for the same tokens.
 
-    `search_on` is asked about each number. Fewer GPUs rarely cost more; with a limit on memory or on time another
-    number may win. Raises `NoPlanFitsError` where no plan fits any of them.
+    `search_on` is asked about numbers in steps of two, then about those beside the cheapest whose least time leaves it
+    open. Fewer GPUs rarely cost more; with a limit on memory or on time another number may win. Raises
+    `NoPlanFitsError` where no plan fits any of them.
     """
-    offers: list[SizeOffer] = []
-    best: tuple[float, Workload, SearchResult] | None = None
-    for cluster in smaller_clusters(workload.cluster):
+    found: dict[int, tuple[SizeOffer, Workload, SearchResult]] = {}
+
+    def price(cluster: Cluster) -> None:
         part = replace(workload, cluster=cluster)
         try:
             result = search_on(part, explains_failure=False)
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so few
-            continue
+            return
         offer = size_offer(part, result.best, price_per_gpu_hour=price_per_gpu_hour)
-        offers.append(offer)
-        if best is None or offer.gpu_hours_per_billion_tokens < best[0]:
-            best = (offer.gpu_hours_per_billion_tokens, part, result)
-    if best is None:
+        found[cluster.num_gpus] = offer, part, result
+
+    coarse = list(smaller_clusters(workload.cluster))
+    for cluster in coarse:
+        price(cluster)
+    if not found:
         search_on(workload, explains_failure=True)  # says what is lacking
         raise AssertionError("a workload that fits is among its own parts")
-    return Cheapest(workload=best[1], result=best[2], offers=tuple(offers))
+    best = min(found, key=lambda count: found[count][0].gpu_hours_per_billion_tokens)
+    place = [cluster.num_gpus for cluster in coarse].index(best)
+    around = coarse[max(0, place - 1) : place + 2]
+    for low, high in pairwise(around):
+        for cluster in (part_of(high, count) for count in counts_between(low.num_gpus, high)):
+            least_s = least_time_s(replace(workload, cluster=cluster), executor=executor, fixed=fixed)
+            offer = min((each[0] for each in found.values()), key=lambda one: one.num_gpus * one.step_time_s)
+            if least_s * cluster.num_gpus < offer.num_gpus * offer.step_time_s:
+                price(cluster)
+    counts = sorted(found)
+    best = min(counts, key=lambda count: found[count][0].gpu_hours_per_billion_tokens)
+    return Cheapest(found[best][1], found[best][2], tuple(found[count][0] for count in counts))
+
+
+ROOMY = 0.9
+"""Of usable memory: a plan that takes less leaves room for what an estimate does not see."""
+MOST_SEARCHED = 4
+
+
+def roomier_gpus(
+    workload: Workload, best: PlanEstimate, *, asked: Cluster, executor: Executor, fixed: Constraints
+) -> str | None:
+    """Return in words the next number of GPUs, up to those `asked`, that leaves room where the fewest have little.
+
+    None where the best plan on the fewest leaves enough, and where no number tried does.
+    """
+    if best.peak_memory_bytes <= ROOMY * best.usable_memory_bytes:
+        return None
+    counts = [*counts_between(workload.cluster.num_gpus, asked), asked.num_gpus][:MOST_SEARCHED]
+    for count in counts:
+        part = replace(workload, cluster=part_of(asked, count))
+        try:
+            plan = search(part, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False).best
+        except (NoPlanFitsError, PlanError):
+            continue
+        if plan.peak_memory_bytes <= ROOMY * plan.usable_memory_bytes:
+            needed, usable = format_bytes(plan.peak_memory_bytes), format_bytes(plan.usable_memory_bytes)
+            return f"{count} GPUs leave room: {needed} of {usable}"
+    return None
 
 
 def offload_remark(
@@ -161,7 +211,8 @@ def offload_remark(
     whole = replace(workload, cluster=asked)
     machines = None
     if asked != workload.cluster:
-        machines = fewest_gpus(whole, executor=executor, fixed=without)
+        fewest = fewest_gpus(whole, executor=executor, fixed=without)
+        machines = None if fewest is None else fewest[0]
     if machines is None:
         more = more_gpus(whole, executor=executor, fixed=without)
         ways = [f"{more[1].num_gpus} GPUs ({more[0]})"] if more else []

@@ -14,12 +14,12 @@ from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME, Executor
+from paraplan.search.cluster_sizes import MOST_NODES, first_between, smaller_clusters
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.degrees import divisors
 from paraplan.search.evaluation import memory_of
 from paraplan.search.space import PlanSpace
 
-MOST_NODES = 16_384
 MOST_GPUS_OF_NODE = 8
 """What a usual server holds: more GPUs are more nodes."""
 LONGEST_SEQUENCE = 2**24
@@ -51,28 +51,6 @@ def some_plan_fits(
     except PlanError:  # what is fixed cannot be had on these machines
         return False
     return False
-
-
-def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield the clusters of fewer GPUs that can be made of a cluster's machines, and itself last.
-
-    First parts of one machine, then machines, in steps of two.
-    """
-    for count in divisors(cluster.gpus_per_node)[:-1]:
-        yield cluster.replace(num_nodes=1, node=cluster.node.first(count))
-    nodes = 1
-    while nodes < cluster.num_nodes:
-        yield cluster.replace(num_nodes=nodes)
-        nodes *= 2
-    yield cluster
-
-
-def larger_clusters(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield clusters of more of the same machines, in steps of two; none where there is no network between them."""
-    nodes = 2 * cluster.num_nodes
-    while cluster.network is not None and nodes <= MOST_NODES:
-        yield cluster.replace(num_nodes=nodes)
-        nodes *= 2
 
 
 def wider_nodes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -108,14 +86,22 @@ def larger_machines(workload: Workload, *, executor: Executor, fixed: Constraint
     return None
 
 
-def fewest_gpus(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> Cluster | None:
-    """Return the smallest cluster of the workload's machines, in steps of two, on which some plan fits.
+def fewest_gpus(
+    workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE
+) -> tuple[Cluster, str] | None:
+    """Return the smallest cluster of the workload's machines on which some plan fits, and which were tried, in words.
 
     None where none up to the workload's own does.
     """
+
+    def fits_on(cluster: Cluster) -> bool:
+        return some_plan_fits(replace(workload, cluster=cluster), executor=executor, fixed=fixed)
+
+    too_small = 0
     for cluster in smaller_clusters(workload.cluster):
-        if some_plan_fits(replace(workload, cluster=cluster), executor=executor, fixed=fixed):
-            return cluster
+        if fits_on(cluster):
+            return first_between(too_small, cluster, fits_on)
+        too_small = cluster.num_gpus
     return None
 
 

@@ -368,9 +368,9 @@ def test_the_order_of_ranks_keeps_tensor_parallelism_inside_the_fast_links(workl
 
 def test_what_fits_is_found_with_nothing_larger_that_does(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=4096, global_batch_size=8)
-    cluster = fewest_gpus(made)
-    assert cluster is not None
-    assert 1 < cluster.num_gpus <= 8
+    fewest = fewest_gpus(made)
+    assert fewest is not None
+    assert 1 < fewest[0].num_gpus <= 8
     batch = largest_batch(made)
     assert batch is not None
     assert batch % 8 == 0
