@@ -3,60 +3,67 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError, UsageError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import Executor
 from paraplan.search.cluster_sizes import first_between, larger_clusters, least_time_s, smaller_clusters
+from paraplan.search.constraints import Constraints
+from paraplan.search.results import Objective
 from paraplan.search.search import search
 from paraplan.units import format_count
-
-if TYPE_CHECKING:
-    from paraplan.search.recommendation import SearchRequest
 
 _SECONDS_PER_DAY = 86_400
 _EXAMPLE = "for example --find by-date --tokens 1T --days 30"
 
 
-def by_date(workload: Workload, question: SearchRequest, *, executor: Executor) -> tuple[Workload, str | None]:
+def by_date(
+    workload: Workload,
+    *,
+    tokens: float | None,
+    days: float | None,
+    objective: Objective | Literal["cost"],
+    executor: Executor,
+    fixed: Constraints,
+) -> tuple[Workload, str | None]:
     """Return the workload on the fewest GPUs that train on the tokens in time, and in a sentence how long they take.
 
     Numbers of GPUs go up to many times those asked about. Those are passed over that no plan could make so fast. Raises
     `UsageError` where tokens or days are missing, and `NoPlanFitsError` where no number is in time.
     """
-    if question.objective == "cost":
+    if objective == "cost":
         raise UsageError(
             "--find by-date chooses the number of GPUs, and so does --objective cost", hint="leave out one"
         )
-    if question.tokens is None or question.days is None:
+    if tokens is None or days is None:
         raise UsageError("--find by-date needs to know how much is trained, and in how many days", hint=_EXAMPLE)
-    steps = question.tokens / workload.training.tokens_per_step
-    limit_s = question.days * _SECONDS_PER_DAY / steps
-    step_times = _StepTimes(workload, question, executor)
+    steps = tokens / workload.training.tokens_per_step
+    limit_s = days * _SECONDS_PER_DAY / steps
+    step_times = _StepTimes(workload, objective, executor, fixed)
     too_few = 0
     for cluster in (*smaller_clusters(workload.cluster), *larger_clusters(workload.cluster)):
         if step_times.of(cluster) <= limit_s:
             break
         too_few = cluster.num_gpus
     else:
-        return _too_slow(workload, question, step_times, steps)
+        return _too_slow(workload, step_times, tokens=tokens, days=days)
 
     def is_in_time(cluster: Cluster) -> bool:
         return step_times.least_of(cluster) <= limit_s and step_times.of(cluster) <= limit_s
 
     first, tried = first_between(too_few, cluster, is_in_time)
-    days = steps * step_times.of(first) / _SECONDS_PER_DAY
-    words = f"the fewest GPUs that take {question.days:g} days or less: {first.num_gpus}, {tried}"
-    return replace(workload, cluster=first), f"{words}; {format_count(question.tokens)} tokens take {days:.3g} days"
+    taken = steps * step_times.of(first) / _SECONDS_PER_DAY
+    words = f"the fewest GPUs that take {days:g} days or less: {first.num_gpus}, {tried}"
+    return replace(workload, cluster=first), f"{words}; {format_count(tokens)} tokens take {taken:.3g} days"
 
 
 class _StepTimes:
     """Seconds of a step on numbers of GPUs, each searched once; infinite where no plan fits."""
 
-    def __init__(self, workload: Workload, question: SearchRequest, executor: Executor) -> None:
-        self.workload, self.question, self.executor = workload, question, executor
+    def __init__(self, workload: Workload, objective: Objective, executor: Executor, fixed: Constraints) -> None:
+        self.workload, self.objective, self.executor, self.fixed = workload, objective, executor, fixed
         self.known: dict[int, float] = {}
 
     def of(self, cluster: Cluster) -> float:
@@ -68,17 +75,16 @@ class _StepTimes:
     def least_of(self, cluster: Cluster) -> float:
         """Return what no plan goes below."""
         part = replace(self.workload, cluster=cluster)
-        return least_time_s(part, executor=self.executor, fixed=self.question.fixed)
+        return least_time_s(part, executor=self.executor, fixed=self.fixed)
 
     def _searched(self, cluster: Cluster) -> float:
-        question = self.question
         try:
             found = search(
                 replace(self.workload, cluster=cluster),
-                objective="throughput" if question.objective == "cost" else question.objective,
+                objective=self.objective,
                 num_candidates=1,
                 executor=self.executor,
-                fixed=question.fixed,
+                fixed=self.fixed,
                 explains_failure=False,
             )
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
@@ -88,15 +94,12 @@ class _StepTimes:
         return found.best.step.step_time_s
 
 
-def _too_slow(
-    workload: Workload, question: SearchRequest, step_times: _StepTimes, steps: float
-) -> tuple[Workload, str | None]:
-    best_s = min(step_times.known.values(), default=step_times.of(workload.cluster))
+def _too_slow(workload: Workload, step_times: _StepTimes, *, tokens: float, days: float) -> tuple[Workload, str | None]:
+    best_s = min(step_times.known.values())
     if best_s == float("inf"):
         return workload, None  # the search says what is lacking
-    tokens, days = question.tokens or 0, question.days or 0
+    best = tokens / workload.training.tokens_per_step * best_s / _SECONDS_PER_DAY
     raise NoPlanFitsError(
-        f"no number of GPUs tried trains on {format_count(tokens)} tokens in {days:g} days: the best "
-        f"takes {steps * best_s / _SECONDS_PER_DAY:.3g}",
+        f"no number of GPUs tried trains on {format_count(tokens)} tokens in {days:g} days: the best takes {best:.3g}",
         hint="give a larger --global-batch, which more GPUs share out, or more days",
     )

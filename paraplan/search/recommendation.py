@@ -259,7 +259,14 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
     if question.find == "by-date":
         from paraplan.search.by_date import by_date
 
-        return by_date(workload, question, executor=executor)
+        return by_date(
+            workload,
+            tokens=question.tokens,
+            days=question.days,
+            objective=question.objective,
+            executor=executor,
+            fixed=question.fixed,
+        )
     if question.find == "fewest-gpus":
         # With offload nearly all fits, at the pace of the host.
         without = replace(question.fixed, offload=question.fixed.offload or "none")
