@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from paraplan.cost.framework_experts import ExpertsProfile
+from paraplan.cost.framework_loading import LoadingProfile
 from paraplan.cost.framework_packing import PackingProfile
 from paraplan.cost.framework_storage import StorageProfile
 from paraplan.model.trainable import InputCopy
@@ -308,6 +309,8 @@ class FrameworkProfile(Record):
     """The loss on logits."""
     experts: ExpertsProfile = ExpertsProfile()
     """Mixtures of experts."""
+    loading: LoadingProfile = LoadingProfile()
+    """How ranks come to their weights."""
     packing: PackingProfile = PackingProfile()
     """Packed samples."""
 

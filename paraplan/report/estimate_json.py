@@ -11,6 +11,7 @@ from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.communication.exchanges import routed_matmul
 from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.loading import loading_of
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.notes import workload_notes
 from paraplan.cost.workload import Workload
@@ -54,6 +55,14 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
     return (*notes, f"paraplan's own runtime does not execute this plan: {reason}")
 
 
+def _loading(workload: Workload, estimate: PlanEstimate) -> dict[str, Any] | None:
+    loading = loading_of(workload, estimate)
+    if loading is None:
+        return None
+    ways = {"fits": loading.fits, "in_words": loading.in_words}
+    return loading.model_dump() | ways
+
+
 def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any]:
     """Return the JSON object of `paraplan estimate --json`."""
     parameters, cluster = workload.model.parameters, workload.cluster
@@ -70,6 +79,7 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "host_bytes_per_node": estimate.host_bytes_per_node,
         "host_memory_bytes": estimate.host_memory_bytes,
         "out_of_memory_probability": out_of_memory_probability(workload, estimate),
+        "loading": _loading(workload, estimate),
         "step": estimate.step.model_dump(),
         "step_is_lower_bound": lower_bound_reason(workload, estimate.plan) is not None,
         "effective_tokens_per_s_per_gpu": {"padded": padded, "packed": packed},

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
+from paraplan.cost.loading import loading_of
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
@@ -75,8 +76,17 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
         ),
         *(Line("", words, "dim") for words in (basis_in_words(workload, estimate),) if words is not None),
         *(Line("Samples", words) for words in (samples_in_words(workload, estimate),) if words is not None),
+        *_loading(workload, estimate),
         *(Line("Caution", words, "caution") for words in cautions(workload, estimate)),
     )
+
+
+def _loading(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
+    """Return what loading takes, where that is more than a step or much of the host's memory."""
+    loading = loading_of(workload, estimate)
+    if loading is None or not loading.is_worth_saying:
+        return ()
+    return (Line("Loading", loading.in_words, "dim" if loading.fits else "bad"),)
 
 
 def samples_rates(workload: Workload, estimate: PlanEstimate) -> tuple[float, float]:

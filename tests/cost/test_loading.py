@@ -1,0 +1,119 @@
+"""What loading takes by each framework's way, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.framework_files import FrameworkCatalog
+from paraplan.cost.loading import LoadingEstimate, loading_of
+from paraplan.cost.workload import Workload
+from paraplan.errors import ParaplanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
+from paraplan.model.reader import read_model
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+from paraplan.report.estimate_json import estimate_report
+from paraplan.report.short_text import plan_lines
+
+GIB = 2**30
+ZERO_3 = ParallelPlan(dp=8, zero_stage=3, num_microbatches=1, recompute="full")
+
+
+def made(model: str, framework: str, profile: str = "dgx-h100", **fields: Any) -> Workload:
+    training = TrainingSpec(global_batch_size=8, seq_length=1024, **fields)
+    return Workload.of(read_model(model), training, cluster_from_profile(profile), framework=framework)
+
+
+def loaded(workload: Workload, plan: ParallelPlan = ZERO_3) -> LoadingEstimate:
+    found = loading_of(workload, estimate_plan(workload, plan))
+    assert found is not None
+    return found
+
+
+def test_fsdp_without_efficient_loading_has_all_weights_on_each_gpu() -> None:
+    found = loaded(made("qwen3-30b-a3b", "fsdp"))
+    assert found.option == "cpu_ram_efficient_loading: true"
+    assert found.way == "first_rank_host"
+    assert found.fits
+    assert found.without is not None
+    assert found.without.gpu_bytes == pytest.approx(30.53e9 * 4, rel=0.01)
+    assert not found.without.fits
+    assert found.is_worth_saying
+    assert "which does not fit" in found.in_words
+
+
+def test_weights_that_are_quantized_while_they_are_loaded_stand_on_each_gpu_with_one_tensor_in_16_bits() -> None:
+    found = loaded(made("llama-3-70b", "fsdp", train="lora:r=8", base_weights="nf4"))
+    assert found.way == "each_rank_gpu"
+    embedding = 128256 * 8192 * 2
+    assert found.gpu_bytes == found.weights_bytes + embedding
+
+
+def test_a_release_below_16_bits_is_whole_on_each_gpu_where_it_is_dequantized() -> None:
+    workload = made("gpt-oss-120b", "fsdp", train="lora:r=8")
+    found = loaded(workload)
+    assert found.gpu_bytes == pytest.approx(116.8e9 * 2, rel=0.01)
+    assert not found.fits
+    assert "a copy of the release in 16 bits" in found.in_words
+    (line,) = (one for one in plan_lines(workload, estimate_plan(workload, ZERO_3)) if one.label == "Loading")
+    assert line.tone == "bad"
+    assert line.text.startswith("cannot be loaded so")
+
+
+def test_every_rank_of_a_machine_reads_all_weights_where_scripts_build_the_model() -> None:
+    found = loaded(made("llama-3-8b", "paraplan"))
+    assert found.host_bytes_per_node == 8 * found.weights_bytes
+
+
+def test_ranks_of_megatron_read_their_own_shares_and_nothing_is_said() -> None:
+    workload = made("llama-3-8b", "megatron-core")
+    plan = ParallelPlan(dp=2, tp=4, zero_stage=1, num_microbatches=4)
+    found = loaded(workload, plan)
+    assert found.way == "shards"
+    assert found.host_bytes_per_node == 0
+    assert not found.is_worth_saying
+    assert "Loading" not in {line.label for line in plan_lines(workload, estimate_plan(workload, plan))}
+
+
+def test_it_stands_in_json_beside_the_step() -> None:
+    workload = made("qwen3-30b-a3b", "fsdp")
+    report = estimate_report(workload, estimate_plan(workload, ZERO_3))["loading"]
+    assert report["way"] == "first_rank_host"
+    assert report["fits"] is True
+    assert report["without"]["way"] == "each_rank_gpu"
+    assert {"gpu_bytes", "host_bytes_per_node", "weights_bytes", "in_words"} <= set(report)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    framework=st.sampled_from(FrameworkCatalog().names()),
+    model=st.sampled_from(["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt2"]),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    train=st.sampled_from([{}, {"train": "lora:r=8"}, {"train": "lora:r=8", "base_weights": "nf4"}]),
+)
+def test_loading_never_takes_less_than_the_shares_nor_more_than_all_weights_for_each_rank(
+    framework: str, model: str, stage: int, train: dict[str, str]
+) -> None:
+    workload = made(model, framework, **train)
+    plan = ParallelPlan(dp=8, zero_stage=stage, num_microbatches=1, recompute="full")
+    try:
+        estimate = estimate_plan(workload, plan)
+    except ParaplanError:  # the framework cannot train so
+        return
+    found = loading_of(workload, estimate)
+    if found is None:
+        return
+    largest = max(one.num_elements for one, _ in workload.model.all_parameters) * 4
+    kept = max(stage.parameter_bytes for stage in estimate.memory)
+    for one in filter(None, (found, found.without)):
+        assert one.host_bytes_per_node <= 8 * one.weights_bytes
+        assert one.gpu_bytes <= max(one.weights_bytes, kept) + largest
+        if one.way != "each_rank_gpu":
+            assert one.gpu_bytes >= kept
+        assert one.fits == (one.fits_gpu and one.host_bytes_per_node <= (one.host_memory_bytes or float("inf")))
+        assert one.in_words
