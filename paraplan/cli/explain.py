@@ -83,18 +83,19 @@ def find_topic(name: str) -> Topic:
     """
     wanted = name.lower().removesuffix(".md").replace("_", "-").replace(" ", "-")
     found = [topic for topic in TOPICS if topic == wanted] or [topic for topic in TOPICS if wanted and wanted in topic]
-    if len(found) == 1:
+    is_word = any(wanted in topic.split("-") for topic in found)
+    sections = [] if is_word else _sections(name.lower(), only_headed=bool(found))
+    if len(found) == 1 and not sections:
         return read_topic(found[0])
-    if found:
+    if found and not sections:
         raise UsageError(f"there is no page {name!r}", hint=f"did you mean {' or '.join(found)}?")
-    sections = _sections(name.lower())
     if not sections:
         raise UsageError(f"there is no page {name!r}, and none has the word", hint=near_names(wanted, TOPICS))
     return Topic(wanted, f"What the pages say of {name}.", "\n\n".join(sections))
 
 
-def _sections(word: str) -> list[str]:
-    """Return the sections whose heading has the word; where there is none, a line for each section that uses it."""
+def _sections(word: str, *, only_headed: bool) -> list[str]:
+    """Return the sections whose heading has the word; else a line for each that uses it, none with `only_headed`."""
     pattern = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])", re.IGNORECASE)
     headed, using = [], []
     for topic in ("glossary", *(name for name in TOPICS if name != "glossary")):
@@ -104,7 +105,7 @@ def _sections(word: str) -> list[str]:
                 headed.append(f"## {heading} ({topic})\n{text.rstrip()}")
             elif pattern.search(text):
                 using.append(f"- paraplan explain {topic}: {heading}")
-    return headed[:_MOST_SECTIONS] or (["\n".join(using)] if using else [])
+    return headed[:_MOST_SECTIONS] or (["\n".join(using)] if using and not only_headed else [])
 
 
 def read_topic(name: str) -> Topic:

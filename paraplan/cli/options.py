@@ -106,6 +106,7 @@ class LinkName(StrEnum):
     pcie = "pcie"
     nvlink_pairs = "nvlink-pairs"
     nvswitch = "nvswitch"
+    no_p2p = "no-p2p"
 
 
 class OffloadName(StrEnum):

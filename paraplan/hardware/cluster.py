@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pydantic import Field
 
 from paraplan.hardware.profiles import GpuProfile, MeasuredCollective, NetworkProfile
@@ -39,6 +41,10 @@ class Cluster(Record):
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} x {self.name}" if self.num_nodes > 1 else self.name
+        counts = Counter(gpu.name for gpu in self.node.gpus if gpu.name is not None)
+        if len(counts) > 1:
+            kinds = " and ".join(f"{self.num_nodes * count} x {name}" for name, count in counts.items())
+            return f"{nodes}: {kinds}"
         return f"{nodes}: {self.num_gpus} x {self.gpu.title}"
 
     @property

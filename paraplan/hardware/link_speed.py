@@ -39,6 +39,10 @@ class LinkSpeed(Record):
     tree_share: float = Field(gt=0, le=1)
     switch_reduction: SwitchReduction | None = None
     source: str
+    pair_bytes_per_s: float | None = Field(default=None, gt=0)
+    """What a slow host was measured to copy between two GPUs, one direction; None for links that need no host."""
+    pair_source: str | None = None
+    """Who measured it."""
 
     def ramp_of(self, collective: Collective) -> int:
         """Return the ramp of a collective, in bytes."""

@@ -13,12 +13,20 @@ from paraplan.errors import UsageError
 
 
 def become_launcher(
-    arguments: Sequence[str], *, find_module: Callable[[str], object | None] = importlib.util.find_spec
+    arguments: Sequence[str],
+    *,
+    find_module: Callable[[str], object | None] = importlib.util.find_spec,
+    platform: str = sys.platform,
 ) -> NoReturn:
     """Replace this process by the launcher, a fresh interpreter with the same process id. Raises `UsageError`.
 
     Ranks are forked from the launcher: what the command line of paraplan has imported must not be in them.
     """
+    if platform == "win32":
+        raise UsageError(
+            "paraplan launch starts ranks on Linux, and this is Windows: NCCL has no Windows build",
+            hint="run it in WSL 2 (paraplan explain windows); recommend, estimate and export with --profile run here",
+        )
     if find_module("torch") is None:
         raise UsageError("paraplan launch needs torch, which is not installed", hint='pip install "paraplan[runtime]"')
     entry = Path(__file__).with_name("__main__.py")

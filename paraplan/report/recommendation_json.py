@@ -36,6 +36,7 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "estimate": best,
         "found": answer.found,
         "idle": answer.idle,
+        "mixed": answer.mixed,
         "framework": answer.framework,
         "fastest": estimate_report(workload, result.fastest) if result.fastest else None,
         "guide": estimate_report(workload, result.guide) if result.guide else None,

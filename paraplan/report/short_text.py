@@ -157,6 +157,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     beside = (
         ("Found", answer.found),
         ("GPUs", answer.idle),
+        ("Mixed", answer.mixed),
         ("Why", result.remark),
         ("Roomier", _roomier(result, answer.helps)),
         ("Offload", answer.offload),

@@ -77,6 +77,8 @@ class Recommendation:
     framework: str | None = None
     found: str | None = None
     idle: str | None = None
+    mixed: str | None = None
+    """What the slower of several kinds of GPU cost; None for one kind."""
     offload: str | None = None
     explanation: Explanation | None = None
     comparison: Comparison | None = None
@@ -117,6 +119,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         framework=question.framework,
         found=found,
         idle=idle,
+        mixed=_mixed(workload, question, result, executor=executor),
         offload=_offload(workload, asked, question, result, executor=executor),
         explanation=_explanation(result) if question.explains else None,
         comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
@@ -173,7 +176,8 @@ def _searched(
             workload, search_on, executor=executor, fixed=question.fixed, price_per_gpu_hour=question.price_per_gpu_hour
         )
         return best.result, best.workload, best.offers, None
-    if question.uses_all_gpus or question.find is not None or objective == "memory":
+    is_mixed = len({gpu.name for gpu in workload.cluster.node.gpus}) > 1
+    if question.uses_all_gpus or question.find is not None or objective == "memory" or is_mixed:
         return search_on(workload, explains_failure=True), workload, (), None
     from paraplan.search.idle_gpus import leaving_idle
 
@@ -206,6 +210,14 @@ def _offload(
 
     asked = asked if question.find == "fewest-gpus" else workload.cluster
     return offload_remark(workload, result.best, asked=asked, executor=executor, fixed=question.fixed)
+
+
+def _mixed(workload: Workload, question: SearchRequest, result: SearchResult, *, executor: Executor) -> str | None:
+    if len({gpu.name for gpu in workload.cluster.node.gpus}) < 2:
+        return None
+    from paraplan.search.mixed_gpus import mixed_remark
+
+    return mixed_remark(workload, result, executor=executor, fixed=question.fixed)
 
 
 def _roomier(

@@ -122,3 +122,21 @@ def test_the_pipeline_that_is_drawn_is_that_of_the_simulation() -> None:
     text = read_topic("plans-and-ranks").text
     for rank, operations in enumerate(found.ranks):
         assert f"    rank  {rank}  {rank_line(operations, windows_of(found, columns=60)).plain}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("windows", "WSL 2"),
+        ("wsl", "--link no-p2p"),
+        ("mac", "Apple's GPUs are not planned for"),
+        ("hang", "All ranks wait in a collective"),
+        ("spot", "--mtbf"),
+        ("price", "profiles/prices"),
+        ("budget", "2203.15556"),
+        ("mixed", "slowest counts"),
+        ("p2p", "--link no-p2p"),
+    ],
+)
+def test_words_that_people_ask_for_find_their_section(word: str, said: str) -> None:
+    assert said in find_topic(word).text

@@ -106,3 +106,9 @@ def test_without_torch_the_command_says_how_to_install_it() -> None:
     with pytest.raises(UsageError) as caught:
         become_launcher([], find_module=lambda name: None)
     assert caught.value.hint == 'pip install "paraplan[runtime]"'
+
+
+def test_a_launch_on_windows_says_that_ranks_start_on_linux() -> None:
+    with pytest.raises(UsageError, match="this is Windows") as caught:
+        become_launcher(["train.py"], platform="win32")
+    assert "WSL 2" in (caught.value.hint or "")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paraplan.errors import NoGpuError
-from paraplan.hardware.probe.nvml import read_nvml
+from paraplan.hardware.probe.nvml import read_nvml, read_this_machine
 
 MIB = 2**20
 
@@ -139,3 +139,9 @@ def test_a_driver_that_shows_no_usable_gpu_is_no_gpu(library: Library) -> None:
     with pytest.raises(NoGpuError, match="shows no GPU"):
         read_nvml(library, source="test")
     assert library.shut_down
+
+
+def test_a_mac_is_told_that_its_gpu_is_not_planned_for() -> None:
+    with pytest.raises(NoGpuError, match="Apple's GPUs are not planned for") as caught:
+        read_this_machine(platform="darwin")
+    assert "explain mac" in (caught.value.hint or "")

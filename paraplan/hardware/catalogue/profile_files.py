@@ -12,6 +12,7 @@ from paraplan.hardware.catalogue.composed_machines import (
     LinkKind,
     composed_machine,
     counted_gpus,
+    mixed_machine,
     plain_name,
     split_link,
     usual_link,
@@ -191,6 +192,9 @@ def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str
         gpu_data, where = _load_named("gpus", of_file["gpu"])
         composed = composed_machine(_gpu(gpu_data, where=where), int(of_file["count"]), link)
         return composed | {"gpu": gpu_data}, where, None
+    kinds = _mixed_kinds(name)
+    if kinds is not None:
+        return mixed_machine(kinds[0], link or kinds[1]), str(profiles_folder() / "machines" / name), None
     counted = None if _looks_like_path(name) or plain_name(name) in _stems("machines") else _counted_machine(name)
     if counted is None or (link is None and plain_name(name) in profile_names("machines")):
         if link is not None:
@@ -202,6 +206,22 @@ def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str
     if bundled is not None:
         return read_object(bundled), str(bundled), count
     return composed_machine(gpu, count, link), str(profiles_folder() / "machines" / name), None
+
+
+def _mixed_kinds(name: str) -> tuple[list[tuple[int, GpuProfile]], LinkKind | None] | None:
+    """Return the numbers and kinds of GPU of a name such as `rtx-3090+rtx-4090` or `2xrtx-3090+2xrtx-4090`, else None.
+
+    Raises `ProfileError` where one of them is no kind of GPU.
+    """
+    if "+" not in name or _looks_like_path(name):
+        return None
+    words, link = split_link(name.strip().lower())
+    kinds = []
+    for part in words.split("+"):
+        count, gpu_name = counted_gpus(part) or (1, part.strip())
+        gpu = _gpu_called(gpu_name)
+        kinds.append((count, gpu if gpu is not None else load_gpu(gpu_name)))  # which says what is near
+    return (kinds, link) if len({gpu.name for _, gpu in kinds}) > 1 else None
 
 
 def _counted_machine(name: str) -> tuple[int, GpuProfile, LinkKind | None] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from paraplan.hardware.probe.sysfs import add_host_facts
 from paraplan.hardware.topology import NodeTopology
 
 _HINT = "name a machine with --profile (`paraplan profiles list` shows them) or give a saved text with --from"
+_APPLE = f"{_HINT}; paraplan explain mac says more"
 
 # Return codes of nvmlInit (nvml.h, nvmlReturn_t), in words that say what to do.
 _INIT_FAILURES = {
@@ -28,11 +30,13 @@ _INIT_FAILURES = {
 }
 
 
-def read_this_machine(library: Any = pynvml, *, root: Path = Path("/")) -> NodeTopology:
+def read_this_machine(library: Any = pynvml, *, root: Path = Path("/"), platform: str = sys.platform) -> NodeTopology:
     """Return this machine: its GPUs through NVML, its NUMA nodes and NICs from sysfs below `root`.
 
     `library` is pynvml or something with its functions. Raises NoGpuError where there is no driver or no GPU.
     """
+    if platform == "darwin":
+        raise NoGpuError("Apple's GPUs are not planned for: torch has no collectives on them", hint=_APPLE)
     node = read_nvml(library, source="NVML")
     return add_host_facts(node.replace(hostname=socket.gethostname()), root=root)
 
