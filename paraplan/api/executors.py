@@ -28,10 +28,15 @@ def executor_of_target(target: str, workload: Workload) -> Executor:
 
     Raises `PlanError` where it cannot do the training at all, as with an optimizer that it lacks.
     """
-    from paraplan.interop.export import why_inexpressible  # all targets, of which our own runtime needs none
+    from paraplan.interop.export import spreads_experts, why_inexpressible  # all targets: our own runtime needs none
 
     plainest = (ParallelPlan(), ParallelPlan(dp=2, zero_stage=3))  # without shards and with: some tools do one alone
     found = [why_inexpressible(target, plan, workload.training, workload.model.num_blocks) for plan in plainest]
     if None not in found:
         raise PlanError(f"{target} cannot train so: {found[-1]}", hint="change that, or leave out --framework")
-    return Executor(target, partial(why_inexpressible, target), rank_orders=(MEGATRON_RANK_ORDER,))
+    return Executor(
+        target,
+        partial(why_inexpressible, target),
+        spreads_experts=spreads_experts(target),
+        rank_orders=(MEGATRON_RANK_ORDER,),
+    )

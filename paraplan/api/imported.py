@@ -20,13 +20,14 @@ from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.llama_factory import read_llama_factory
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.interop.sources.peft import read_peft
+from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG, read_transformers
 from paraplan.interop.sources.trl import read_trl
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
-Tool = Literal["deepspeed", "accelerate", "megatron-lm", "peft", "trl", "axolotl", "llama-factory"]
+Tool = Literal["deepspeed", "accelerate", "megatron-lm", "peft", "trl", "axolotl", "llama-factory", "transformers"]
 
 _KEYS: dict[Tool, set[str]] = {
     "peft": {"peft_type"},
@@ -112,6 +113,8 @@ def import_plan(
         return ImportedPlan(read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given))
     if tool == "deepspeed":
         return ImportedPlan(read_deepspeed(text, source=words, given=given))
+    if tool == "transformers":
+        return ImportedPlan(read_transformers(text, source=words, given=given))
 
     def read_beside(name: str) -> str:
         beside = path.parent / name
@@ -156,6 +159,7 @@ class Alternatives:
                 source=model.source,
                 num_parameters=model.parameters.total,
                 num_blocks=model.num_blocks,
+                num_experts=model.num_experts,
             ),
             training=workload.training,
             cluster=ClusterReference(
@@ -219,13 +223,15 @@ def _tool_of(text: str, path: Path) -> Tool:
     """Return whose configuration a text is, by the keys that it must have. Raises `PlanError` for nobody's."""
     if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
         return "megatron-lm"
+    if re.search(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(", text):
+        return "transformers"
     keys = _top_level_keys(text)
     for tool, its_keys in _KEYS.items():
         if keys & its_keys:
             return tool
     raise PlanError(
-        f"{path} is no configuration of DeepSpeed, accelerate, Megatron-LM, peft, TRL, axolotl or LLaMA-Factory: none "
-        "of their keys is in it",
+        f"{path} is no configuration of DeepSpeed, accelerate, Megatron-LM, peft, TRL, axolotl or LLaMA-Factory, "
+        "and no script with transformers' DistributedConfig: none of their keys is in it",
         hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
         "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
         "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path",

@@ -240,6 +240,8 @@ class TensorParallelProfile(_Group):
     commands_per_block: float = 0.0
     """Kernels, collectives and events that the host queues in a pass over a block, where tensors of asynchronous
     collectives are freed by torch's `record_stream`; 0 where nothing waits so."""
+    has_sequence_parallel: bool = True
+    """It can split norms along the tokens."""
     sequence_parallel_by_default: bool = False
     """Runs with tp that do not mention sequence parallelism use it."""
     vocabulary_multiple: int = 1

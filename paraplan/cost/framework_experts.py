@@ -22,7 +22,8 @@ class ExpertsProfile(Record):
     """Bytes of an element on its way to experts in a forward pass; None: as activations have."""
     over_tensor_ranks: bool = False
     """Experts are whole, and spread over the ranks of tensor parallelism too, each of which sends its own tokens
-    (expert_tensor_parallel_size=1): no rows are gathered and summed among these."""
+    (expert_tensor_parallel_size=1): no rows are gathered and summed among these. Without sequence parallelism each
+    sends its slice of the tokens that they share, and all gather what comes back."""
     hidden_share: float = Field(default=0.0, ge=0, le=1)
     """Share of exchanges that runs beside compute of another micro-batch, which hides it as far as it lasts, and which
     it slows down."""
@@ -31,6 +32,8 @@ class ExpertsProfile(Record):
     row_moves: float = 0.0
     """How often either pass reads or writes the rows of tokens for their experts, beside what saved tensors tell:
     permutations before and after the exchanges, counted as plain copies."""
+    sent_row_moves: float = 0.0
+    """The same of what stands around exchanges alone: it is added where ranks share out the experts."""
     bias_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes that a forward and a backward pass move for each element of experts' outputs where these have a bias."""
     clamp_bytes: tuple[float, float] = (0.0, 0.0)

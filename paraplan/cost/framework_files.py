@@ -71,9 +71,11 @@ class FrameworkCatalog:
 
     def _known_aliases(self) -> Mapping[str, str]:
         if not self._aliases:
+            # Aliases come after names: in tables of runs "transformers" is the Trainer before it sharded by itself.
+            self._aliases.update({name: name for name in self.names()})
             for name in self.names():
                 aliases = read_object(self._folder / f"{name}.json").get("aliases", ())
-                self._aliases.update(dict.fromkeys((name, *aliases), name))
+                self._aliases.update(dict.fromkeys(aliases, name))
         return self._aliases
 
     def _read(self, path: Path) -> FrameworkProfile:

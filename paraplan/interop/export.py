@@ -20,6 +20,7 @@ from paraplan.interop.targets.torchrun import to_torchrun
 from paraplan.interop.targets.torchtitan import to_torchtitan, torchtitan_gaps
 from paraplan.interop.targets.torchtitan_python import to_torchtitan_python, torchtitan_python_gaps
 from paraplan.interop.targets.torchtune import to_torchtune, torchtune_gaps
+from paraplan.interop.targets.transformers import to_transformers, transformers_gaps
 from paraplan.interop.targets.trl import to_trl, trl_gaps
 from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -50,6 +51,9 @@ TARGETS: dict[str, Target] = {
     "torchtitan-python": Target(
         to_torchtitan_python, "a function for later torchtitan's Python configuration", torchtitan_python_gaps
     ),
+    "transformers": Target(
+        to_transformers, "transformers' DistributedConfig in Python: the Trainer and a plain loop", transformers_gaps
+    ),
     "trl": Target(to_trl, "TRL: a script with accelerate's configuration and trl sft, dpo, reward or grpo", trl_gaps),
     "axolotl": Target(to_axolotl, "axolotl's YAML", axolotl_gaps),
     "torchtune": Target(to_torchtune, "the YAML of torchtune's recipes", torchtune_gaps),
@@ -71,7 +75,7 @@ _KNOWN_AS = {
     **dict.fromkeys(("kubernetes", "k8s", "kubeflow"), "pytorchjob, trainjob or jobset, and --image"),
     **dict.fromkeys(("nemo", "bridge"), "megatron-bridge"),
     "megatron": "megatron-lm, or megatron-bridge for NeMo's recipes",
-    **dict.fromkeys(("hf", "huggingface", "transformers", "trainer", "trainingarguments"), "hf-trainer"),
+    **dict.fromkeys(("hf", "huggingface", "trainer", "trainingarguments"), "hf-trainer"),
     "sbatch": "slurm",
     "sky": "skypilot",
     **dict.fromkeys(("zero", "ds"), "deepspeed"),
@@ -116,6 +120,14 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
             hint="paraplan recommend --framework makes plans that a framework can run",
         )
     return exported
+
+
+def spreads_experts(target: str) -> bool:
+    """Return whether the configuration of a target can spread experts over ranks."""
+    gaps_of = TARGETS[target].gaps
+    assert gaps_of is not None, f"{target} runs no plans itself"
+    plan = ParallelPlan(dp=2, ep=2, zero_stage=3)
+    return not any(gap.part == "ep=2" for gap in gaps_of(Subject(file=PlanFile(plan=plan))))
 
 
 def why_inexpressible(target: str, plan: ParallelPlan, training: TrainingSpec, num_blocks: int) -> str | None:

@@ -156,7 +156,15 @@ def hybrid_gap(plan: ParallelPlan, tool: str, *, lacking: str | None = None) -> 
 
 def expert_gap(plan: ParallelPlan, tool: str) -> list[Gap]:
     """Return the gap of expert parallelism for a tool that paraplan does not write it for."""
-    return field_gap(plan, "ep", (1,), f"paraplan writes no expert parallelism for {tool}; megatron-lm has it")
+    others = "transformers, deepspeed, axolotl, torchtitan and megatron-lm have it"
+    return field_gap(plan, "ep", (1,), f"paraplan writes no expert parallelism for {tool}; {others}")
+
+
+def expert_ranks(subject: Subject) -> int:
+    """Return over how many ranks a tool spreads whole experts that lays them out along tp too, 1 where it has none."""
+    plan, model = subject.plan, subject.file.model
+    has_experts = plan.ep > 1 or (model is not None and (model.num_experts or 1) > 1)
+    return plan.ep * plan.tp if has_experts else 1
 
 
 def order_gap(plan: ParallelPlan, tool: str, *orders: Sequence[Axis]) -> list[Gap]:

@@ -21,6 +21,8 @@ class Executor:
     reason_of: ReasonOf
     is_own: bool = False
     """True of paraplan's runtime."""
+    spreads_experts: bool | None = None
+    """Whether it spreads experts over ranks, None where the profile of its framework says so."""
     rank_orders: tuple[tuple[Axis, ...], ...] | None = None
     """The orders of ranks that it can lay out; None for all."""
 

@@ -23,6 +23,7 @@ class ModelReference(Record):
     source: str | None = None
     num_parameters: int | None = None
     num_blocks: int | None = None
+    num_experts: int | None = None
 
 
 class ClusterReference(Record):

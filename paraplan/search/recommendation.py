@@ -342,6 +342,7 @@ def plan_file(answer: Recommendation) -> PlanFile:
             source=model.source,
             num_parameters=model.parameters.total,
             num_blocks=model.num_blocks,
+            num_experts=model.num_experts,
         ),
         training=answer.workload.training,
         cluster=cluster_reference(answer),

@@ -202,7 +202,10 @@ class PlanSpace:
     def _unsupported_axes(self, degrees: Degrees) -> str | None:
         """Return the reason why no plan of these degrees can be executed, whatever else it chooses."""
         if not self.executor.is_own:
-            if degrees.ep == 1 or self.workload.framework.data_parallel.has_expert_parallel:
+            spreads = self.executor.spreads_experts
+            if spreads is None:
+                spreads = self.workload.framework.data_parallel.has_expert_parallel
+            if degrees.ep == 1 or spreads:
                 return None
             return f"{self.workload.framework.title} does not spread experts over ep"
         reason = unsupported_axes(degrees.named)
@@ -239,8 +242,9 @@ class PlanSpace:
             and self.fixed.allows(schedule=SCHEDULES[schedule], recompute=name)
             for split in sorted({0, self._split(pp * virtual, name)})
         ]
-        # Beside tp, tokens go to experts under sequence parallelism alone.
-        parallel = range(int(is_split and has_experts), 2 if is_split else 1)
+        # Where a framework has sequence parallelism, tokens go to experts beside tp under it alone.
+        has_parallel = self.workload.framework.tensor_parallel.has_sequence_parallel
+        parallel = range(int(is_split and has_experts and has_parallel), 2 if is_split and has_parallel else 1)
         # Hybrid sharding over dp alone, as the runtime executes it: in groups of any size that divides the ranks.
         groups = [0] if has_experts else [0, *divisors(dp_alone)[1:-1]]
         rows = [

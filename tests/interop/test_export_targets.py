@@ -229,7 +229,7 @@ def test_experts_over_ranks_are_written_for_megatron() -> None:
     ]
 
 
-@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"megatron-lm", "megatron-bridge"}))
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"megatron-lm", "megatron-bridge", "deepspeed"}))
 def test_experts_over_ranks_are_a_gap_elsewhere(target: str) -> None:
     exported = export_plan(subject({"dp": 8, "ep": 4}), target, partial=True)
     assert "ep=4" in [gap.part for gap in exported.gaps]

@@ -17,7 +17,7 @@ TARGETS = {
     "hf-trainer": "hf-trainer",
     "megatron-core": "megatron-lm",
 }
-NAMED_ALIKE = ("megatron-bridge", "megatron-lm", "torchtune", "trl", "axolotl")
+NAMED_ALIKE = ("megatron-bridge", "megatron-lm", "torchtune", "trl", "axolotl", "transformers")
 """Frameworks that are targets of export under the same name."""
 JOBS = {
     "one node": ("llama-3-8b", "dgx-h100", 1, 4096, 64),
@@ -53,7 +53,6 @@ def test_every_ranked_plan_of_a_framework_is_exported_whole(framework: str, job:
 def test_the_targets_are_those_that_the_profiles_name() -> None:
     assert {name: load_framework(name).export_target for name in TARGETS} == TARGETS
     assert [load_framework(name).export_target for name in NAMED_ALIKE] == list(NAMED_ALIKE)
-    assert load_framework("transformers").export_target == "hf-trainer"
 
 
 @pytest.mark.parametrize("framework", NAMED_ALIKE)
@@ -67,6 +66,20 @@ def test_what_is_ranked_for_a_target_by_its_name_is_exported_to_it(framework: st
     file = answer.plan_file()
     for plan in {answer.best.plan, *(one.plan for one in answer.candidates)}:
         assert paraplan.export(file.replace(plan=plan), framework).text
+
+
+@pytest.mark.parametrize("framework", ["transformers", "torchtitan", "deepspeed", "axolotl"])
+def test_who_has_expert_parallelism_is_recommended_it_and_exported_to(framework: str) -> None:
+    training = paraplan.TrainingSpec(global_batch_size=64, seq_length=2048)
+    cluster = paraplan.load_cluster("dgx-h100", num_nodes=4)
+    workload = paraplan.Workload.of(paraplan.load_model("qwen3-30b-a3b"), training, cluster, framework=framework)
+    answer = paraplan.recommend(workload, objective="fastest")
+    file = answer.plan_file()
+    assert file.plan.ep > 1
+    assert file.model is not None
+    assert file.model.num_experts == 128
+    for plan in {answer.best.plan, *(one.plan for one in answer.candidates)}:
+        assert paraplan.export(file.replace(plan=plan), framework).gaps == ()
 
 
 def test_a_training_that_a_framework_cannot_do_is_refused_before_the_search() -> None:

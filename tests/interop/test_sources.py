@@ -17,6 +17,7 @@ from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
+from paraplan.interop.sources.transformers import read_transformers
 
 GPUS = Given(num_gpus=8)
 
@@ -345,6 +346,7 @@ def test_what_a_target_can_express_is_read_back_as_the_same_plan(fields: dict[st
         "deepspeed": lambda text: read_deepspeed(text, source="ds", given=said.replace(recompute=plan.recompute)),
         "accelerate": lambda text: accelerate(text, script.replace(recompute=plan.recompute)),
         "megatron-lm": lambda text: megatron(text, said),
+        "transformers": lambda text: read_transformers(text, source="train.py", given=said),
     }
     for target, read in reads.items():
         exported = export_plan(made, target, partial=True)

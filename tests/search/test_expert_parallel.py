@@ -108,7 +108,7 @@ def test_who_cannot_spread_experts_has_those_plans_counted_and_left_out(
     workload: MakeWorkload, mixture: str, executor: Executor, words: str
 ) -> None:
     made = workload(mixture, "dgx-h100")
-    made = made if executor.is_own else replace(made, framework=DEEPSPEED_ZERO)
+    made = made if executor.is_own else replace(made, framework=load_framework("fsdp"))
     found = search(made, num_candidates=1000, executor=executor)
     assert {one.plan.ep for one in found.candidates} == {1}
     assert sum(one.count for one in found.rejections if words in one.reason) > 1000

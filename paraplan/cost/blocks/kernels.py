@@ -10,6 +10,7 @@ import numpy as np
 
 from paraplan.cost.blocks.matmuls import MatmulTimes
 from paraplan.cost.blocks.module_traffic import module_traffic, num_kernels
+from paraplan.cost.blocks.routing import expert_ranks
 from paraplan.cost.blocks.saved_tensors import saved_bytes
 from paraplan.cost.plan_table import Floats
 from paraplan.model.spec import Attention, BlockSpec, Matmul
@@ -119,8 +120,11 @@ class KernelTimes(MatmulTimes):
         profile, routed = self.framework.experts, [one for one in block.matmuls if one.num_experts > 1]
         if not routed:
             return 0.0
-        rows = self.shardings.tokens / self.shardings.sequence_tp * routed[0].rows_per_token * self._load(routed[0])
-        total = profile.row_moves * routed[0].k * self.training.activation_bytes
+        shared = self.shardings.tp if profile.over_tensor_ranks else self.shardings.sequence_tp
+        rows = self.shardings.tokens / shared * routed[0].rows_per_token * self._load(routed[0])
+        ranks = expert_ranks(self.framework, ep=self.shardings.ep, tp=self.shardings.tp)
+        moves = profile.row_moves + profile.sent_row_moves * (ranks > 1)
+        total = moves * routed[0].k * self.training.activation_bytes
         if any(one.is_expert and one.name.endswith("bias") for one in block.parameters):
             total += profile.clamp_bytes[backward] * routed[0].n + profile.bias_bytes[backward] * routed[-1].n
         return np.asarray(rows * total)

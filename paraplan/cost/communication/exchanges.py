@@ -189,7 +189,8 @@ def expert_exchange_s(
     either pass (Lepikhin et al. 2020, GShard, section 3.2; Megatron-Core, moe/token_dispatcher.py, alltoall);
     recomputation repeats the forward pass's. The busiest rank decides (`busiest_load`). Beside tensor
     parallelism each of its ranks sends its share of the tokens and then gathers and scatters `k` rows of a token where
-    a plain layer has one, which is counted apart. `tensor` are the links of tensor parallelism; `links` replaces those
+    a plain layer has one, which is counted apart; outputs of whole experts are gathered where ranks share their tokens,
+    half of an all-reduce. `tensor` are the links of tensor parallelism; `links` replaces those
     of the plans' orders.
     """
     zeros, ranks = np.zeros(len(table)), expert_ranks(workload.framework, ep=table.ep, tp=table.tp)
@@ -201,6 +202,7 @@ def expert_exchange_s(
     tokens = table.tokens(training.seq_length)
     narrow = (profile.dispatched_bytes or training.activation_bytes) / training.activation_bytes
     shown, hidden, hidden_backward = zeros, zeros, zeros
+    is_sliced = (table.tp > 1) & (table.sequence_parallel == 0) & profile.over_tensor_ranks
     for run in model.runs:
         matmul = routed_matmul(run.block)
         if matmul is not None:
@@ -209,6 +211,8 @@ def expert_exchange_s(
             rows, token = matmul.rows_per_token, tokens * matmul.k * training.activation_bytes * load
             splits = (table.tp > 1) & (not profile.over_tensor_ranks)
             gathered = np.where(splits, tensor.all_reduce_s(rows * token) - tensor.all_reduce_s(token), 0.0)
+            whole = tokens * matmul.k * training.activation_bytes
+            gathered = np.where(is_sliced, tensor.all_reduce_s(whole) / 2.0, gathered)
             there = _exchange_s(workload, table, links, matmul, token / table.tp * narrow)
             back = _exchange_s(workload, table, links, matmul, token / table.tp)
             shown = shown + (profile.exchange_wait_s + np.maximum(gathered, 0.0)) * run.count

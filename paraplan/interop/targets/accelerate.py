@@ -89,7 +89,10 @@ def accelerate_gaps(subject: Subject) -> list[Gap]:
     """Return what accelerate's configuration has no words for."""
     plan = subject.plan
     if uses_deepspeed(plan):
-        return deepspeed_gaps(subject) + field_gap(plan, "tp", (1,), "accelerate's deepspeed_config has no AutoTP")
+        gaps = expert_gap(plan, "accelerate")
+        gaps += field_gap(plan, "tp", (1,), "accelerate's deepspeed_config has no AutoTP")
+        named = {gap.part for gap in gaps}
+        return gaps + [gap for gap in deepspeed_gaps(subject) if gap.part not in named]
     return _torch_gaps(plan)
 
 

@@ -7,7 +7,6 @@ from paraplan.interop.exported import (
     Gap,
     Subject,
     checkpointed_offload_gap,
-    expert_gap,
     field_gap,
     hybrid_gap,
     remarks,
@@ -30,6 +29,7 @@ from paraplan.interop.targets.adapters import (
 from paraplan.interop.targets.deepspeed import batch_and_zero, deepspeed_gaps
 from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS, PROJECTED
 from paraplan.model.trainable import ALL_LINEAR, Trainable
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
 
 _ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
@@ -76,6 +76,12 @@ def to_axolotl(subject: Subject) -> Exported:
             notes.append(
                 "axolotl keeps 16-bit weights, gradients and states under FSDP2: --precision bf16-pure is that"
             )
+    if plan.ep > 1:
+        plugins = config.get("plugins", [])
+        assert isinstance(plugins, list)
+        config["plugins"] = [*plugins, "axolotl.integrations.expert_parallel.ExpertParallelPlugin"]
+        config["expert_parallel_size"] = plan.ep
+        notes.append("DeepEP has to be installed: it sends the rows of experts")
     count = f" --num-processes {plan.world_size}" if plan.world_size > 1 else ""
     notes.append(f"start it with: axolotl train FILE{count}")
     notes += shared_notes(subject, compiles=True, packs=True)
@@ -176,18 +182,32 @@ def _fsdp(subject: Subject) -> dict[str, object]:
             "state_dict_type": "SHARDED_STATE_DICT",
         },
     }
-    if plan.tp > 1 or plan.cp > 1 or replicas > 1:
-        found |= {"dp_shard_size": shards, "dp_replicate_size": replicas}
+    if plan.tp > 1 or plan.cp > 1 or replicas > 1 or plan.ep > 1:
+        found |= {"dp_shard_size": shards // plan.ep, "dp_replicate_size": replicas}
         found["tensor_parallel_size"] = plan.tp
         if training is None or training.attention == "flash":
             found["context_parallel_size"] = plan.cp
     return found
 
 
+def _expert_gaps(plan: ParallelPlan) -> list[Gap]:
+    """Return what axolotl's plugin for experts does not do (axolotl/integrations/expert_parallel/README.md)."""
+    if plan.ep == 1:
+        return []
+    reasons = {
+        "axolotl spreads experts beside DDP and FSDP2": uses_deepspeed(plan),
+        "axolotl spreads experts beside dp and cp, not beside tp": plan.tp > 1,
+        "axolotl's ranks of experts have batches of their own: ep has to divide dp": plan.dp % plan.ep > 0,
+        "without FSDP2 axolotl spreads experts over all ranks": plan.zero_stage == 0 and plan.ep < plan.dp,
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return [] if found is None else [Gap(part=f"ep={plan.ep}", reason=found)]
+
+
 def axolotl_gaps(subject: Subject) -> list[Gap]:
     """Return what axolotl's configuration has no words for."""
     plan, training, trainable = subject.plan, subject.training, trainable_of(subject)
-    gaps = field_gap(plan, "pp", (1,), "axolotl has no pipeline") + expert_gap(plan, "axolotl")
+    gaps = field_gap(plan, "pp", (1,), "axolotl has no pipeline") + _expert_gaps(plan)
     gaps += field_gap(plan, "sequence_parallel", (False,), "axolotl leaves norms to the model's own tp_plan")
     gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
     gaps += checkpointed_offload_gap(subject, "axolotl")

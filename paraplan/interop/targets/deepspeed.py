@@ -8,7 +8,7 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
-    expert_gap,
+    expert_ranks,
     field_gap,
     hybrid_gap,
     order_gap,
@@ -20,6 +20,10 @@ from paraplan.plan.parallel import ParallelPlan
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys whose values multiply: the first is the product of the others and of the data-parallel ranks."""
+_PRESETS = (
+    "AutoEP knows Mixtral, Qwen2-, Qwen3- and Qwen3.5-MoE, DeepSeek-V2 and V3; of others name moe_layer_pattern, "
+    "router_pattern and expert_pattern"
+)
 
 _NO_GROUPS = "DeepSpeed 0.19 has no MiCS any more, and hpZ (zero_hpz_partition_size) keeps a second copy of parameters"
 
@@ -48,6 +52,11 @@ def to_deepspeed(subject: Subject) -> Exported:
             config["zero_allow_untested_optimizer"] = True  # refused without, all but Adam's kin
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
+    experts = expert_ranks(subject)
+    if experts > 1 and (plan.tp == 1 or (plan.zero_stage < 3 and plan.offload == "none")):
+        config["expert_parallel"] = {"enabled": True, "autoep_size": experts}
+        notes.append(_PRESETS)
+        config["paraplan"] = remarks(subject, gaps, notes)
     return Exported(target="deepspeed", text=json.dumps(config, indent=2) + "\n", gaps=tuple(gaps), notes=tuple(notes))
 
 
@@ -78,7 +87,8 @@ def deepspeed_gaps(subject: Subject) -> list[Gap]:
     """Return what DeepSpeed's configuration has no words for."""
     plan = subject.plan
     gaps = field_gap(plan, "pp", (1,), "DeepSpeed's pipeline is built in the script (PipelineModule), not configured")
-    gaps += expert_gap(plan, "DeepSpeed")
+    if plan.tp > 1 and (plan.zero_stage == 3 or plan.offload != "none"):
+        gaps += field_gap(plan, "ep", (1,), "beside tp AutoEP has ZeRO stages 0 to 2 without offload")
     gaps += hybrid_gap(plan, "DeepSpeed", lacking=_NO_GROUPS)
     gaps += field_gap(plan, "cp", (1,), "DeepSpeed splits sequences over heads (Ulysses), not in a ring")
     gaps += field_gap(plan, "sequence_parallel", (False,), "AutoTP does not split norms and dropout")

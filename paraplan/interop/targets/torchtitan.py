@@ -6,6 +6,7 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    expert_ranks,
     field_gap,
     hybrid_gap,
     order_gap,
@@ -63,6 +64,9 @@ def torchtitan_gaps(subject: Subject) -> list[Gap]:
         gaps += field_gap(plan, "sequence_parallel", (True,), "torchtitan's tensor parallelism always splits norms")
     if plan.zero_stage == 0:
         gaps += field_gap(plan, "ep", (1,), "torchtitan lays experts out over the ranks of FSDP, ZeRO stages 2 and 3")
+    if plan.ep > 1 and plan.ep % plan.cp:
+        reason = f"up to v0.2.2 torchtitan spreads experts over all of cp={plan.cp} first"
+        gaps.append(Gap(part=f"ep={plan.ep}", reason=reason))
     gaps += shared_gaps(subject)
     gaps += training_gap(subject.training, "optimizer", ("adamw",), "torchtitan has Adam and AdamW")
     return gaps + order_gap(plan, "torchtitan", MEGATRON_RANK_ORDER)
@@ -122,8 +126,9 @@ def _parallelism(subject: Subject) -> dict[str, object]:
         "context_parallel_degree": plan.cp,
         "pipeline_parallel_degree": plan.pp,
     }
-    if plan.ep > 1 and plan.zero_stage:
-        section |= {"expert_parallel_degree": plan.ep, "expert_tensor_parallel_degree": plan.tp}
+    ranks = expert_ranks(subject)
+    if ranks > 1 and plan.zero_stage:
+        section |= {"expert_parallel_degree": ranks, "expert_tensor_parallel_degree": 1}
     if plan.pp > 1:
         section["pipeline_parallel_microbatch_size"] = plan.micro_batch_size
         schedule = SCHEDULES.get(plan.pipeline_schedule or "")

@@ -11,6 +11,7 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    expert_ranks,
     field_gap,
     order_gap,
     remarks,
@@ -59,7 +60,7 @@ def torchtitan_python_gaps(subject: Subject) -> list[Gap]:
     gaps = field_gap(
         plan, "zero_stage", (0, 2, 3), "torchtitan shards with FSDP2: gradients too (2), parameters too (3)"
     )
-    if plan.ep > 1 and (plan.tp > 1 or plan.zero_stage == 0):
+    if plan.zero_stage == 0:
         reason = "torchtitan lays experts out over the ranks of FSDP, ZeRO stages 2 and 3, and of tp, which splits none"
         gaps += field_gap(plan, "ep", (1,), reason)
     gaps += shared_gaps(subject)
@@ -81,10 +82,11 @@ def _settings(subject: Subject) -> dict[str, str]:
         "parallelism.pipeline_parallel_degree": plan.pp,
         "training.enable_cpu_offload": plan.offload == "parameters",
     }
-    if plan.pp > 1 or plan.ep > 1 or plan.offload != "none":
+    ranks = expert_ranks(subject)
+    if plan.pp > 1 or ranks > 1 or plan.offload != "none":
         settings["training.disable_cuda_graphs"] = True  # its configuration refuses them beside these
-    if plan.ep > 1 and plan.tp == 1 and plan.zero_stage:
-        settings["parallelism.expert_parallel_degree"] = plan.ep
+    if ranks > 1 and plan.zero_stage:
+        settings["parallelism.expert_parallel_degree"] = ranks
     if plan.pp > 1:
         if plan.pipeline_schedule in SCHEDULES:
             settings["parallelism.pipeline_parallel_schedule"] = SCHEDULES[plan.pipeline_schedule]
