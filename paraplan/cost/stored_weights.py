@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from paraplan.cost.workload import Workload
+from paraplan.model.expert_adapters import EXPERTS, converts, expert_adapter, peft
 from paraplan.model.quantizers import Quantizer, is_reached, quantizer_of, quantizers
 from paraplan.model.spec import Parameter
+from paraplan.model.trainable import ALL_LINEAR
 from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.units import format_bytes, format_count
+
+_LOADS_INTO_PEFT = ("transformers", "axolotl", "unsloth")
+"""Quantizers of tools whose models peft adapts as transformers 5 builds them."""
 
 
 def storage_notes(workload: Workload) -> tuple[str, ...]:
     """Return what to know of how the base of adapters is stored, a sentence each."""
     training, model = workload.training, workload.model
     weights = training.frozen_weights
-    if training.train == "full" or not is_stored_below_16_bits(weights):
-        return ()
     tool = quantizer_of(training.quantizer or workload.framework.storage.quantizer)
-    notes = []
+    notes = [*_of_all_linear(workload)] if tool.name in _LOADS_INTO_PEFT else []
+    if training.train == "full" or not is_stored_below_16_bits(weights):
+        return tuple(notes)
     if weights in tool.untrainable:
         notes.append(
             f"{tool.title} trains no adapters over {weights} weights, and dequantizes them to 16 bits for that: "
@@ -35,6 +42,24 @@ def storage_notes(workload: Workload) -> tuple[str, ...]:
             f"{format_count(model.parameters.total)} parameters stay in 16 bits, {kept}{way}{older}"
         )
     return tuple(notes)
+
+
+def _of_all_linear(workload: Workload) -> Iterator[str]:
+    """Yield what peft itself makes of all-linear where that is more than linear layers."""
+    training, model = workload.training, workload.whole_model or workload.model
+    adapter = training.trainable.adapter
+    if adapter is None or adapter.kind != "lora" or ALL_LINEAR not in adapter.targets or EXPERTS in adapter.targets:
+        return
+    if not converts(model.model_type):
+        return
+    experts = ((one, run.count) for run in model.runs for one in run.block.matmuls if one.num_experts > 1)
+    added = sum(n * each.num_elements for one, n in experts for each in expert_adapter(one, adapter).parameters)
+    wider = training.trainable.replace(adapter=adapter.replace(targets=(*adapter.targets, EXPERTS))).text
+    yield (
+        f"all-linear is read as linear layers alone, as axolotl's lora_target_linear and LLaMA-Factory's all are; peft "
+        f"{peft().version} itself, and so TRL, adapts the experts of {model.model_type} too, {format_count(added)} "
+        f"parameters more: --train '{wider}' prices that"
+    )
 
 
 def wider_quantizers(workload: Workload) -> tuple[Quantizer, ...]:

@@ -20,7 +20,7 @@ from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
-from paraplan.model.quantizers import reached_weights
+from paraplan.model.quantizers import quantizer_of, reached_weights
 from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
@@ -82,14 +82,14 @@ class Workload:
             constants = constants.with_fp8_recipe(training.fp8_recipe, compiled=training.compiled)
         elif self.training.linear_precision != "16bit":
             constants = constants.replace(block_matmul_speedup=1.0).with_fp8_recipe(None, compiled=False)
+        quantizer = training.quantizer or profile.storage.quantizer
         storage = FrozenStorage(
             weights=training.frozen_weights,
             others_in_fp32=training.upcasts_frozen,
             input_copies=profile.input_copies,
             keeps_quantized_inputs=profile.kernels.keeps_quantized_inputs,
-            reached=reached_weights(
-                training.frozen_weights, training.quantizer or profile.storage.quantizer, model.model_type
-            ),
+            reached=reached_weights(training.frozen_weights, quantizer, model.model_type),
+            keeps_copies=quantizer_of(quantizer).keeps_copies,
         )
         scored, trainable = model, training.trainable
         if training.learns_from.kind == "reward":

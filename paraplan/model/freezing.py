@@ -13,10 +13,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from paraplan.errors import PlanError
+from paraplan.model.expert_adapters import SUM_TRAFFIC, copied_experts, expert_adapter, expert_words, targeted_experts
 from paraplan.model.part import Part, kept
 from paraplan.model.quantizers import is_reached
 from paraplan.model.spec import BlockRun, BlockSpec, ElementType, Layer, Matmul, ModelSpec, Parameter, SavedTensor
-from paraplan.model.trainable import AdapterSpec, InputCopy, Trainable, targeted_layers
+from paraplan.model.trainable import AdapterSpec, InputCopy, Trainable, layer_matches, targeted_layers
 from paraplan.model.weight_formats import WeightFormat, is_quantized, stored_bytes
 
 _ADAPTER_KERNELS: dict[InputCopy, int] = {"fused": 0, "shared": 4, "activation": 7, "fp32": 6}
@@ -31,7 +32,8 @@ class FrozenStorage(NamedTuple):
     head and what else is left have 16 bits, or fp32 where the linear layers do or `others_in_fp32` says so (peft's
     `prepare_model_for_kbit_training`). `input_copies` is what an
     adapter keeps of its input: what the layer read, or a copy of its own in the type of activations or in fp32.
-    With `keeps_quantized_inputs` products of weights in four bits keep their inputs too.
+    With `keeps_quantized_inputs` products of weights in four bits keep their inputs too; with `keeps_copies` those of
+    quantized experts keep the copies in 16 bits that they read.
     """
 
     weights: WeightFormat = "bf16"
@@ -39,6 +41,7 @@ class FrozenStorage(NamedTuple):
     input_copies: InputCopy = "activation"
     keeps_quantized_inputs: bool = False
     reached: frozenset[Layer] | None = None
+    keeps_copies: bool = False
 
     @property
     def keeps_inputs(self) -> bool:
@@ -75,7 +78,8 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
     if last is not None and last > model.num_blocks:
         raise PlanError(f"layers:last{last}, and the model has {model.num_blocks}", hint="name fewer layers")
     head_trains = trainable.head or (trainable.embeddings and model.tied_embeddings)
-    adapter, targets = trainable.adapter, _targets(model, trainable.adapter)
+    adapter = trainable.adapter
+    targets = _targets(model, adapter)
     first = 0 if trainable.embeddings or adapter is not None or trainable.norms else model.num_blocks - (last or 0)
     blocks = []
     known: dict[tuple[int, bool], BlockSpec] = {}
@@ -141,10 +145,18 @@ def _check_reached(model: ModelSpec, storage: FrozenStorage) -> None:
 
 
 def _targets(model: ModelSpec, adapter: AdapterSpec | None) -> frozenset[str]:
+    """Return the names of the products with adapters, those of experts too."""
     if adapter is None:
         return frozenset()
     layers = {one.name: one for run in model.runs for one in linear_layers(run.block)}
-    found = targeted_layers(adapter, tuple(layers))
+    has_experts = model.num_experts > 1
+    experts = targeted_experts(adapter, model.model_type) if has_experts else frozenset[str]()
+    # Experts' layers are called as dense and shared ones are, and peft passes over names that nothing has.
+    words = expert_words(adapter.targets) if has_experts else frozenset[str]()
+    matched = tuple(word for word in words if any(layer_matches(word, name) for name in layers))
+    others = tuple(word for word in adapter.targets if word not in words)
+    wanted = (*others, *matched) if experts or others or matched else adapter.targets
+    found = targeted_layers(adapter.replace(targets=wanted), tuple(layers))
     if adapter.kind != "ia3" and found:
         widest = max((layers[name] for name in sorted(found)), key=lambda one: min(one.k, one.n))
         most = min(widest.k, widest.n)
@@ -153,7 +165,7 @@ def _targets(model: ModelSpec, adapter: AdapterSpec | None) -> frozenset[str]:
                 f"a rank of {adapter.rank} is larger than {widest.name}, which is {widest.n} x {widest.k}",
                 hint=f"use a rank of at most {most}",
             )
-    return found
+    return found | experts
 
 
 def _frozen_end(block: BlockSpec, storage: FrozenStorage, *, trains_norms: bool = False) -> BlockSpec:
@@ -223,8 +235,16 @@ def _frozen_block(
         for one in block.matmuls
     ]
     added, traffic = Part(), 0.0
+    for place, product in enumerate(matmuls):
+        if product.num_experts == 1:
+            continue
+        if adapter is not None and product.name in targets:
+            added += expert_adapter(product, adapter)
+            matmuls[place] = product.replace(quantized_bytes=product.quantized_bytes + SUM_TRAFFIC)
+        elif product.quantized_bytes and storage.keeps_copies:
+            added += copied_experts(product)
     for layer in block.matmuls:
-        if adapter is not None and layer.name in targets:
+        if adapter is not None and layer.name in targets and layer.num_experts == 1:
             added += _adapter_part(layer, adapter, storage.input_copies)
             traffic += _adapter_traffic(layer, adapter, storage.input_copies)
     shares = adapter is not None and storage.input_copies in ("shared", "fused") and not adapter.dropout
@@ -240,7 +260,8 @@ def _frozen_block(
         saved=saved if has_backward else (),
         saved_fused=fused if has_backward else (),
         has_backward=has_backward,
-        adapter_kernels=len(targets) * _ADAPTER_KERNELS[storage.input_copies],
+        adapter_kernels=_ADAPTER_KERNELS[storage.input_copies]
+        * sum(one.num_experts == 1 for one in block.matmuls if one.name in targets),
         adapter_traffic_per_token=traffic,
         before_freezing=block,
     )

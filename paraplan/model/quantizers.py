@@ -29,6 +29,8 @@ class Quantizer(Record):
     """Types of models whose experts are no linear layers for it, where those of others are."""
     untrainable: tuple[WeightFormat, ...] = ()
     """Formats over which it refuses to train adapters."""
+    keeps_copies: bool = False
+    """The copy in 16 bits that experts are multiplied by stays for the backward pass."""
     way: str | None = None
     """What to use to have experts stored so, None where it is no way out for users of another tool."""
     sources: tuple[Source, ...] = Field(min_length=1)

@@ -29,6 +29,7 @@ def saved_bytes(
         if tensor.absent_in_fp32 and bytes_per_element == _FIXED_BYTES["fp32"]:
             continue
         elements = seq_length * (tensor.elements_per_token + tensor.elements_per_token_pair * seq_length)
+        total += 2.0 * tensor.elements_of_copy
         copies = 1 if tensor.is_shared_by_batch else micro_batch_size
         total += _FIXED_BYTES.get(tensor.element_type, bytes_per_element) * elements * copies
     return total

@@ -113,6 +113,7 @@ class SavedTensor(Record):
     `is_powered` marks what a power reads, whose backward pass makes three tensors of that size.
     `num_readers` counts the matmuls that read the output of a norm: where that is fp32, autocast makes each its copy.
     None marks what is no such output. `is_turned` marks queries and keys that rotary positions made anew.
+    `elements_of_copy` are those of a copy of experts' weights, which a micro-batch keeps whatever its tokens.
     `is_of_expert_rows` marks what experts keep of the rows that routers send them, of which a rank may have more than
     its own tokens make.
     """
@@ -130,6 +131,7 @@ class SavedTensor(Record):
     num_readers: int | None = None
     is_turned: bool = False
     is_of_expert_rows: bool = False
+    elements_of_copy: float = 0.0
 
 
 class BlockSpec(Record):

@@ -157,6 +157,12 @@ def module_name(target: str) -> str:
     return _SHORT_NAMES.get(target, (target,))[0]
 
 
+def layer_matches(target: str, name: str) -> bool:
+    """Return whether a target names a layer: by its last part, or the short name of that."""
+    wanted = (target, *_SHORT_NAMES.get(target, ()))
+    return target == ALL_LINEAR or any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
 def targeted_layers(adapter: AdapterSpec, names: tuple[str, ...]) -> frozenset[str]:
     """Return which linear layers of `names` have an adapter.
 
@@ -164,12 +170,7 @@ def targeted_layers(adapter: AdapterSpec, names: tuple[str, ...]) -> frozenset[s
     """
     found: set[str] = set()
     for target in adapter.targets:
-        wanted = (target, *_SHORT_NAMES.get(target, ()))
-        matching = {
-            name
-            for name in names
-            if target == ALL_LINEAR or any(name == one or name.endswith(f".{one}") for one in wanted)
-        }
+        matching = {name for name in names if layer_matches(target, name)}
         if not matching:
             last = sorted({name.rpartition(".")[2] for name in names})
             near = get_close_matches(target, last, n=3, cutoff=0.4)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 from conftest import MakeWorkload
 
+from paraplan.cost.estimate import peak_memory
+from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.stored_weights import storage_notes, wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.search import search
 
 
 def qlora(make: MakeWorkload, model: str, **fields: str) -> Workload:
     made = make(model, profile="1xrtx-4090", seq_length=2048, global_batch_size=4)
-    return made.trained_as(made.training.replace(**{"train": "lora:r=16", "base_weights": "nf4:double"} | fields))
+    return made.trained_as(
+        made.training.replace(**{"train": "lora:r=16,targets=q|k|v|o", "base_weights": "nf4:double"} | fields)
+    )
 
 
 def test_experts_that_stay_in_16_bits_are_told_with_the_way_out(workload: MakeWorkload) -> None:
@@ -58,3 +63,20 @@ def test_the_search_names_what_stores_experts_where_nothing_fits(workload: MakeW
         search(qlora(workload, "qwen3-30b-a3b"))
     assert "--quantizer axolotl" in (caught.value.hint or "")
     assert search(qlora(workload, "qwen3-30b-a3b", quantizer="axolotl")).best.fits
+
+
+def test_what_peft_makes_of_all_linear_is_told_where_it_is_more(workload: MakeWorkload) -> None:
+    made = workload("qwen3-30b-a3b", profile="dgx-h100", seq_length=2048, global_batch_size=8)
+    (note,) = storage_notes(made.trained_as(made.training.replace(train="lora:r=16")))
+    assert "981 M parameters more" in note
+    assert "targets=all-linear|experts" in note
+    for train in ("full", "lora:r=16,targets=q", "lora:r=16,targets=all-linear|experts", "dora:r=16"):
+        assert not storage_notes(made.trained_as(made.training.replace(train=train)))
+
+
+def test_experts_that_are_dequantized_before_their_product_stay_for_the_backward_pass(workload: MakeWorkload) -> None:
+    stored = qlora(workload, "qwen3-30b-a3b", quantizer="axolotl", train="lora:r=16,targets=q|v")
+    plans = [ParallelPlan(recompute=how, num_microbatches=4) for how in ("full", "none")]
+    once, all_layers = (peak_memory(stored, PlanTable.of_plans([plan]))[0] for plan in plans)
+    of_experts = 28.99e9 * 2
+    assert all_layers - once > 0.9 * of_experts

@@ -191,6 +191,8 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
     largest, promoted = np.zeros_like(shardings.tp), np.zeros_like(shardings.tp)
     for tensor, kept in kept_sizes(block, training, shardings, fused_kernels=fused_kernels, is_first=True):
         size = kept
+        if tensor.elements_of_copy:  # no gradient that stands beside it, or one that counts as a copy itself
+            continue
         if tensor.elements_per_token > widest or tensor.elements_per_token_pair > heads:
             narrow = tensor.replace(
                 elements_per_token=min(tensor.elements_per_token, widest),
@@ -287,6 +289,8 @@ def tensor_bytes(
     block: BlockSpec, tensor: SavedTensor, training: TrainingSpec, shardings: Shardings, *, is_first: bool
 ) -> Floats:
     """Return the bytes of one tensor that `block` keeps."""
+    if tensor.elements_of_copy:
+        return np.asarray(training.activation_bytes * tensor.elements_of_copy / (shardings.ep * shardings.tp))
     tokens = shardings.own_tokens if tensor.is_shared_by_batch else shardings.tokens
     elements = tokens * (tensor.elements_per_token + tensor.elements_per_token_pair * shardings.seq_length)
     is_whole = tensor.num_readers is not None and shardings.keeps_gathered_inputs

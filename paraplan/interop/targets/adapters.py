@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paraplan.interop.exported import Gap, Subject
+from paraplan.model.expert_adapters import EXPERTS
 from paraplan.model.trainable import ALL_LINEAR, AdapterSpec, Trainable, module_name
 
 _ALPHA = 2
@@ -59,6 +60,9 @@ def adapter_gap(trainable: Trainable, tool: str, kinds: tuple[str, ...] = ("lora
     gaps = []
     if adapter.kind not in kinds:
         gaps.append(Gap(part=f"train={trainable.text}", reason=f"{tool} has {' and '.join(kinds)}"))
+    if EXPERTS in adapter.targets:
+        reason = f"{tool} names experts by their layers: plan with --train lora:targets=...|gate|up|down"
+        gaps.append(Gap(part=f"train={trainable.text}", reason=reason))
     if trainable.norms or trainable.last_layers is not None:
         gaps.append(Gap(part=f"train={trainable.text}", reason=f"{tool} trains adapters, head and embeddings beside"))
     return gaps
