@@ -11,6 +11,10 @@ from paraplan.hardware.catalogue.profile_files import load_network as load_netwo
 from paraplan.hardware.catalogue.profile_files import profile_names as profile_names
 from paraplan.hardware.catalogue.real_machines import machine_content as machine_content
 from paraplan.hardware.interconnect import gpu_nics as gpu_nics
+from paraplan.hardware.prices import MachinePrice as MachinePrice
+from paraplan.hardware.prices import PriceFile as PriceFile
+from paraplan.hardware.prices import known_price as known_price
+from paraplan.hardware.prices import load_prices as load_prices
 from paraplan.hardware.profiles import GpuProfile as GpuProfile
 from paraplan.hardware.profiles import MachineProfile as MachineProfile
 from paraplan.hardware.profiles import NetworkProfile as NetworkProfile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,7 @@ from paraplan.report.short_text import Line, recommendation_lines
 from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
 from paraplan.search.failure import NothingFitsError as NothingFitsError
+from paraplan.search.money import affords
 from paraplan.search.recommendation import Find as Find
 from paraplan.search.recommendation import Recommendation as SearchAnswer
 from paraplan.search.recommendation import SearchRequest as SearchRequest
@@ -32,6 +34,8 @@ from paraplan.search.what_fits import some_plan_fits
 from paraplan.units import gpus
 
 if TYPE_CHECKING:  # another search, which most calls do without
+    from paraplan.hardware.prices import PriceFile
+    from paraplan.search.machine_comparison import MachineComparison
     from paraplan.search.verification import PlanCheck
 
 
@@ -179,25 +183,44 @@ def largest_model(
     framework: str = OWN_RUNTIME,
     constraints: Constraints = FREE,
     memory_margin: float = 0.0,
+    money: float | None = None,
+    price_per_gpu_hour: float | None = None,
+    tokens: float | None = None,
     **training: object,
 ) -> ModelSpec:
     """Return the bundled model with most parameters that some plan trains on these machines, without offload.
 
-    `training` are more fields of a `TrainingSpec`; by default a GPU has one sequence. Raises `NoPlanFitsError` where
-    none fits.
+    With `money` and a price it is the largest that these train on `tokens`, by default on the compute-optimal 20 for
+    each parameter. `training` are more fields of a `TrainingSpec`; by default a GPU has one sequence, eight with
+    `money`. Raises `NoPlanFitsError` where none fits.
     """
+    sequences = global_batch_size or cluster.num_gpus * (1 if money is None else 8)
     fixed = replace(constraints, offload=constraints.offload or "none")
     for model in sorted(map(load_model, bundled_models()), key=lambda one: one.parameters.total, reverse=True):
-        batch = global_batch_size or cluster.num_gpus
         try:
-            asked = training_of(model, seq_length=seq_length, global_batch_size=batch, **training)
+            asked = training_of(model, seq_length=seq_length, global_batch_size=sequences, **training)
             workload = Workload.of(model, asked, cluster, framework=framework)
             workload = replace(workload, constants=workload.constants.replace(memory_margin=memory_margin))
-            fits = some_plan_fits(workload, executor=executor_of(workload), fixed=fixed)
+            executor = executor_of(workload)
+            fits = some_plan_fits(workload, executor=executor, fixed=fixed)
+            if fits and money is not None and price_per_gpu_hour:
+                fits = affords(
+                    workload,
+                    money=money,
+                    price_per_gpu_hour=price_per_gpu_hour,
+                    tokens=tokens,
+                    executor=executor,
+                    fixed=fixed,
+                )
         except ParaplanError:  # it has no such layers, or no sequences of that length
             continue
         if fits:
             return load_model(model.source, seq_length=seq_length)
+    if money is not None:
+        raise NoPlanFitsError(
+            f"no bundled model trains for {money:,.0f} on {gpus(cluster.num_gpus)} of this kind without offload",
+            hint="say on how many tokens with --tokens: by default it is 20 for each parameter",
+        )
     raise NoPlanFitsError(
         f"no bundled model trains on {gpus(cluster.num_gpus)} of this kind without offload",
         hint="leave out --find, and name a model: plans with offload are searched too",
@@ -220,3 +243,20 @@ def nothing_fits_html(workload: Workload, error: NothingFitsError) -> str:
     from paraplan.search.tree import decide, tree_facts
 
     return nothing_fits_page(workload, error, decide(tree_facts(workload)).decisions)
+
+
+def compare_machines(
+    workloads: Sequence[Workload],
+    request: SearchRequest,
+    *,
+    prices: Sequence[PriceFile] | None = None,
+    is_spot: bool = False,
+) -> MachineComparison:
+    """Return the best plan on each of several machines, the best machine first; prices are the bundled by default."""
+    from paraplan.hardware.prices import load_prices
+    from paraplan.search.machine_comparison import compare_machines as compare
+
+    constants = [work.constants.replace(memory_margin=request.memory_margin) for work in workloads]
+    known = [replace(work, constants=each) for work, each in zip(workloads, constants, strict=True)]
+    request = replace(request, executor=executor_of(workloads[0]))
+    return compare(known, request, load_prices() if prices is None else prices, is_spot=is_spot)

@@ -113,11 +113,22 @@ class HardwareOptions:
         """Return the machines. Raises `ProfileError` and `NoGpuError` as `paraplan.load_cluster` does."""
         return load_cluster(self._source(), num_nodes=self.nodes or 1, **self._how())
 
+    def each(self) -> tuple[HardwareOptions, ...]:
+        """Return the options for each of several machines that --profile names: `8xh100,dgx-b200`."""
+        profile = self.profile
+        if profile is None or "," not in profile or Path(profile).exists():
+            return (self,)
+        return tuple(replace(self, profile=part.strip()) for part in profile.split(",") if part.strip())
+
     def cluster_for(self, num_ranks: int) -> Cluster:
         """Return the machines, by default as many as `num_ranks` ranks need."""
         return load_cluster_for(num_ranks, self._source(), num_nodes=self.nodes, **self._how())
 
     def _source(self) -> str | None:
+        if len(self.each()) > 1:
+            raise UsageError(
+                f"--profile {self.profile} names several machines", hint="paraplan recommend compares them"
+            )
         if self.gpu is None and self.num_gpus is None:
             return self.profile or os.environ.get("PARAPLAN_PROFILE") or None
         if self.profile is not None or self.gpu is None:

@@ -35,6 +35,7 @@ from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
     from paraplan.api.recommendations import Find
+    from paraplan.api.workloads import Cluster
     from paraplan.model.spec import ModelSpec
 
 app = typer.Typer(add_completion=False)
@@ -157,7 +158,31 @@ class SearchOptions:
             rich_help_panel=MONEY_PANEL,
         ),
     ] = None
-
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            "--prices",
+            metavar="FILE",
+            help="Prices of machines in place of those that come with paraplan (profiles/prices).",
+            rich_help_panel=MONEY_PANEL,
+        ),
+    ] = None
+    spot: Annotated[
+        bool,
+        typer.Option(
+            "--spot", help="Take prices of machines that may be taken back; see --mtbf.", rich_help_panel=MONEY_PANEL
+        ),
+    ] = False
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget",
+            metavar="MONEY",
+            parser=amount(0.01, MOST_MONEY),
+            help="Say what so much money trains on; with --find largest-model, the largest model that it trains.",
+            rich_help_panel=MONEY_PANEL,
+        ),
+    ] = None
     mtbf: Annotated[
         str | None,
         typer.Option(
@@ -180,6 +205,8 @@ class SearchOptions:
 
     def require(self, reference: str | None) -> None:
         """Raise `UsageError` where no model is named, or one where a model is to be found, and for days of nothing."""
+        if self.spot and self.mtbf is None:
+            show_note("spot machines may be taken back: --mtbf 6h/node counts what that costs")
         if self.days is not None and self.find is not FindName.by_date:
             raise UsageError("--days belongs to --find by-date", hint="add --find by-date --tokens N")
         if self.costs_of is not None and self.mtbf is None:
@@ -189,6 +216,17 @@ class SearchOptions:
         if reference is not None and self.find is FindName.largest_model:
             raise UsageError(f"--find largest-model looks for a model, and {reference} is one", hint="leave it out")
 
+    def require_comparable(self, reference: str | None, *written: Path | None) -> None:
+        """Raise `UsageError` for what a comparison of machines cannot do: find something, write one plan."""
+        if reference is None or self.find is not None:
+            raise UsageError(
+                "several machines are compared for one MODEL, without --find", hint="name one machine with --profile"
+            )
+        if any(path is not None for path in written):
+            raise UsageError(
+                "several machines make no one plan to write", hint="name one machine with --profile, with -o"
+            )
+
     def model(
         self, reference: str | None, training: TrainingChoices, plan: PlanChoices, hardware: HardwareOptions
     ) -> ModelSpec:
@@ -197,8 +235,13 @@ class SearchOptions:
             return load_model(
                 reference, seq_length=training.seq_len, finds_length=self.find is FindName.longest_sequence
             )
+        cluster = hardware.cluster()
+        price = self.price_on(cluster)
         found = largest_model(
-            hardware.cluster(),
+            cluster,
+            money=self.budget,
+            price_per_gpu_hour=price[0],
+            tokens=self.tokens,
             seq_length=training.seq_len,
             global_batch_size=training.global_batch,
             framework=self.framework,
@@ -206,7 +249,9 @@ class SearchOptions:
             memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
             **training.fields,
         )
-        show_note(f"the largest bundled model that trains without offload is {found.name}")
+        tokens = "20 tokens a parameter" if self.tokens is None else f"{self.tokens:g} tokens"
+        money = "" if self.budget is None else f", for {self.budget:,.0f} and on {tokens},"
+        show_note(f"the largest bundled model that trains without offload{money} is {found.name}")
         return found
 
     @property
@@ -214,8 +259,19 @@ class SearchOptions:
         """Plans that are ranked."""
         return self.top or 10
 
-    def request(self, plan: PlanChoices, *, for_report: bool) -> SearchRequest:
-        """Return what is asked of the search; a report ranks many plans and draws their front."""
+    def price_on(self, cluster: Cluster) -> tuple[float | None, str | None]:
+        """Return the price of a GPU-hour and whose it is: as said, else the one known where money is asked about."""
+        if self.price is not None or not (self.budget or self.spot or self.prices):
+            return self.price, None
+        from paraplan.api.profiles import known_price, load_prices
+
+        found = known_price(cluster, load_prices(self.prices), is_spot=self.spot)
+        return found.per_gpu_hour, f"{found}, {found.currency}"
+
+    def request(self, plan: PlanChoices, cluster: Cluster | None, *, for_report: bool) -> SearchRequest:
+        """Return what is asked of the search on a cluster, None for several; a report ranks many plans."""
+        price, source = (self.price, None) if cluster is None else self.price_on(cluster)
+        is_rate = self.tokens is None and price is not None and self.budget is None and cluster is not None
         return SearchRequest(
             objective=self.objective.value,
             find=_of_plans(self.find),
@@ -229,8 +285,10 @@ class SearchOptions:
             with_front=self.pareto or for_report,
             earlier=None if self.like is None else load_plan(self.like),
             days=self.days,
-            tokens=1e9 if self.tokens is None and self.price is not None else self.tokens,
-            price_per_gpu_hour=self.price,
+            tokens=1e9 if is_rate else self.tokens,
+            price_per_gpu_hour=price,
+            price_source=source,
+            money=self.budget,
             **self._failures,
         )
 
@@ -285,15 +343,27 @@ def recommend(
     old.require(html, output, trace)
     started = time.perf_counter()
     search.require(model)
+    clusters = [each.cluster() for each in hardware.each()]
+    if len(clusters) > 1:
+        search.require_comparable(model, output, trace)
     spec = search.model(model, training, plan, hardware)
-    cluster = hardware.cluster()
+    cluster = max(clusters, key=lambda each: each.num_gpus)
     batch = training.global_batch or SEQUENCES_PER_GPU * cluster.num_gpus
     if training.global_batch is None:
         assumed = f"a global batch of {batch} is assumed, {SEQUENCES_PER_GPU} sequences a GPU"
         show_note(f"{assumed}: --global-batch says otherwise")
     asked = training_of(spec, seq_length=training.seq_len, global_batch_size=batch, **training.fields)
     training.say_length(spec, asked.seq_length)
-    request = search.request(plan, for_report=html is not None)
+    if len(clusters) > 1:
+        from paraplan.cli.machine_tables import compare
+
+        workloads = [
+            hardware.calibrated(Workload.of(spec, asked, each, framework=search.framework)) for each in clusters
+        ]
+        question = search.request(plan, None, for_report=False)
+        compare(workloads, question, prices=search.prices, is_spot=search.spot, html=html, as_json=as_json)
+        return
+    request = search.request(plan, cluster, for_report=html is not None)
     workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=search.framework))
     if old.check is not None:
         check_plan_file(

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from paraplan.api.explanations import part_words
 from paraplan.cli.estimate_tables import print_estimate, print_lines
+from paraplan.cli.money_tables import print_money
 from paraplan.cli.terminal import make_console
 from paraplan.report.ranked_rows import table_rows, words_of
 from paraplan.report.short_text import Line
@@ -20,10 +21,8 @@ from paraplan.units import format_bandwidth, format_bytes, format_count, format_
 
 if TYPE_CHECKING:
     from paraplan.api.recommendations import Recommendation
-    from paraplan.plan.goodput import GoodputEstimate
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.results import Candidate, SearchResult
-    from paraplan.search.sizes import Budget, SizeOffer
     from paraplan.search.what_helps import Help
 
 _EQUAL = 1.02
@@ -66,12 +65,7 @@ def print_answer(
         console.print(_plans(answer.result.front, answer.result))
     if beside.comparison is not None:
         _print_comparison(console, beside.comparison)
-    if beside.offers:
-        _print_offers(console, beside.offers)
-    if beside.budget is not None:
-        _print_budget(console, beside.budget)
-    if beside.goodput is not None:
-        _print_goodput(console, beside.goodput, step_s=answer.result.best.step.step_time_s)
+    print_money(console, answer)
     if verbose:
         print_estimate(answer.best, with_details=True)
     _print_end(answer, plan_path, seconds, verbose=verbose)
@@ -177,58 +171,6 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
         )
     for sentence in comparison.because:
         console.print(_indented(sentence))
-
-
-def _print_offers(console: Console, offers: tuple[SizeOffer, ...]) -> None:
-    console.print("\n[bold]By number of GPUs[/bold], for a billion tokens", markup=True)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("GPUs", justify="right")
-    table.add_column("plan")
-    for title in ("step", "GPU-hours", "cost"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for offer in offers:
-        cost = offer.cost_per_billion_tokens
-        table.add_row(
-            str(offer.num_gpus),
-            offer.plan,
-            format_seconds(offer.step_time_s),
-            f"{offer.gpu_hours_per_billion_tokens:,.1f}",
-            "" if cost is None else f"{cost:,.2f}",
-        )
-    console.print(table)
-
-
-def _print_budget(console: Console, budget: Budget) -> None:
-    days = budget.seconds / 86_400
-    length = f"{days:,.1f} days" if days >= 2 else format_seconds(budget.seconds)
-    cost = "" if budget.cost is None else f", cost {_rounded(budget.cost)} (in the currency of --price)"
-    console.print(
-        f"\n[bold]{format_count(budget.tokens)} tokens[/bold]: {budget.steps:,.0f} steps, {length}, "
-        f"{_rounded(budget.gpu_hours)} GPU-hours{cost}; steps alone, without starts, checkpoints and failures",
-        markup=True,
-    )
-
-
-def _rounded(number: float) -> str:
-    """Return a number with the three digits that a prediction has: `34,800`."""
-    return f"{float(f'{number:.3g}'):,g}"
-
-
-def _print_goodput(console: Console, goodput: GoodputEstimate, *, step_s: float) -> None:
-    costs, steps = goodput.costs, max(1, round(goodput.interval_s / step_s))
-    console.print(
-        f"\n[bold]Expected goodput {goodput.goodput:.1%}[/bold] with a failure every {format_seconds(goodput.mtbf_s)} "
-        f"and a checkpoint every {steps:,} steps ({format_seconds(goodput.interval_s)})",
-        markup=True,
-    )
-    source = "measured" if costs.is_measured else "assumed"
-    console.print(
-        _indented(
-            f"checkpoints take {goodput.checkpoints:.1%}, steps done again {goodput.lost:.1%}, restarts "
-            f"{goodput.restarts:.1%} ({source}: {format_seconds(costs.save_s)} a checkpoint, "
-            f"{format_seconds(costs.load_s)} to load it, {format_seconds(costs.restart_s)} a restart)"
-        )
-    )
 
 
 def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float, *, verbose: bool) -> None:

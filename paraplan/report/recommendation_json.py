@@ -46,6 +46,8 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "explanation": answer.explanation.model_dump() if answer.explanation else None,
         "comparison": answer.comparison.model_dump() if answer.comparison else None,
         "budget": answer.budget.model_dump() if answer.budget else None,
+        "bought": answer.bought.model_dump() if answer.bought else None,
+        "price_source": answer.price_source,
         "goodput": answer.goodput.model_dump() if answer.goodput else None,
         "offers": [offer.model_dump() for offer in answer.offers],
         "what_helps": [one.model_dump(mode="json") for one in answer.helps],

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paraplan.plan.goodput import FailureRate, GoodputEstimate, MeasuredCosts
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.fine_tuning import FineTuningWay
+    from paraplan.search.money import Bought
     from paraplan.search.sizes import Budget, SizeOffer
     from paraplan.search.what_helps import Help
 
@@ -56,6 +57,10 @@ class SearchRequest:
     days: float | None = None
     """In which training on `tokens` is to end, where the number of GPUs is to be found for it."""
     price_per_gpu_hour: float | None = None
+    price_source: str | None = None
+    """Whose price it is, where the user did not say it."""
+    money: float | None = None
+    """An amount of which is asked what it trains on, in the currency of the price."""
     failures: FailureRate | None = None
     """How often the job fails; None leaves failures out."""
     failure_costs: MeasuredCosts | None = None
@@ -84,6 +89,9 @@ class Recommendation:
     comparison: Comparison | None = None
     budget: Budget | None = None
     goodput: GoodputEstimate | None = None
+    bought: Bought | None = None
+    """What an amount of money trains on."""
+    price_source: str | None = None
     offers: tuple[SizeOffer, ...] = ()
     ways: tuple[FineTuningWay, ...] = ()
     helps: tuple[Help, ...] = ()
@@ -112,6 +120,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
     if found is not None and question.find == "fewest-gpus":
         found = "; ".join(filter(None, [found, _roomier(workload, asked, question, result, executor=executor)]))
     offloads = result.best.plan.offload != "none" and question.fixed.offload is None
+    goodput = _goodput(workload, question, result) if question.failures else None
     return Recommendation(
         workload=workload,
         result=result,
@@ -124,7 +133,9 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         explanation=_explanation(result) if question.explains else None,
         comparison=_comparison(workload, question.earlier, result) if question.earlier else None,
         budget=_budget(workload, question.tokens, question.price_per_gpu_hour, result) if question.tokens else None,
-        goodput=_goodput(workload, question, result) if question.failures else None,
+        goodput=goodput,
+        bought=_bought(workload, question, result, goodput),
+        price_source=question.price_source,
         offers=offers,
         ways=_ways(workload, question) if offloads else (),
         helps=_helps(workload, question, result),
@@ -246,6 +257,23 @@ def _goodput(workload: Workload, question: SearchRequest, result: SearchResult) 
         costs = question.failure_costs.completed(costs)
     steps = max(1, round(best_interval(mtbf_s, costs, step_s=step_s) / step_s))
     return estimate_goodput(mtbf_s, costs, interval_s=steps * step_s)
+
+
+def _bought(
+    workload: Workload, question: SearchRequest, result: SearchResult, goodput: GoodputEstimate | None
+) -> Bought | None:
+    if question.money is None or not question.price_per_gpu_hour:
+        return None
+    from paraplan.search.money import bought
+
+    return bought(
+        workload,
+        result.best,
+        money=question.money,
+        price_per_gpu_hour=question.price_per_gpu_hour,
+        tokens=question.tokens,
+        goodput=1.0 if goodput is None else goodput.goodput,
+    )
 
 
 def _budget(workload: Workload, tokens: float, price_per_gpu_hour: float | None, result: SearchResult) -> Budget:

@@ -471,3 +471,31 @@ def test_plans_of_pairs_keep_them_together(batch: str) -> None:
         status, _, stderr = run(*words, "--global-batch", batch, "--micro-batch", size)
         assert status == 2
         assert stderr.startswith(f"error: --micro-batch {size} holds no pairs, which dpo learns from")
+
+
+def test_several_machines_make_a_table_json_and_a_page(tmp_path: Path) -> None:
+    asked = ["recommend", "gpt2", "--profile", "8xh100,dgx-a100, rtx-3090-x2", "--global-batch", "64", "--tokens", "1B"]
+    page = tmp_path / "machines.html"
+    status, stdout, _ = run(*asked, "--html", str(page))
+    assert status == 0
+    assert all(name in stdout for name in ("dgx-h100", "dgx-a100", "rtx-3090-x2"))
+    assert "https://" in page.read_text()
+    found = json.loads(run(*asked, "--json")[1])
+    assert len(found["machines"]) == 3
+    assert all(offer["fits"] for offer in found["machines"])
+    assert run(*asked, "-o", str(tmp_path / "plan.json"))[0] == 2
+    assert "recommend compares them" in run("estimate", "gpt2", "--profile", "8xh100,dgx-a100")[2]
+
+
+def test_a_budget_is_counted_in_a_known_price_or_the_users_or_refused() -> None:
+    asked = ["recommend", "gpt2", "--global-batch", "64", "--budget", "100"]
+    known_one = json.loads(run(*asked, "--profile", "8xh100", "--json")[1])
+    assert known_one["price_source"].endswith("USD")
+    own = json.loads(run(*asked, "--profile", "8xh100", "--price", "2", "--json")[1])
+    assert own["bought"]["gpu_hours"] == 50
+    status, _, stderr = run(*asked, "--profile", "4xl40s")
+    assert status == 2
+    assert "--prices FILE" in stderr
+    found = run("recommend", "--find", "largest-model", "--profile", "8xh100", "--budget", "100", "--seq-len", "1k")
+    assert found[0] == 0
+    assert "on 20 tokens a parameter" in found[2]

@@ -1,0 +1,105 @@
+"""Several machines side by side: the best plan on each, and what the training costs there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paraplan.cost.workload import Workload
+from paraplan.errors import ParaplanError
+from paraplan.hardware.prices import PriceFile, price_of
+from paraplan.records import Record
+from paraplan.search.recommendation import SearchRequest, recommendation
+from paraplan.search.sizes import budget
+
+
+class MachineOffer(Record):
+    """The best plan on one machine. Where none fits, `why_not` says so and figures of the plan are None."""
+
+    machine: str
+    num_gpus: int
+    gpu: str
+    fits: bool
+    why_not: str | None = None
+    plan: str | None = None
+    num_gpus_used: int | None = None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    """Of all GPUs together."""
+    mfu: float | None = None
+    peak_memory_bytes: int | None = None
+    usable_memory_bytes: int | None = None
+    price_per_gpu_hour: float | None = None
+    """None where none is known."""
+    price_source: str | None = None
+    """Who asks it, for which machine, and when; `--price` where the user said it."""
+    price_url: str | None = None
+    seconds: float | None = None
+    """Of the run, where it is said on how many tokens it trains."""
+    cost: float | None = None
+    """Of the run."""
+    cost_per_billion_tokens: float | None = None
+
+
+class MachineComparison(Record):
+    """Machines side by side, the best first: the cheapest where all prices are known, else the fastest."""
+
+    machines: tuple[MachineOffer, ...]
+    is_by_cost: bool
+    tokens: float | None
+    currency: str | None
+
+
+def compare_machines(
+    workloads: Sequence[Workload], request: SearchRequest, prices: Sequence[PriceFile], *, is_spot: bool = False
+) -> MachineComparison:
+    """Return the best plan on the machines of each workload, best first; machines that no plan fits come last.
+
+    Prices are the request's own, else the cheapest of `prices` for each.
+    """
+    offers = [_offer(workload, request, prices, is_spot=is_spot) for workload in workloads]
+    fitting = [offer for offer in offers if offer.fits]
+    is_by_cost = bool(fitting) and all(offer.cost_per_billion_tokens is not None for offer in fitting)
+    worst = float("inf")
+
+    def rank(offer: MachineOffer) -> tuple[float, float]:
+        return (offer.cost_per_billion_tokens or worst if is_by_cost else 0.0), offer.step_time_s or worst
+
+    currency = prices[0].currency if prices and request.price_per_gpu_hour is None else None
+    return MachineComparison(
+        machines=tuple(sorted(offers, key=rank)), is_by_cost=is_by_cost, tokens=request.tokens, currency=currency
+    )
+
+
+def _offer(workload: Workload, request: SearchRequest, prices: Sequence[PriceFile], *, is_spot: bool) -> MachineOffer:
+    cluster = workload.cluster
+    name = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
+    named = {"machine": name, "num_gpus": cluster.num_gpus, "gpu": cluster.gpu.title}
+    try:
+        answer = recommendation(workload, replace(request, num_candidates=1))
+    except ParaplanError as error:
+        return MachineOffer(**named, fits=False, why_not=error.message)
+    best, used = answer.result.best, answer.workload.cluster
+    price = None if request.price_per_gpu_hour is not None else price_of(used, prices, is_spot=is_spot)
+    per_gpu_hour = request.price_per_gpu_hour if price is None else price.per_gpu_hour
+    billion = budget(answer.workload, best, tokens=1e9, price_per_gpu_hour=per_gpu_hour)
+    run = None
+    if request.tokens is not None:
+        run = budget(answer.workload, best, tokens=request.tokens, price_per_gpu_hour=per_gpu_hour)
+    return MachineOffer(
+        **named,
+        fits=True,
+        plan=best.plan.describe(),
+        num_gpus_used=used.num_gpus,
+        step_time_s=best.step.step_time_s,
+        tokens_per_s=best.step.tokens_per_s_per_gpu * best.plan.world_size,
+        mfu=best.step.mfu,
+        peak_memory_bytes=best.peak_memory_bytes,
+        usable_memory_bytes=best.usable_memory_bytes,
+        price_per_gpu_hour=per_gpu_hour,
+        price_source="--price" if price is None and per_gpu_hour is not None else None if price is None else str(price),
+        price_url=None if price is None else price.offer.source,
+        seconds=None if run is None else run.seconds,
+        cost=None if run is None else run.cost,
+        cost_per_billion_tokens=billion.cost,
+    )

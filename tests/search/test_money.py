@@ -1,0 +1,76 @@
+"""What money trains on, and machines side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paraplan.cost.workload import Workload
+from paraplan.hardware.prices import load_prices
+from paraplan.plan.executor import OWN_RUNTIME
+from paraplan.plan.goodput import FailureRate
+from paraplan.search.constraints import FREE
+from paraplan.search.machine_comparison import compare_machines
+from paraplan.search.money import affords
+from paraplan.search.recommendation import SearchRequest, recommendation
+
+MakeWorkload = Callable[..., Workload]
+
+
+def test_money_buys_the_tokens_that_cost_it(workload: MakeWorkload) -> None:
+    made = workload("llama-3.2-1b")
+    found = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0)).bought
+    assert found is not None
+    assert found.gpu_hours == 500
+    assert found.is_compute_optimal
+    assert found.wanted_tokens == pytest.approx(20 * made.model.parameters.total)
+    again = recommendation(made, SearchRequest(tokens=found.tokens, price_per_gpu_hour=2.0)).budget
+    assert again is not None
+    assert again.cost == pytest.approx(1000)
+    asked = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0, tokens=2 * found.tokens)).bought
+    assert asked is not None
+    assert asked.wanted_cost == pytest.approx(2000)
+
+
+def test_failures_leave_fewer_tokens_for_the_money(workload: MakeWorkload) -> None:
+    made = workload("llama-3.2-1b")
+    asked = SearchRequest(money=1000, price_per_gpu_hour=2.0)
+    whole = recommendation(made, asked).bought
+    failing = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0, failures=FailureRate.parse("2h")))
+    assert whole is not None
+    assert failing.bought is not None
+    assert failing.goodput is not None
+    assert failing.bought.tokens == pytest.approx(whole.tokens * failing.goodput.goodput)
+
+
+def test_more_money_affords_what_less_does(workload: MakeWorkload) -> None:
+    made = workload("llama-3.2-1b")
+    cost = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0)).bought
+    assert cost is not None
+
+    def is_paid(money: float) -> bool:
+        return affords(made, money=money, price_per_gpu_hour=2.0, tokens=None, executor=OWN_RUNTIME, fixed=FREE)
+
+    assert is_paid(1.01 * cost.wanted_cost)
+    assert not is_paid(0.99 * cost.wanted_cost)
+    assert not is_paid(1.0)
+
+
+def test_machines_are_ranked_by_cost_where_all_prices_are_known_and_else_by_time(workload: MakeWorkload) -> None:
+    machines = [workload("llama-3-8b", name, seq_length=4096) for name in ("dgx-a100", "rtx-3090-x2", "dgx-h100")]
+    found = compare_machines(machines, SearchRequest(tokens=1e9), load_prices())
+    assert found.is_by_cost
+    assert [offer.fits for offer in found.machines] == [True, True, False]
+    first, second, last = found.machines
+    assert (first.cost or 0) < (second.cost or 0)
+    assert first.cost == pytest.approx(first.cost_per_billion_tokens)
+    assert "no plan fits" in (last.why_not or "")
+    assert first.price_url is not None
+    unknown = [*machines, workload("llama-3-8b", "4xl40s", seq_length=4096)]
+    by_time = compare_machines(unknown, SearchRequest(), load_prices())
+    assert not by_time.is_by_cost
+    times = [offer.step_time_s for offer in by_time.machines if offer.step_time_s is not None]
+    assert times == sorted(times)
+    own = compare_machines(unknown, SearchRequest(price_per_gpu_hour=1.0), load_prices())
+    assert {offer.price_source for offer in own.machines if offer.fits} == {"--price"}
