@@ -187,6 +187,8 @@ def workloads_of(imported: ImportedPlan, workload: Workload, *, has_attention: b
     """
     model, training, cluster = workload.model, workload.training, workload.cluster
     theirs = Workload.of(model, training, cluster, framework=imported.framework)
+    # What the tool's own configuration can say, not that of others who train by the same framework.
+    theirs = replace(theirs, framework=theirs.framework.replace(export_target=imported.setup.target))
     if not has_attention:
         training = training.replace(attention=theirs.framework.kernels.default_attention)
     return replace(theirs, training=training), replace(workload, training=training)

@@ -20,6 +20,8 @@ class ExpertsProfile(Record):
     NCCL's all-to-all does."""
     dispatched_bytes: float | None = Field(default=None, gt=0)
     """Bytes of an element on its way to experts in a forward pass; None: as activations have."""
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    """The ZeRO stages beside which experts may go over ranks."""
     over_tensor_ranks: bool = False
     """Experts are whole, and spread over the ranks of tensor parallelism too, each of which sends its own tokens
     (expert_tensor_parallel_size=1): no rows are gathered and summed among these. Without sequence parallelism each

@@ -47,12 +47,34 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
             f"the busiest of {ranks} ranks of experts is taken to have {load:.2f} times the mean of their rows, {why}: "
             "--expert-load states another",
         )
+    without = _without_experts(workload, plan)
+    if without is not None:
+        notes += (f"{workload.framework.title} does not train so: {without}",)
     reason = training_reason(training) or unsupported_reason(
         plan, num_blocks=workload.model.num_blocks, precision=training.precision
     )
     if reason is None or not workload.framework.is_own_runtime:
         return notes
     return (*notes, f"paraplan's own runtime does not execute this plan: {reason}")
+
+
+def _without_experts(workload: Workload, plan: ParallelPlan) -> str | None:
+    """Return why a framework other than paraplan's does not spread a plan's experts so, None where it does."""
+    framework = workload.framework
+    if plan.ep == 1 or framework.is_own_runtime:
+        return None
+    if framework.export_target is not None:
+        from paraplan.interop.export import why_inexpressible  # all targets, of which plans without ep need none
+
+        found = why_inexpressible(framework.export_target, plan, workload.training, workload.model.num_blocks)
+        return found if found is not None and found.startswith("ep=") else None
+    if framework.data_parallel.has_expert_parallel and plan.zero_stage in framework.experts.zero_stages:
+        return None
+    return (
+        f"ep={plan.ep} beside ZeRO-{plan.zero_stage}"
+        if framework.data_parallel.has_expert_parallel
+        else f"ep={plan.ep}"
+    )
 
 
 def _loading(workload: Workload, estimate: PlanEstimate) -> dict[str, Any] | None:

@@ -207,7 +207,8 @@ class PlanSpace:
                 spreads = self.workload.framework.data_parallel.has_expert_parallel
             if degrees.ep == 1 or spreads:
                 return None
-            return f"{self.workload.framework.title} does not spread experts over ep"
+            others = "transformers, torchtitan, DeepSpeed, axolotl and Megatron-Core do"
+            return f"{self.workload.framework.title} does not spread experts over ep; {others}"
         reason = unsupported_axes(degrees.named)
         return None if reason is None else rule_of(reason)
 
@@ -384,6 +385,10 @@ class PlanSpace:
         framework, schedule = self.workload.framework, plan.pipeline_schedule
         if plan.zero_stage not in framework.data_parallel.zero_stages:
             return f"{framework.title} has no ZeRO-{plan.zero_stage}"
+        if plan.ep > 1 and plan.zero_stage not in framework.experts.zero_stages:
+            return (
+                f"{framework.title} spreads experts beside ZeRO-{' and '.join(map(str, framework.experts.zero_stages))}"
+            )
         if plan.pp > 1 and schedule not in framework.pipeline.schedules:
             return f"{framework.title} has no {schedule} schedule"
         if schedule == "interleaved_1f1b" and plan.num_microbatches % round_size(plan.num_microbatches, plan.pp):

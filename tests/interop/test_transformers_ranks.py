@@ -38,8 +38,8 @@ def on_a_rank(path: str, folder: str, ranks: int) -> tuple[list[tuple[float, flo
     return train(path, folder) if trains else [], train_in_a_loop(path, folder, rank, ranks)
 
 
-def write(plan: dict[str, Any], path: Path, experts: int) -> str:
-    made = subject(plan, precision="fp32", attention="eager")
+def write(plan: dict[str, Any], path: Path, experts: int, **training: object) -> str:
+    made = subject(plan, precision="fp32", attention="eager", **training)
     model = made.file.model
     assert model is not None
     named = made.file.replace(model=model.replace(num_experts=experts))
@@ -75,3 +75,15 @@ def test_the_trainer_and_the_loop_train_as_one_process(
         losses = [looped[step][0] for _, looped in found]
         assert sum(losses) / len(losses) == pytest.approx(loss, rel=2e-5)
         assert [looped[step][1] for _, looped in found] == [pytest.approx(norm, rel=2e-5)] * len(found)
+
+
+def test_adapters_beside_shards_train_as_in_one_process(ranks: RankHarness, tmp_path: Path) -> None:
+    folder, plan = str(tmp_path / "model"), ParallelPlan(dp=2, ep=2, zero_stage=3)
+    ranks.run_alone(save_model, "qwen3_moe", folder)
+    adapters = {"train": "lora:r=4,targets=q_proj|v_proj", "base_weights": "fp32"}
+    alone = write({"micro_batch_size": 2}, tmp_path / "alone.py", 4, **adapters)
+    spread = write(plan.model_dump(), tmp_path / "spread.py", 4, **adapters)
+    whole, whole_loop = ranks.run_alone(on_a_rank, alone, folder, 1)
+    for trained, looped in ranks.run(on_a_rank, spread, folder, 2, size=2, timeout_s=300.0):
+        assert trained == [pytest.approx(step, rel=2e-5) for step in whole]
+        assert [norm for _, norm in looped] == [pytest.approx(norm, rel=2e-5) for _, norm in whole_loop]

@@ -107,6 +107,7 @@ def train(path: str, folder: str) -> list[tuple[float, float]]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     module = _exported(path)
+    torch.manual_seed(0)  # of adapters
     trainer = module.train(
         _rows(64),
         module.load_model(folder),
@@ -135,5 +136,6 @@ def train_in_a_loop(path: str, folder: str, rank: int, ranks: int) -> list[tuple
     rows = torch.stack([row["input_ids"] for row in _rows(STEPS * micro * steps * ranks)])
     shares = rows.view(STEPS, steps, ranks, micro, LENGTH)[:, :, rank]
     batches = [[{"input_ids": each, "labels": each} for each in step] for step in shares]
+    torch.manual_seed(0)
     model = module.load_model(folder)
     return [(float(loss), float(norm)) for loss, norm in module.train_in_a_loop(batches, model, max_norm=0.5)]

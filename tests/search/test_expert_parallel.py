@@ -16,6 +16,7 @@ from paraplan.errors import PlanError
 from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
+from paraplan.report.estimate_json import warnings_of
 from paraplan.search.constraints import Constraints
 from paraplan.search.degrees import all_degrees
 from paraplan.search.lower_bound import least_step_s
@@ -139,3 +140,17 @@ def test_an_ep_that_cannot_be_had_is_an_error_with_what_would_do(
         PlanSpace(made, ANYTHING, Constraints(ep=ep))
     assert str(caught.value).startswith(message)
     assert "use --ep 1" in str(caught.value.hint)
+
+
+def test_an_estimate_says_where_its_framework_does_not_spread_experts_so(workload: MakeWorkload, mixture: str) -> None:
+    plan = ParallelPlan(dp=8, ep=2, zero_stage=3)
+    made = workload(mixture, "dgx-h100")
+    words = {
+        name: [note for note in warnings_of(replace(made, framework=load_framework(name)), plan) if "ep=2" in note]
+        for name in ("hf", "transformers", "torchtitan", "nemo-automodel", "torchtune")
+    }
+    assert {name for name, notes in words.items() if notes} == {"hf", "torchtune"}
+    assert "paraplan writes no expert parallelism for the Trainer" in words["hf"][0]
+    automodel = replace(made, framework=load_framework("nemo-automodel"))
+    assert any("ep=2 beside ZeRO-0" in note for note in warnings_of(automodel, plan.replace(zero_stage=0)))
+    assert {one.zero_stage for one in _plans(PlanSpace(automodel, ANYTHING)) if one.ep > 1} == {2, 3}

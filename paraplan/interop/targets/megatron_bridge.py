@@ -6,7 +6,7 @@ dist, checkpoint, mixed_precision.
 
 from __future__ import annotations
 
-from paraplan.interop.exported import Exported, Subject, remarks, shard_degrees, shared_notes
+from paraplan.interop.exported import Exported, Subject, expert_ranks, remarks, shard_degrees, shared_notes
 from paraplan.interop.exported import order_gap as gap_of_order
 from paraplan.interop.quoting import comment, to_yaml
 from paraplan.interop.targets.megatron_lm import (
@@ -82,10 +82,11 @@ def _model(subject: Subject) -> dict[str, object]:
         "context_parallel_size": plan.cp,
         "sequence_parallel": plan.sequence_parallel,
     }
-    if plan.ep > 1:
+    experts = expert_ranks(subject)
+    if experts > 1:
         model |= {
-            "expert_model_parallel_size": plan.ep,
-            "expert_tensor_parallel_size": plan.tp,
+            "expert_model_parallel_size": experts,
+            "expert_tensor_parallel_size": 1,
             "moe_token_dispatcher_type": "alltoall",
         }
     if subject.training is not None:
@@ -103,7 +104,7 @@ def _model(subject: Subject) -> dict[str, object]:
         model["recompute_granularity"] = "selective"
     elif plan.recompute == "selective_ops":
         model |= {"recompute_granularity": "selective", "recompute_modules": recomputed_modules(plan)}
-        if plan.ep > 1:
+        if experts > 1:
             model["moe_grouped_gemm"] = True
     elif plan.recompute == "full":
         model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -44,7 +44,7 @@ import sys
 from collections import defaultdict
 
 import torch
-from torch.distributed.tensor import DTensor
+{distributed}from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 {imported}
 MODEL = {model!r}
@@ -103,20 +103,29 @@ def train_in_a_loop(batches, model=None, max_norm=1.0):
         if parameter.requires_grad:
             by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
     groups = [{{"params": parameters}} for parameters in by_mesh.values()]
-    optimizer = torch.optim.{optimizer}
+{shared_start}    optimizer = torch.optim.{optimizer}
     for micro_batches in batches:
         total = 0.0
         for number, inputs in enumerate(micro_batches):
 {synchronized}            loss = model(**inputs).loss / len(micro_batches)
             loss.backward()
             total += loss.detach()
-        norm = gradient_norm(model, max_norm)
+{shared_end}        norm = gradient_norm(model, max_norm)
         optimizer.step()
         optimizer.zero_grad()
         yield total, norm
 
 '''
 
+_SHARED_START = """\
+    for parameter in by_mesh[None]:  # adapters, which FSDP2 does not know, are equal on all ranks
+        dist.broadcast(parameter.data, 0)
+"""
+_SHARED_END = """\
+        for parameter in by_mesh[None]:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+"""
 _SYNCHRONIZED = "            model.set_requires_gradient_sync(number == len(micro_batches) - 1)\n"
 
 _MAIN = """
@@ -144,6 +153,7 @@ def to_transformers(subject: Subject) -> Exported:
     imported += ["from transformers.distributed import DistributedConfig"] if config else []
     shards = plan.dp > 1 and bool(config)
     filled = _LOAD.format(
+        distributed="import torch.distributed as dist\n" if shards and trainable.adapter is not None else "",
         imported="".join(f"{line}\n" for line in imported),
         model=(model.source or model.name) if model is not None else "MODEL",
         configured=_configured(config) + _adapters(subject),
@@ -157,6 +167,8 @@ def to_transformers(subject: Subject) -> Exported:
         optimizer=optimizer,
         recompute="    model.gradient_checkpointing_enable()\n" if plan.recompute == "full" else "",
         synchronized=_SYNCHRONIZED if shards else "",
+        shared_start=_SHARED_START if shards and trainable.adapter is not None else "",
+        shared_end=_SHARED_END if shards and trainable.adapter is not None else "",
     )
     if plan.zero_stage == 0 and plan.dp > 1 and not config:
         loop = ""
@@ -212,7 +224,9 @@ def _adapters(subject: Subject) -> str:
 
 def _loaded(subject: Subject, is_sharded: bool) -> str:
     training = subject.training
-    narrow = training is not None and (training.precision == "bf16-pure" or not training.trainable.is_full)
+    narrow = training is not None and training.precision == "bf16-pure"
+    if training is not None and not training.trainable.is_full:
+        narrow = training.precision != "fp32" and training.frozen_weights != "fp32"
     words = ["model", f"dtype=torch.{'bfloat16' if narrow else 'float32'}"]
     words += ["distributed_config=DISTRIBUTED"] if is_sharded else []
     words += [f"attn_implementation={_ATTENTION[training.attention]!r}"] if training is not None else []
@@ -248,6 +262,8 @@ def transformers_gaps(subject: Subject) -> list[Gap]:
     offloads = ("none", "parameters") if plan.zero_stage == 3 else ("none",)
     gaps += field_gap(plan, "offload", offloads, "fsdp_cpu_offload moves all that FSDP2 shards, or nothing")
     gaps += order_gap(plan, "transformers", MEGATRON_RANK_ORDER)
+    if trainable.adapter is not None:
+        gaps += field_gap(plan, "tp", (1,), "peft adds adapters after the layers are split, and sees whole ones")
     gaps += adapter_gap(trainable, "peft") + base_gap(subject, "a model sharded as it is loaded", ("bf16", "fp32"))
     if trainable.adapter is None and not trainable.is_full:
         gaps.append(Gap(part=f"train={trainable.text}", reason="adapters or all of a model are written"))
