@@ -389,6 +389,32 @@ def test_a_forked_rank_ends_as_one_with_an_interpreter_of_its_own(
     assert seen["exec"]["0/unclosed"] == "written at the end"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_ranks_have_begun_in_the_background_goes_on_after_a_job_that_ended_well_and_is_named(
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch, fails: bool
+) -> None:
+    train = script(
+        f"""
+        import subprocess, sys
+        upload = subprocess.Popen(["sh", "-c", "read line < go; echo uploaded > uploaded"])
+        open("upload", "w").write(str(upload.pid))
+        sys.exit({int(fails)})
+        """
+    )
+    os.mkfifo(tmp_path / "go")
+    done = launch_forked("--nproc-per-node=1", train)
+    assert done.returncode == fails, done.stderr
+    upload = int((tmp_path / "upload").read_text())
+    named = f"paraplan: the ranks have ended and leave running what they started in the background: {upload} (sh -c "
+    assert (named in done.stderr) is not fails
+    if fails:
+        assert wait_until_dead(upload) == []
+        return
+    (tmp_path / "go").write_text("\n")
+    assert wait_until_dead(upload) == []
+    assert (tmp_path / "uploaded").read_text() == "uploaded\n"
+
+
 @pytest.mark.parametrize("start_method", ["spawn", pytest.param("exec", marks=pytest.mark.with_all)])
 def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
     scratch: Path, script: WriteScript, launch_forked: ForkedLaunch, start_method: str

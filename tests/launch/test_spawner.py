@@ -147,17 +147,21 @@ def test_what_a_rank_leaves_behind_is_ended_after_it(spawner: SpawnerHandle, tmp
     child = int(wait_for_line(tmp_path / "0.out"))
     wait_for_exits(spawner, 1)
     assert is_alive(child)
-    assert spawner.clear(everything=True, grace_s=1.0) == 1
+    assert spawner.clear(grace_s=1.0) == 1
     assert wait_until_dead(child) == []
 
 
-def test_a_daemon_of_a_rank_that_succeeded_is_left_alone(spawner: SpawnerHandle, tmp_path: Path) -> None:
-    start(spawner, WITH_CHILD.format(daemon=True), folder=tmp_path)
+@pytest.mark.parametrize("daemon", [False, True])
+def test_what_stays_after_a_rank_that_succeeded_is_left_alone_and_named(
+    spawner: SpawnerHandle, tmp_path: Path, daemon: bool
+) -> None:
+    start(spawner, WITH_CHILD.format(daemon=daemon), folder=tmp_path)
     child = int(wait_for_line(tmp_path / "0.out"))
     wait_for_exits(spawner, 1)
-    assert spawner.clear(everything=False, grace_s=1.0) == 0
+    assert spawner.find_left() == {child: "sleep 600"}
     assert is_alive(child)
     os.kill(child, signal.SIGKILL)
+    assert spawner.find_left() == {}
 
 
 def test_ranks_and_their_children_die_with_a_killed_launcher_and_the_log_folder_goes(tmp_path: Path) -> None:

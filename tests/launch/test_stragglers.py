@@ -192,6 +192,61 @@ def test_compiled_training_is_left_as_it_is(launch_forked: ForkedLaunch, script:
     assert "step_marks" not in marked.stderr
 
 
+def test_a_collective_stays_in_the_graph_of_what_is_compiled(launch_forked: ForkedLaunch, script: WriteScript) -> None:
+    path = script(
+        """
+        import torch, torch.distributed as dist
+        import torch.distributed._functional_collectives as functional
+        from torch._dynamo.utils import counters
+
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(4, 4)
+        replica = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = torch.ones(2, 4)
+
+        def train(inputs):
+            loss = replica(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        @torch.no_grad()
+        def reduce(inputs):
+            loss = model(inputs).square().mean()
+            dist.all_reduce(loss)
+            return loss / 2
+
+        @torch.no_grad()
+        def gather(inputs):
+            outputs = torch.empty(4, 4)
+            dist.all_gather_into_tensor(outputs, model(inputs))
+            return outputs.sum()
+
+        @torch.no_grad()
+        def functional_reduce(inputs):
+            return functional.all_reduce(model(inputs), "sum", dist.group.WORLD).sum()
+
+        for _ in range(2):
+            train(inputs)  # an eager step before: where marks begin
+        for code in (reduce, gather, functional_reduce, train):
+            torch._dynamo.reset()
+            counters.clear()
+            torch.compile(code, backend="eager", fullgraph=code is not train)(inputs)
+            if dist.get_rank() == 0:
+                graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+                print(code.__name__, graphs, breaks, flush=True)
+        dist.destroy_process_group()
+        """
+    )
+    marked = launch_forked("--nproc-per-node", 2, path)
+    plain = launch_forked("--nproc-per-node", 2, "--no-straggler-watch", path)
+    assert marked.returncode == plain.returncode == 0, marked.stderr
+    assert marked.stdout.splitlines()[:3] == ["reduce 1 0", "gather 1 0", "functional_reduce 1 0"]
+    assert marked.stdout == plain.stdout, "nor is another break in what has some"
+
+
 def test_a_ring_of_nonsense_ends_no_job(launch_forked: ForkedLaunch, script: WriteScript) -> None:
     path = script(
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paraplan.launch.faults.failures import NodeFailure
 from paraplan.launch.faults.report import say
@@ -34,6 +34,13 @@ def end_without_restart(store: NodeStore) -> FailedElsewhereError:
     return FailedElsewhereError(
         "ranks of another node had ended well", failures, became="had been stopped to start again"
     )
+
+
+def say_what_stays(left: Mapping[int, str]) -> None:
+    """Say which processes, by id, go on after ranks that have ended well: they may be wanted, as an upload is."""
+    if left:
+        named = ", ".join(f"{pid} ({command})" for pid, command in left.items())
+        say(f"the ranks have ended and leave running what they started in the background: {named}")
 
 
 def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time.sleep) -> None:

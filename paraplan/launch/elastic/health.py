@@ -118,7 +118,7 @@ class HealthCheck:
         while len(codes) < num_ranks and time.monotonic() < deadline_s:
             codes |= self._exits()
         with self.held():
-            self.spawner.clear(everything=True, grace_s=0.0)
+            self.spawner.clear(grace_s=0.0)
 
     def _failure(self, *, has_failed: bool) -> CheckFailedError:
         """Return the error that names the ranks that failed or hang, and what each was at."""

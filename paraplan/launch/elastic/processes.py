@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from paraplan.launch.elastic.ending import say_what_stays
 from paraplan.launch.elastic.following import (
     dump_variables,
     live_ranks,
@@ -344,7 +345,10 @@ class RankProcesses(ProcessContext):
         ]
 
     def close_processes(self, death_signal: signal.Signals) -> None:
-        """End the ranks: `death_signal`, the grace time of this job, SIGKILL; then what they have left behind."""
+        """End the ranks: `death_signal`, the grace time of this job, SIGKILL; then what they have left behind.
+
+        What ranks have left that have all ended well goes on, as under torchrun.
+        """
         if self._is_closed or not self._pids:
             return
         was_running = self._is_running()
@@ -364,7 +368,10 @@ class RankProcesses(ProcessContext):
             raise
         self._is_closed = True
         with self._signals.held():
-            self._spawner.clear(everything=was_running or self._failed(), grace_s=1.0)
+            if was_running or self._failed():
+                self._spawner.clear(grace_s=1.0)
+            else:
+                say_what_stays(self._spawner.find_left())
 
     def _stop(self, death_sig: signal.Signals) -> None:
         if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks

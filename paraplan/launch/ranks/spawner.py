@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _STDERR = 2
+_LEAVING_S = 0.3  # for what ends by itself when its rank has ended, as workers do
+_MOST_TOLD, _MOST_COMMAND = 8, 60
 _COPIER_S = 5.0  # a console that takes nothing, such as a paused pager, must not keep a job from ending
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """Signals that a spawner leaves to the launcher; while it forks they are blocked."""
@@ -54,7 +56,6 @@ class Ranks:
 
     running: dict[int, int] = field(default_factory=dict)
     programs: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    sessions: set[int] = field(default_factory=set)
     copier: int | None = None
 
 
@@ -157,7 +158,6 @@ class Spawner:
                 return started
             pids[rank["rank"]] = started
             self.ranks.running[started] = rank["rank"]
-            self.ranks.sessions.add(started)
         self._start_copier(copies)
         self.send(event="started", pids=pids, **placed)
         return self.after_start(message)
@@ -312,12 +312,11 @@ class Spawner:
                 os.kill(pid, message["signal"])
 
     def _clear(self, message: dict[str, Any]) -> None:
-        """End what ranks that are gone have left behind: all of it, or only what stayed in their sessions."""
-        sessions = None if message["everything"] else self.ranks.sessions
-        first = self._leftovers(sessions)
-        for number, timeout_s in ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0)):
+        """End what ranks that are gone have left behind; with `leaves` tell what of it still runs after a moment."""
+        ways = ((0, _LEAVING_S),) if message["leaves"] else ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0))
+        left = first = self._leftovers()
+        for number, timeout_s in ways:
             deadline = time.monotonic() + timeout_s
-            left = self._leftovers(sessions)
             while left:
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError):
@@ -326,16 +325,17 @@ class Spawner:
                     break
                 time.sleep(0.01)
                 self._reap()
-                left = self._leftovers(sessions)
-        self._wait_for_copier(0.3 if self._leftovers(None) else _COPIER_S)  # a daemon that is left may write on
-        self.ranks.sessions = set(self.ranks.running)
-        self.send(event="cleared", num_processes=len(first))
+                left = self._leftovers()
+        self._wait_for_copier(_LEAVING_S if left else _COPIER_S)  # what is left may write on
+        self.send(
+            event="cleared", num_processes=len(first), left=[[pid, _command_of(pid)] for pid in left[:_MOST_TOLD]]
+        )
 
     def _kill_all(self) -> None:
         for pid in self.ranks.running:
             _signal_group(pid, signal.SIGKILL)
         for _ in range(100):  # each killed process may hand its own children up to this one
-            left = _leftovers({self.ranks.copier}, None)
+            left = _leftovers({self.ranks.copier})
             if not left:
                 break
             for pid in left:
@@ -347,9 +347,8 @@ class Spawner:
         self._wait_for_copier(_COPIER_S)
         self.ranks = Ranks()
 
-    def _leftovers(self, sessions: set[int] | None) -> list[int]:
-        known = {*self.ranks.running, *self.standing_by(), self.ranks.copier}
-        return _leftovers(known, sessions)
+    def _leftovers(self) -> list[int]:
+        return _leftovers({*self.ranks.running, *self.standing_by(), self.ranks.copier})
 
     def _end(self, status: int) -> NoReturn:
         if status or self.ranks.running or self.standing_by():
@@ -371,28 +370,30 @@ def _signal_group(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _leftovers(known: Collection[int | None], sessions: set[int] | None) -> list[int]:
+def _leftovers(known: Collection[int | None]) -> list[int]:
     """Return the children of this process that are not `known`: orphans of ranks, handed up by the kernel."""
     own = os.getpid()
-    return [
-        pid
-        for pid, (parent, session) in _process_table().items()
-        if parent == own and pid not in known and (sessions is None or session in sessions)
-    ]
+    return [pid for pid, parent in _parents().items() if parent == own and pid not in known]
 
 
-def _process_table() -> dict[int, tuple[int, int]]:
-    """Return parent and session of every live process; empty where there is no /proc. Zombies are left out."""
-    table: dict[int, tuple[int, int]] = {}
+def _parents() -> dict[int, int]:
+    """Return the parent of every live process; empty where there is no /proc. Zombies are left out."""
+    parents: dict[int, int] = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc"):  # noqa: PTH208
             if not name.isdigit():
                 continue
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
-                state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
                 if state not in (b"Z", b"X"):
-                    table[int(name)] = (int(parent), int(session))
-    return table
+                    parents[int(name)] = int(parent)
+    return parents
+
+
+def _command_of(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+        return file.read(_MOST_COMMAND).replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
 
 
 if __name__ == "__main__":

@@ -193,13 +193,15 @@ class SpawnerHandle:
         """
         self._send(do="signal", signal=int(number), only_leaders_of=only_leaders_of)
 
-    def clear(self, *, everything: bool, grace_s: float) -> int:
-        """End the processes that ended ranks left behind, and return their number.
-
-        `everything` includes those that left the session of their rank on purpose (daemons).
-        """
-        self._send(do="clear", everything=everything, grace_s=grace_s)
+    def clear(self, *, grace_s: float) -> int:
+        """End the processes that ended ranks left behind, daemons too, and return their number."""
+        self._send(do="clear", leaves=False, grace_s=grace_s)
         return int(self._wait_for({"cleared"}, timeout_s=grace_s + 30.0)["num_processes"])
+
+    def find_left(self) -> dict[int, str]:
+        """Return the commands of the processes that ended ranks left behind and that stay, by id: the first few."""
+        self._send(do="clear", leaves=True)
+        return {int(pid): str(command) for pid, command in self._wait_for({"cleared"}, timeout_s=30.0)["left"]}
 
     def close(self) -> None:
         """End the spawner; ranks that still run are killed."""

@@ -1,7 +1,8 @@
 """Marks of a training step in torch, for scripts as they are: collectives, backward passes, optimizers, data loaders.
 
 Only the hooks of optimizers are public. It runs in ranks, without this package where their interpreters have none.
-A training never fails by a hook, and torch.compile does not trace into one.
+A training never fails by a hook. Each asks first whether torch.compile traces it, and then only makes the plain call:
+a graph has no break for it.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _waiting(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def wait(*arguments: Any, **options: Any) -> Any:
-        if not marks.is_noting or marks.depth or thread_id() != marks.thread or is_compiling():
+        if is_compiling() or not marks.is_noting or marks.depth or thread_id() != marks.thread:
             return plain(*arguments, **options)
         if marks.reads_often:
             began = marks.wait_begins()
@@ -183,7 +184,7 @@ def _backward(marks: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal is_inside, is_functional_hooked
         # a pass inside of another one is of that one's time
-        if is_inside or marks.depth or not marks.is_on or thread_id() != marks.thread or is_compiling():
+        if is_compiling() or is_inside or marks.depth or not marks.is_on or thread_id() != marks.thread:
             return plain(tensors, *arguments, **options)
         if not is_functional_hooked and _FUNCTIONAL in modules:  # which not every script imports
             is_functional_hooked = True
