@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import typer
@@ -27,18 +28,18 @@ class RawCommand(TyperCommand):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return the launcher's options that begin so, and the values of the option before; a shell adds files."""
-        from click.shell_completion import CompletionItem
+        from paraplan.launch.parser import known_options
 
-        from paraplan.launch.parser import build_parser
-
-        actions = {option: action for action in build_parser()._actions for option in action.option_strings}
+        click = TyperCommand.__mro__[1].__module__.rpartition(".")[0]  # typer's own from 0.29 on
+        item = importlib.import_module(f"{click}.shell_completion").CompletionItem
+        actions = known_options()
         before = actions.get(ctx.args[-1]) if ctx.args else None
         values = None if before is None else before.choices or _VALUES.get(before.dest)
         if values is not None:
-            return [CompletionItem(str(one)) for one in values if str(one).startswith(incomplete)]
+            return [item(str(one)) for one in values if str(one).startswith(incomplete)]
         if not incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        return [CompletionItem(option) for option in sorted(actions) if option.startswith(incomplete)]
+        return [item(option) for option in sorted(actions) if option.startswith(incomplete)]
 
 
 app = typer.Typer()

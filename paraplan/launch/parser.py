@@ -91,6 +91,16 @@ def build_parser() -> LaunchParser:
     return parser
 
 
+def known_options() -> dict[str, argparse.Action]:
+    """Return what each option sets, by its spellings; ours alone where there is no torch to ask for its own."""
+    try:
+        parser = build_parser()
+    except ImportError:
+        parser = LaunchParser()
+        _add_own_options(parser)
+    return {option: action for action in parser._actions for option in action.option_strings}
+
+
 def _add_own_options(parser: LaunchParser) -> None:
     ours = parser.add_argument_group("options of paraplan")
     ours.add_argument(

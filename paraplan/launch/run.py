@@ -1,5 +1,7 @@
 """Launching from Python as torchrun's `torch.distributed.run` does: `main(args)`, `run(args)`, and the job itself.
 
+What other launchers (accelerate's) take from there beside these is torch's own.
+
 `python -m paraplan.launch.run`, as people call torch's, is `python -m paraplan.launch`.
 """
 
@@ -24,7 +26,12 @@ if __name__ == "__main__":  # before torch is imported: the spawner is forked fi
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import parse_min_max_nnodes
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from paraplan import shared_memory
 from paraplan.launch.accelerate import drives_accelerate
@@ -53,7 +60,15 @@ from paraplan.units import format_bytes
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
     from paraplan.hardware.topology import NodeTopology
 
-__all__ = ["main", "parse_min_max_nnodes", "run", "run_job"]
+__all__ = [
+    "config_from_args",
+    "determine_local_world_size",
+    "get_args_parser",
+    "main",
+    "parse_min_max_nnodes",
+    "run",
+    "run_job",
+]
 
 _HEALTH_S = 20.0  # for --preflight measure
 _DEFAULT_GRACE_S = 30.0  # torchrun's

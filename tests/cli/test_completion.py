@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -112,3 +113,76 @@ def completed(line: str) -> list[str]:
 )
 def test_names_are_completed(line: str, offered: str) -> None:
     assert offered in completed(line)
+
+
+PLAIN_INSTALLATION = """
+import importlib.metadata, json, os, re, sys
+
+def required(name, seen):
+    if name not in seen:
+        seen.add(name)
+        for one in importlib.metadata.requires(name) or ():
+            if "extra ==" not in one:
+                try:
+                    required(re.match(r"[A-Za-z0-9._-]+", one)[0].lower().replace("_", "-"), seen)
+                except importlib.metadata.PackageNotFoundError:  # of another system or Python
+                    pass
+    return seen
+
+needed = required("paraplan", set())
+has = {
+    module
+    for module, packages in importlib.metadata.packages_distributions().items()
+    if any(package.lower().replace("_", "-") in needed for package in packages)
+}
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in sys.stdlib_module_names or top in has | {"paraplan", "__main__"}:
+            return None
+        raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+
+sys.meta_path.insert(0, Missing())
+for forbidden in ("torch", "click", "yaml", "transformers"):
+    try:
+        __import__(forbidden)
+    except ModuleNotFoundError:
+        continue
+    sys.exit(f"{forbidden} is here")
+
+from typer.testing import CliRunner
+from paraplan.cli.main import app
+
+def complete(line):
+    words = {"_PARAPLAN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    result = CliRunner().invoke(app, [], prog_name="paraplan", env=words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout.split()
+
+offered, lines = {}, ["paraplan "]
+while lines:
+    line = lines.pop()
+    offered[line] = complete(line)
+    if line.count(" ") < 3:
+        offered[line + "--"] = complete(line + "--")
+        lines += [f"{line}{word} " for word in offered[line] if line == "paraplan "]
+    if line.count(" ") == 2:
+        lines += [f"{line}{option} " for option in offered[line + "--"]]
+print(json.dumps(offered))
+"""
+
+
+def test_every_command_and_option_is_completed_where_only_the_dependencies_are_installed() -> None:
+    done = subprocess.run([sys.executable, "-c", PLAIN_INSTALLATION], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    offered = json.loads(done.stdout)
+    commands = offered["paraplan "]
+    assert {"launch", "recommend", "explain", "topo"} <= set(commands)
+    for command in commands:
+        options = offered[f"paraplan {command} --"]
+        assert "--help" in options or options == [], (command, options)
+    assert {"--plan", "--hang-timeout"} <= set(offered["paraplan launch --"])
+    assert offered["paraplan launch --preflight "] == ["look", "measure"]
+    assert "dgx-h100" in offered["paraplan recommend --profile "]

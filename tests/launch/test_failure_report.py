@@ -69,6 +69,20 @@ def test_a_report_of_many_ranks_says_why_the_others_ended() -> None:
     assert "then ended: ranks 0-1 because the launcher stopped them\n" in render_failures([first, *others], CONTEXT)
 
 
+def test_ranks_that_were_killed_together_are_named_together_and_none_is_blamed() -> None:
+    killed = [failed(rank, code=-signal.SIGKILL) for rank in (1, 2)]
+    lost = failed(0, cause=Cause.COMMUNICATION)
+    lines = render_failures([lost, *killed], CONTEXT).splitlines()
+    assert lines[0] == "paraplan: ranks 1-2 failed first: each killed by SIGKILL (from outside, or by itself)"
+    assert "  then ended: rank 0 because a connection was lost" in lines
+    crashed = failed(3, code=-signal.SIGSEGV)
+    lines = render_failures([lost, *killed, crashed], CONTEXT).splitlines()
+    assert "  then ended: rank 0 because a connection was lost; rank 3 killed by SIGSEGV" in lines
+    text = render_failures(killed, replace(CONTEXT, memory_kill="cgroup"))
+    assert text.startswith("paraplan: ranks 1-2 failed first: each killed, out of host memory: the memory limit")
+    assert "then ended" not in text
+
+
 def test_a_node_whose_ranks_only_lost_connections_points_to_the_other_nodes() -> None:
     lost = [failed(rank, cause=Cause.COMMUNICATION, record=deep_error(9)) for rank in (2, 3)]
     lines = render_failures(lost, ReportContext(hostname="node7", num_nodes=2)).splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,35 @@ def test_ranks_stay_for_a_program_that_launches_too(scratch: Path, script: Write
     assert pids[0, 1] != pids[1, 1]
     assert done.stdout.count("is done") == 2
     assert names_in(scratch) == []
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed; the dev extra has it")
+def test_accelerates_own_launcher_launches_through_it(scratch: Path, script: WriteScript) -> None:
+    script(
+        """
+        import os, sys
+        words = [os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["ACCELERATE_MIXED_PRECISION"], *sys.argv[1:]]
+        words.append("TORCHELASTIC_ERROR_FILE" in os.environ and "paraplan" in os.environ["TORCHELASTIC_ERROR_FILE"])
+        os.write(1, f"{' '.join(map(str, words))}\\n".encode())
+        """
+    )
+    program = script(
+        """
+        import sys
+        import torch.distributed
+        from paraplan.launch import run
+        sys.modules["torch.distributed.run"] = torch.distributed.run = run
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        words = ["--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16", "train.py", "--x", "1"]
+        launch_command(launch_command_parser().parse_args(words))
+        assert run.determine_local_world_size("3") == 3
+        config, program, arguments = run.config_from_args(run.get_args_parser().parse_args(["--nnodes=2", "a.py"]))
+        assert (config.max_nodes, arguments[-1]) == (2, "a.py")
+        """,
+        "program.py",
+    )
+    done = run(program, scratch)
+    assert sorted(done.stdout.splitlines()) == ["0 2 bf16 --x 1 True", "1 2 bf16 --x 1 True"], done.stderr
 
 
 def test_the_module_runs_as_torchs_does(tmp_path: Path, scratch: Path, script: WriteScript) -> None:

@@ -163,6 +163,31 @@ def test_hooks_change_nothing_of_what_torch_says_and_stand_where_torch_is_only_l
     assert done.stdout.splitlines() == ["True", "None", "'NoneType' object is not iterable"], done.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--start-method", "exec")])
+def test_an_error_has_no_frame_of_the_launcher_where_hooks_stand_around_torch(
+    tmp_path: Path, launch_forked: ForkedLaunch, script: WriteScript, options: tuple[str, ...]
+) -> None:
+    path = script(
+        """
+        import torch
+        def train():
+            try:
+                torch.ones(2, requires_grad=True).sin().backward()
+            except RuntimeError as error:
+                raise ValueError("no step") from error
+        train()
+        """
+    )
+    done = launch_forked(*options, path, **{MARKS_VARIABLE: "1"})
+    (record,) = tmp_path.glob("paraplan-runs/*/*/*/*/error.json")
+    traceback = json.loads(record.read_text())["message"]["extraInfo"]["py_callstack"]
+    for text in (done.stderr, traceback):
+        assert "grad can be implicitly created only for scalar outputs" in text
+        assert "in _make_grads" in text
+        assert "ValueError: no step" in text
+        assert "paraplan/launch" not in text
+
+
 def test_compiled_training_is_left_as_it_is(launch_forked: ForkedLaunch, script: WriteScript) -> None:
     path = script(
         """

@@ -1,7 +1,8 @@
-"""The end of a job on a node whose ranks have ended well: what it waits for, and what it says of the others."""
+"""The end of a job on a node: what it waits for, and what it says of ranks that run on and of the other nodes."""
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from paraplan.launch.faults.failures import NodeFailure
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S
 from paraplan.launch.nodes.store import NodeStore
+from paraplan.units import ranks_in_words
 
 _LOOK_S = (0.05, 1.0)  # at first, and later
 _OTHER_NODES_S = 15.0
@@ -34,6 +36,12 @@ def end_without_restart(store: NodeStore) -> FailedElsewhereError:
     return FailedElsewhereError(
         "ranks of another node had ended well", failures, became="had been stopped to start again"
     )
+
+
+def say_who_is_waited_for(ranks: Sequence[int], number: signal.Signals, grace_s: float) -> None:
+    """Say which ranks have not ended yet after a signal, and what a second one does."""
+    them = "it" if len(ranks) == 1 else "them"
+    say(f"waiting up to {grace_s:g} s for {ranks_in_words(ranks)} to end after {number.name}; Ctrl-C kills {them}")
 
 
 def say_what_stays(left: Mapping[int, str]) -> None:

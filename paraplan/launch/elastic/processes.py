@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paraplan.launch.elastic.ending import say_what_stays
+from paraplan.launch.elastic.ending import say_what_stays, say_who_is_waited_for
 from paraplan.launch.elastic.following import (
     dump_variables,
     live_ranks,
@@ -36,7 +36,6 @@ from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
 from paraplan.launch.torch_private.elastic import ProcessContext
-from paraplan.units import ranks_in_words
 
 SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
@@ -382,17 +381,10 @@ class RankProcesses(ProcessContext):
                     self._spawner.signal(signal.SIGKILL, only_leaders_of=stopped)
             self._wait_for_exits(min(_SILENT_S, self._settings.grace_s))
             if self._is_running() and self._settings.grace_s > _SILENT_S:
-                self._say_what_is_waited_for(death_sig)
+                say_who_is_waited_for([*map(self._global_rank, self._running())], death_sig, self._settings.grace_s)
                 self._wait_for_exits(self._settings.grace_s - _SILENT_S)
         if self._is_running():
             self._kill()
-
-    def _say_what_is_waited_for(self, death_sig: signal.Signals) -> None:
-        ranks = [self._global_rank(rank) for rank in self._running()]
-        say(
-            f"waiting up to {self._settings.grace_s:g} s for {ranks_in_words(ranks)} to end after {death_sig.name}; "
-            f"Ctrl-C kills {'it' if len(ranks) == 1 else 'them'}"
-        )
 
     def _kill(self) -> None:
         with self._signals.held():

@@ -131,7 +131,8 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
         head += [f"hint: {hint}"] if hint and timeouts is None else []
     head += _full_disk(first, context, num_ranks=len(failures) + len(context.ended))
     head.append(_where(first, context))
-    others = [failure for failure in failures if failure is not first]
+    alike = _killed_alike(first, failures)
+    others = [failure for failure in failures if failure not in alike]
     if others:
         head.append(_consequence(others))
     if context.log_folder:
@@ -173,7 +174,22 @@ def describe_failures(failures: Sequence[RankFailure], *, num_nodes: int) -> str
 def _headline(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str:
     is_elsewhere = _is_elsewhere(first, num_nodes=context.num_nodes)
     verb = "lost a connection" if is_elsewhere else "failed first" if len(failures) > 1 else "failed"
+    alike = _killed_alike(first, failures)
+    if len(alike) > 1:
+        what = describe_exit(first.exit.code) if context.memory_kill is None else _what_happened(first, context)
+        return f"{ranks_in_words([one.global_rank for one in alike])} {verb}: each {what}"
     return f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"
+
+
+def _killed_alike(first: RankFailure, failures: Sequence[RankFailure]) -> list[RankFailure]:
+    """Return the ranks that the same signal has killed as the first: neither is the cause of the other's end."""
+    if first.record is not None or first.exit.code >= 0 or first.cause is not Cause.OWN_ERROR:
+        return [first]
+    return [
+        failure
+        for failure in failures
+        if failure.record is None and (failure.cause, failure.exit.code) == (first.cause, first.exit.code)
+    ]
 
 
 def _describe_ended(first: RankFailure, context: ReportContext) -> str:
@@ -333,7 +349,9 @@ def _consequence(others: Sequence[RankFailure]) -> str:
     by_cause: dict[str, list[int]] = {}
     for failure in others:
         became = {
-            Cause.OWN_ERROR: "with an error of its own",
+            Cause.OWN_ERROR: describe_exit(failure.exit.code).partition(" (")[0]
+            if failure.record is None and failure.exit.code < 0
+            else "with an error of its own",
             Cause.ABORT: "by aborting",
             Cause.COMMUNICATION: "because a connection was lost",
             Cause.STOPPED: "because the launcher stopped {}",

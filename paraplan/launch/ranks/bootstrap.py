@@ -167,7 +167,8 @@ def watch_process(recorder: FailureRecorder, marks: Any = None) -> Any:
 
     def record_thread(failure: threading.ExceptHookArgs) -> None:
         if failure.exc_value is not None and failure.exc_type is not SystemExit:
-            recorder.record(failure.exc_value, failure.exc_traceback, exit_code=1, in_thread=True)
+            traceback = _without_own_frames(failure.exc_value)
+            recorder.record(failure.exc_value, traceback, exit_code=1, in_thread=True)
         previous(failure)
 
     threading.excepthook = record_thread
@@ -275,10 +276,10 @@ def run_target(
         _note_accelerate()
         if error.code not in (None, 0):
             code = error.code if isinstance(error.code, int) else 1
-            recorder.record(error, _without_own_frames(error.__traceback__), exit_code=code & 0xFF)
+            recorder.record(error, _without_own_frames(error), exit_code=code & 0xFF)
         raise
     except KeyboardInterrupt as error:
-        traceback, show = _without_own_frames(error.__traceback__), sys.excepthook
+        traceback, show = _without_own_frames(error), sys.excepthook
         recorder.record(error, traceback, exit_code=130)
         sys.excepthook = lambda kind, value, _: show(kind, value.with_traceback(traceback), traceback)
         raise  # the interpreter prints it, and ends by SIGINT itself
@@ -304,7 +305,7 @@ def _note_accelerate() -> None:
 
 
 def _show_uncaught(error: BaseException, recorder: FailureRecorder) -> int:
-    traceback = _without_own_frames(error.__traceback__)
+    traceback = _without_own_frames(error)
     is_user_error = _is_user_error(error)
     exit_code = int(getattr(error, "exit_status", 1)) if is_user_error else 1
     recorded = recorder.record(error, traceback, exit_code=exit_code)
@@ -314,9 +315,8 @@ def _show_uncaught(error: BaseException, recorder: FailureRecorder) -> int:
     return exit_code
 
 
-def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
-        traceback = traceback.tb_next
+def _without_own_frames(error: BaseException | None) -> TracebackType | None:
+    traceback: TracebackType | None = module_beside("own_frames.py").take_out_own_frames(error)
     return traceback
 
 

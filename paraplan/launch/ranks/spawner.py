@@ -313,9 +313,9 @@ class Spawner:
 
     def _clear(self, message: dict[str, Any]) -> None:
         """End what ranks that are gone have left behind; with `leaves` tell what of it still runs after a moment."""
-        ways = ((0, _LEAVING_S),) if message["leaves"] else ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0))
+        ending = ((signal.SIGTERM, message["grace_s"]), (signal.SIGKILL, 5.0))
         left = first = self._leftovers()
-        for number, timeout_s in ways:
+        for number, timeout_s in ((0, _LEAVING_S),) if message["leaves"] else ending:
             deadline = time.monotonic() + timeout_s
             while left:
                 for pid in left:
@@ -327,9 +327,8 @@ class Spawner:
                 self._reap()
                 left = self._leftovers()
         self._wait_for_copier(_LEAVING_S if left else _COPIER_S)  # what is left may write on
-        self.send(
-            event="cleared", num_processes=len(first), left=[[pid, _command_of(pid)] for pid in left[:_MOST_TOLD]]
-        )
+        told = [[pid, _command_of(pid)] for pid in left[:_MOST_TOLD]]
+        self.send(event="cleared", num_processes=len(first), left=told)
 
     def _kill_all(self) -> None:
         for pid in self.ranks.running:

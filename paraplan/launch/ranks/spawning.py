@@ -200,7 +200,7 @@ class SpawnerHandle:
 
     def find_left(self) -> dict[int, str]:
         """Return the commands of the processes that ended ranks left behind and that stay, by id: the first few."""
-        self._send(do="clear", leaves=True)
+        self._send(do="clear", leaves=True, grace_s=0.0)
         return {int(pid): str(command) for pid, command in self._wait_for({"cleared"}, timeout_s=30.0)["left"]}
 
     def close(self) -> None:
