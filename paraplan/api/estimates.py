@@ -9,6 +9,7 @@ from paraplan.api.frames import framed
 from paraplan.cost.capacity import FitRow, LargestLayer, largest_layer, what_fits
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate, StepEstimate, estimate_plan
+from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.report.estimate_json import estimate_report, warnings_of
@@ -41,6 +42,11 @@ class Estimate:
     def step(self) -> StepEstimate:
         """Seconds of one optimizer step, by parts that sum to `step_time_s`, and what follows from them."""
         return self.result.step
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether a step takes at least `step.step_time_s`, and what it takes beyond is not priced."""
+        return lower_bound_reason(self.workload, self.plan) is not None
 
     @property
     def fits(self) -> bool:

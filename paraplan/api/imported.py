@@ -175,6 +175,9 @@ class Alternatives:
         ratio = self.now.step.step_time_s / best.step.step_time_s
         if not self.now.fits:
             return f"The configuration does not fit; '{name}' does."
+        if self.now.is_lower_bound or best.is_lower_bound:
+            bounded = "what runs today" if self.now.is_lower_bound else f"'{name}'"
+            return f"Of {bounded} a bound is predicted, not a speed: a ratio would say nothing."
         if ratio < _WORTH_CHANGING:
             return "Nothing that was searched is predicted to be over 2 % faster than what runs today."
         return f"'{name}' is predicted to be {ratio:.2f} times as fast as what runs today."

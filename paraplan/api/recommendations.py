@@ -13,6 +13,7 @@ from paraplan.api.frames import framed
 from paraplan.api.models import bundled_models, load_model
 from paraplan.api.workloads import OWN_RUNTIME, training_of
 from paraplan.cost.cost_model import CostModel
+from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.notes import workload_notes
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, ParaplanError
@@ -77,6 +78,10 @@ class Recommendation:
     def notes(self) -> tuple[str, ...]:
         """What to know of the training, and of speeds that are assumed, a sentence each."""
         return workload_notes(self.workload)
+
+    def is_lower_bound(self, plan: ParallelPlan) -> bool:
+        """Return whether a step of a plan takes at least what is predicted, and what it takes beyond is not priced."""
+        return lower_bound_reason(self.workload, plan) is not None
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:

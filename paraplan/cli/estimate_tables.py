@@ -170,7 +170,7 @@ def _fit_cell(row: FitRow) -> str:
 def _print_step(console: Console, estimate: Estimate) -> None:
     step = estimate.step
     console.print(
-        f"\n[bold]Step[/bold] {format_seconds(step.step_time_s)}, "
+        f"\n[bold]Step[/bold] {'at least ' if estimate.is_lower_bound else ''}{format_seconds(step.step_time_s)}, "
         f"{format_count(float(f'{step.tokens_per_s_per_gpu:.3g}'))} tokens/s per GPU, "
         f"{format_flops(step.model_flops_per_s_per_gpu)} per GPU (MFU {step.mfu:.1%})",
         markup=True,

@@ -198,10 +198,13 @@ def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
     for name, estimate in rows.items():
         rate = format_count(float(f"{estimate.step.tokens_per_s_per_gpu:.3g}"))
         typer.echo(
-            f"  {name:{width}}  {format_seconds(estimate.step.step_time_s):>7}  {rate:>6} tokens/s/GPU  "
+            f"  {name:{width}}  {format_seconds(estimate.step.step_time_s):>7}{' +'[estimate.is_lower_bound]} "
+            f"{rate:>6} tokens/s/GPU  "
             f"{format_bytes(estimate.peak_memory_bytes):>8}{'' if estimate.fits else ' (does not fit)'}\n"
             f"  {'':{width}}    {estimate.plan.describe()}"
         )
+    if any(estimate.is_lower_bound for estimate in rows.values()):
+        typer.echo("  + at least so long, at most so fast")
     typer.echo("  " + compared.verdict)
 
 

@@ -49,7 +49,7 @@ def print_answer(
     print_lines(console, [*answer.lines, *notes, *details])
     if verbose:
         _print_tree(console, answer.result)
-    _print_plans(console, answer.result, None if verbose else shown_rows or MOST_ROWS)
+    _print_plans(console, answer, None if verbose else shown_rows or MOST_ROWS)
     if verbose and answer.result.rejections:
         console.print("\n[bold]Ruled out[/bold]", markup=True)
         console.print(_rejections(answer.result))
@@ -62,7 +62,7 @@ def print_answer(
         console.print(
             f"\n[bold]{count} Pareto-optimal plans[/bold]: none is better in both time and memory", markup=True
         )
-        console.print(_plans(answer.result.front, answer.result))
+        console.print(_plans(answer.result.front, answer))
     if beside.comparison is not None:
         _print_comparison(console, beside.comparison)
     print_money(console, answer)
@@ -99,12 +99,16 @@ def _print_tree(console: Console, result: SearchResult) -> None:
         console.print(Padding(Text(decision.because, style="dim"), (0, 4)))
 
 
-def _print_plans(console: Console, result: SearchResult, most: int | None) -> None:
+def _print_plans(console: Console, answer: Recommendation, most: int | None) -> None:
+    result = answer.result
     order = "least memory" if result.objective == "memory" else "fastest"
     marks = "> = recommended, * = suggested by Hugging Face's guide"
     console.print(f"\n[bold]Plans[/bold], {order} first ({marks})", markup=True)
     shown = without_equals(result.candidates, result.best.plan)
-    console.print(_plans(table_rows(shown[:most], result), result))
+    rows = table_rows(shown[:most], result)
+    console.print(_plans(rows, answer))
+    if any(answer.is_lower_bound(one.plan) for one in rows):
+        console.print("   [dim]+ at least so long, at most so fast: see the caution[/dim]", markup=True)
     if most is None and (hidden := len(result.candidates) - len(shown)):
         plans = "similar plan" if hidden == 1 else "similar plans"
         console.print(f"   [dim]{hidden} {plans} with context parallelism not shown (--json)[/dim]", markup=True)
@@ -187,17 +191,17 @@ def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float, *
         typer.echo(f"Write the plan with -o plan.json, then {use}:\n  {words[how]}")
 
 
-def _plans(candidates: tuple[Candidate, ...], result: SearchResult) -> Table:
+def _plans(candidates: tuple[Candidate, ...], answer: Recommendation) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for title in ("", "plan", "step", "tok/s/GPU", "MFU", "memory"):
         is_text = title in ("", "plan")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text)
     for candidate in candidates:
-        chosen = candidate.plan == result.best.plan
+        chosen = candidate.plan == answer.result.best.plan
         table.add_row(
             (">" if chosen else " ") + ("*" if candidate.in_tree else ""),
             words_of(candidate) + ("" if candidate.fits else ": too large"),
-            format_seconds(candidate.step_time_s),
+            format_seconds(candidate.step_time_s) + "+" * answer.is_lower_bound(candidate.plan),
             format_count(float(f"{candidate.tokens_per_s_per_gpu:.3g}")),
             f"{candidate.mfu:.1%}",
             format_bytes(candidate.peak_memory_bytes),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paraplan.accuracy.intervals import step_interval
+from paraplan.api.imported import alternatives, import_plan, workloads_of
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
@@ -38,6 +41,20 @@ def test_a_mixture_under_zero_3_takes_at_least_what_is_priced(framework: str) ->
     report = estimate_report(workload, estimate)
     assert report["step_is_lower_bound"] is True
     assert report["step_interval"] is None
+
+
+def test_a_comparison_with_a_bound_names_no_ratio(tmp_path: Path) -> None:
+    zero = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1, "train_batch_size": 16}
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(zero | {"bf16": {"enabled": True}}))
+    imported = import_plan(path, num_gpus=16)
+    training = TrainingSpec(global_batch_size=16, seq_length=2048)
+    workload = Workload.of(read_model("qwen3-30b-a3b"), training, cluster_from_profile("dgx-h100", num_nodes=2))
+    theirs, ours = workloads_of(imported, workload, has_attention=True)
+    compared = alternatives(imported, theirs, ours)
+    assert compared.now.is_lower_bound
+    assert compared.now.fits
+    assert compared.verdict == "Of what runs today a bound is predicted, not a speed: a ratio would say nothing."
 
 
 @pytest.mark.parametrize(
