@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paraplan.errors import PlanError
@@ -61,7 +62,7 @@ from paraplan.runtime.structure.blocks import compile_blocks
 from paraplan.runtime.structure.parameter_hooks import check_hooks, check_written_tables
 from paraplan.runtime.structure.weights import count_parameters, share_weights
 from paraplan.runtime.timeouts import explained_timeouts
-from paraplan.runtime.world import World, leave_group
+from paraplan.runtime.world import World
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -390,3 +391,9 @@ class Job:
 def is_compiled(file: PlanFile | None) -> bool:
     """Whether the plan was made for blocks under torch.compile."""
     return file is not None and file.training is not None and file.training.compiled
+
+
+def leave_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -19,13 +19,12 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported, compiled_reason
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.job import Job, is_compiled
+from paraplan.runtime.job import Job, is_compiled, leave_group
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.world import (
     DEFAULT_TIMEOUT_S,
     World,
     join_world,
-    leave_group,
     read_world,
     silence_known_noise,
 )

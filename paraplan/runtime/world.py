@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from paraplan.errors import UsageError
-from paraplan.runtime.torch_private import NOISY_LOGGERS, VIEW_WARNING, names_of_groups
+from paraplan.runtime.torch_private import NOISY_LOGGERS, VIEW_WARNING
 
 DEFAULT_TIMEOUT_S = 600.0
 BACKEND = "PARAPLAN_BACKEND"
@@ -115,24 +115,6 @@ class _Stores:
 
     held: ClassVar[dict[tuple[str, int], Store]] = {}
     num_jobs: ClassVar[dict[tuple[str, int], int]] = {}
-
-
-class _Groups:
-    """The process groups that this process has left last.
-
-    The end of a group joins its threads. Where DDP's reducer drops the last reference, it does so under Python's lock,
-    and a thread of gloo's that has yet to drop its last work waits for that lock: Python context came with the work
-    (torch's issue 56297). A reference from Python releases the lock first.
-    """
-
-    left: ClassVar[list[dist.ProcessGroup]] = []
-
-
-def leave_group() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        _Groups.left = list(names_of_groups())
-        dist.destroy_process_group()
 
 
 def _store_of_job(host: str, port: int, world: World, timeout: timedelta, *, by_agent: bool) -> Store:
