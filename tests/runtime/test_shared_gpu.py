@@ -23,6 +23,12 @@ PLANS = {
     "split layers": ParallelPlan(tp=2, micro_batch_size=12),
 }
 
+_kept: list[nn.Module] = []
+"""DDP's reducer, dropped at the end of a function, drops its group under Python's lock and joins gloo's threads there.
+
+One that has yet to drop its last work waits for that lock (torch's issue 56297): here nothing comes after that work.
+"""
+
 
 def share() -> None:
     """Have this rank's groups be of the kind that ranks on one GPU have, and copy every tensor."""
@@ -68,6 +74,7 @@ def collectives() -> dict[str, list[float]]:
     linear(ones(1, rank)).backward()
     assert linear.module.weight.grad is not None
     found["ddp"] = linear.module.weight.grad.flatten()
+    _kept.append(linear)
     job.close()
     return {name: value.tolist() for name, value in found.items()}
 
