@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
-from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
+from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor, ReasonOf, training_gap
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
+from paraplan.plan.training import TrainingSpec
 
 
 def executor_of(workload: Workload) -> Executor:
@@ -18,9 +20,16 @@ def executor_of(workload: Workload) -> Executor:
     framework = workload.framework
     if framework.is_own_runtime:
         return OWN_RUNTIME
-    if framework.export_target is None:
-        return ANYTHING
-    return executor_of_target(framework.export_target, workload)
+    if framework.export_target is not None:
+        return executor_of_target(framework.export_target, workload)
+    return Executor(framework.name, partial(_lacking, framework, ANYTHING.reason_of))
+
+
+def _lacking(
+    framework: FrameworkProfile, reason_of: ReasonOf, plan: ParallelPlan, training: TrainingSpec, num_blocks: int
+) -> str | None:
+    """Return why a framework cannot execute a plan: an option that it lacks, or what its configuration cannot say."""
+    return framework.levers.lacking(training) or reason_of(plan, training, num_blocks)
 
 
 def executor_of_target(target: str, workload: Workload) -> Executor:
@@ -30,13 +39,9 @@ def executor_of_target(target: str, workload: Workload) -> Executor:
     """
     from paraplan.interop.export import spreads_experts, why_inexpressible  # all targets: our own runtime needs none
 
-    plainest = (ParallelPlan(), ParallelPlan(dp=2, zero_stage=3))  # without shards and with: some tools do one alone
-    found = [why_inexpressible(target, plan, workload.training, workload.model.num_blocks) for plan in plainest]
-    if None not in found:
-        raise PlanError(f"{target} cannot train so: {found[-1]}", hint="change that, or leave out --framework")
-    return Executor(
-        target,
-        partial(why_inexpressible, target),
-        spreads_experts=spreads_experts(target),
-        rank_orders=(MEGATRON_RANK_ORDER,),
-    )
+    reason_of = partial(_lacking, workload.framework, partial(why_inexpressible, target))
+    executor = Executor(target, reason_of, spreads_experts=spreads_experts(target), rank_orders=(MEGATRON_RANK_ORDER,))
+    gap = training_gap(executor, workload.training, workload.model.num_blocks)
+    if gap is not None:
+        raise PlanError(f"{target} cannot train so: {gap}", hint="change that, or leave out --framework")
+    return executor

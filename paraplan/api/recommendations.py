@@ -26,10 +26,11 @@ from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
 from paraplan.search.failure import NothingFitsError as NothingFitsError
 from paraplan.search.money import affords
+from paraplan.search.plan_files import plan_file
 from paraplan.search.recommendation import Find as Find
 from paraplan.search.recommendation import Recommendation as SearchAnswer
 from paraplan.search.recommendation import SearchRequest as SearchRequest
-from paraplan.search.recommendation import plan_file, recommendation
+from paraplan.search.recommendation import recommendation
 from paraplan.search.results import Candidate, Decision, Objective, Rejection, SearchResult
 from paraplan.search.what_fits import some_plan_fits
 from paraplan.units import gpus
@@ -240,6 +241,21 @@ def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) ->
     from paraplan.search.verification import check_plan
 
     return check_plan(CostModel.of_workload(workload), plan, tolerance=tolerance)
+
+
+def nothing_fits_dict(error: NoPlanFitsError) -> dict[str, Any]:
+    """Return what `paraplan recommend --json` prints where no plan fits: the nearest plan, and what would fit."""
+    found: dict[str, Any] = {"error": error.message, "hint": error.hint, "levers": []}
+    if isinstance(error, NothingFitsError):
+        nearest = error.nearest
+        found["nearest"] = {
+            "plan": nearest.plan.model_dump(mode="json"),
+            "peak_memory_bytes": nearest.peak_memory_bytes,
+            "usable_memory_bytes": nearest.usable_memory_bytes,
+            "host_bytes_per_node": nearest.host_bytes_per_node,
+        }
+        found["levers"] = [one.model_dump() for one in error.offers]
+    return found
 
 
 def nothing_fits_html(workload: Workload, error: NothingFitsError) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
-from paraplan.api.recommendations import SearchRequest, largest_model
+from paraplan.api.recommendations import SearchRequest, largest_model, nothing_fits_dict
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli import completion
 from paraplan.cli.choices import HardwareOptions, TrainingChoices
@@ -31,10 +31,9 @@ from paraplan.cli.options import (
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
 from paraplan.cli.plan_choices import PlanChoices
 from paraplan.cli.terminal import show_note
-from paraplan.errors import UsageError
+from paraplan.errors import NoPlanFitsError, UsageError
 
 if TYPE_CHECKING:
-    from paraplan.api.recommendations import Find
     from paraplan.api.workloads import Cluster
     from paraplan.model.spec import ModelSpec
 
@@ -249,9 +248,9 @@ class SearchOptions:
             memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
             **training.fields,
         )
-        tokens = "20 tokens a parameter" if self.tokens is None else f"{self.tokens:g} tokens"
-        money = "" if self.budget is None else f", for {self.budget:,.0f} and on {tokens},"
-        show_note(f"the largest bundled model that trains without offload{money} is {found.name}")
+        if self.budget is not None:
+            tokens = "20 tokens a parameter" if self.tokens is None else f"{self.tokens:g} tokens"
+            show_note(f"{found.name} is the largest that {self.budget:,.0f} trains on {tokens}")
         return found
 
     @property
@@ -274,7 +273,7 @@ class SearchOptions:
         is_rate = self.tokens is None and price is not None and self.budget is None and cluster is not None
         return SearchRequest(
             objective=self.objective.value,
-            find=_of_plans(self.find),
+            find=None if self.find is None else self.find.value,
             framework=None if self.framework == OWN_RUNTIME else self.framework,
             fixed=plan.constraints(),
             memory_margin=read_percent(self.memory_margin, option="--memory-margin", most=90),
@@ -303,17 +302,6 @@ class SearchOptions:
             "failures": FailureRate.parse(self.mtbf),
             "failure_costs": None if self.costs_of is None else read_measured_costs(self.costs_of),
         }
-
-
-def _of_plans(find: FindName | None) -> Find | None:
-    """Return what the search finds; the model is found before it."""
-    found: dict[FindName, Find] = {
-        FindName.fewest_gpus: "fewest-gpus",
-        FindName.by_date: "by-date",
-        FindName.largest_batch: "largest-batch",
-        FindName.longest_sequence: "longest-sequence",
-    }
-    return None if find is None else found.get(find)
 
 
 @app.command()
@@ -370,7 +358,12 @@ def recommend(
             workload, old.check, tolerance=old.tolerance, github=old.github, junit=old.junit, as_json=as_json
         )
         return
-    whole = recommended(workload, request, html)
+    try:
+        whole = recommended(workload, request, html)
+    except NoPlanFitsError as error:
+        if as_json:
+            typer.echo(json.dumps(nothing_fits_dict(error), indent=2))
+        raise
     seconds = time.perf_counter() - started
     write_files(whole, plan_path=output, trace=trace, html=html)
     answer = whole.cut(num_candidates=search.num_candidates, with_front=search.pareto)

@@ -125,9 +125,29 @@ class PlanEstimate(Record):
         return self.peak_memory_bytes <= self.usable_memory_bytes and self.fits_host
 
     @property
+    def cached_device_bytes(self) -> int:
+        """What torch's allocator would take of the fullest GPU, with the context, if it gave nothing back."""
+        return max(stage.cached_device_bytes for stage in self.memory)
+
+    @property
     def fits_host(self) -> bool:
         """True where what is offloaded stays within the host's memory, or nobody said how much that is."""
         return self.host_memory_bytes is None or self.host_bytes_per_node <= self.host_memory_bytes
+
+
+FULL_MEMORY = 0.95
+"""Share of the usable memory above which fragmentation may exceed what is left."""
+
+
+def allocator_holds(workload: Workload, estimate: PlanEstimate) -> bool:
+    """Return whether what torch's allocator takes and keeps is within a GPU's memory on every stage."""
+    return estimate.cached_device_bytes <= workload.cluster.gpu_memory_bytes
+
+
+def leaves_room(workload: Workload, estimate: PlanEstimate) -> bool:
+    """Return whether a plan is far enough from the limit: by its peak, and by what torch's allocator keeps."""
+    is_full = estimate.peak_memory_bytes > FULL_MEMORY * estimate.usable_memory_bytes
+    return not is_full and allocator_holds(workload, estimate)
 
 
 def peak_memory(workload: Workload, table: PlanTable, costs: BlockCosts | None = None) -> Floats:

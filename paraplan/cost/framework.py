@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from paraplan.cost.framework_experts import ExpertsProfile
+from paraplan.cost.framework_levers import LeverProfile
 from paraplan.cost.framework_loading import LoadingProfile
 from paraplan.cost.framework_packing import PackingProfile
 from paraplan.cost.framework_storage import StorageProfile
@@ -315,6 +316,8 @@ class FrameworkProfile(Record):
     """How ranks come to their weights."""
     packing: PackingProfile = PackingProfile()
     """Packed samples."""
+    levers: LeverProfile = LeverProfile()
+    """Options that save memory."""
 
     @property
     def is_own_runtime(self) -> bool:
@@ -326,10 +329,7 @@ class FrameworkProfile(Record):
         return self.replace(**{name: getattr(self, name).replace(**values) for name, values in groups.items()})
 
     def for_training(self, training: TrainingSpec, *, on_gpu: bool = True) -> FrameworkProfile:
-        """Return the profile of a training: without fp32 copies in pure bf16, with the step of its optimizer.
-
-        AdamW is torch's fused one on a GPU, as transformers' Trainer and torchtitan take it.
-        """
+        """Return the profile of a training: pure bf16 has no fp32 copies, AdamW's step is fused on a GPU."""
         storage: dict[str, Any] = {}
         if training.precision == "bf16" and self.storage.bf16_gradient_bytes is not None:
             storage["gradient_bytes"] = self.storage.bf16_gradient_bytes

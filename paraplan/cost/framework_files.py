@@ -12,7 +12,10 @@ from paraplan.errors import ProfileError, near_names
 from paraplan.hardware.profile_json import read_object, validated
 from paraplan.resources import profiles_folder
 
-GROUPS = ("storage", "kernels", "data_parallel", "pipeline", "tensor_parallel", "loss", "experts", "packing", "loading")
+GROUPS = (
+    *("storage", "kernels", "data_parallel", "pipeline", "tensor_parallel", "loss", "experts", "packing"),
+    *("loading", "levers"),
+)
 """The fields of a profile that it takes from the one that it is `based_on`, value by value."""
 
 FALLBACK_FRAMEWORK = "plain-pytorch"

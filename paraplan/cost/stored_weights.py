@@ -24,11 +24,11 @@ def storage_notes(workload: Workload) -> tuple[str, ...]:
     notes = [*_of_all_linear(workload)] if tool.name in _LOADS_INTO_PEFT else []
     if training.train == "full" or not is_stored_below_16_bits(weights):
         return tuple(notes)
-    if weights in tool.untrainable:
-        notes.append(
-            f"{tool.title} trains no adapters over {weights} weights, and dequantizes them to 16 bits for that: "
-            "--base-weights bf16, or nf4 with a --quantizer that stores experts so"
-        )
+    notes += [
+        f"{words}, and dequantizes them to 16 bits for that: --base-weights bf16, or nf4 with a --quantizer that "
+        "stores experts so"
+        for words in untrainable_notes(workload)
+    ]
     experts = _left_out(workload)
     if experts:
         elements = sum(one.num_elements * count for one, count in experts)
@@ -60,6 +60,14 @@ def _of_all_linear(workload: Workload) -> Iterator[str]:
         f"{peft().version} itself, and so TRL, adapts the experts of {model.model_type} too, {format_count(added)} "
         f"parameters more: --train '{wider}' prices that"
     )
+
+
+def untrainable_notes(workload: Workload) -> tuple[str, ...]:
+    """Return that a tool trains no adapters over the format of the base, where it does not."""
+    training = workload.training
+    tool = quantizer_of(training.quantizer or workload.framework.storage.quantizer)
+    is_refused = training.train != "full" and training.frozen_weights in tool.untrainable
+    return (f"{tool.title} trains no adapters over {training.frozen_weights} weights",) if is_refused else ()
 
 
 def wider_quantizers(workload: Workload) -> tuple[Quantizer, ...]:

@@ -133,9 +133,9 @@ def spreads_experts(target: str) -> bool:
 def why_inexpressible(target: str, plan: ParallelPlan, training: TrainingSpec, num_blocks: int) -> str | None:
     """Return what the configuration of a target cannot say of a plan, None where it says all."""
     if training.task != "sft" and target not in _BENEATH_TRL:
-        return f"task={training.task}: {target}'s file trains on given sequences"
+        return f"--task {training.task}: {target}'s file trains on given sequences"
     if training.offloads_activations and target not in (*_BENEATH_TRL, *_OFFLOADS_ACTIVATIONS):
-        return f"offloads_activations: paraplan writes none for {target}"
+        return f"--offload-activations: paraplan writes none for {target}"
     gaps_of = TARGETS[target].gaps
     assert gaps_of is not None, f"{target} runs no plans itself"
     file = PlanFile(plan=plan, training=training, model=ModelReference(name="model", num_blocks=num_blocks))

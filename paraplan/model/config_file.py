@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.errors import ModelError
+from paraplan.model.weight_formats import WeightFormat
 
 MAX_LAYERS = 10_000
 MAX_COUNT = 10**9  # no width, vocabulary or number of positions is larger
-RELEASE_FORMATS = ("fp8", "mxfp4")
+RELEASE_FORMATS: tuple[WeightFormat, ...] = ("fp8", "mxfp4")
 """Formats that models are released in by those who trained them (DeepSeek-V3, gpt-oss); to train they are dequantized.
 
 So do transformers' FineGrainedFP8Config and Mxfp4Config with dequantize=True.
@@ -38,6 +39,13 @@ class ModelConfig:
     def model_type(self) -> str:
         """The family's name, the field `model_type`."""
         return self.text("model_type")
+
+    @property
+    def released_in(self) -> WeightFormat | None:
+        """The narrow format that `quantization_config` says the weights were published in, None for 16 bits or more."""
+        storage = self.fields.get("quantization_config")
+        method = storage.get("quant_method") if isinstance(storage, dict) else None
+        return next((name for name in RELEASE_FORMATS if name == method), None)
 
     @property
     def architecture(self) -> str:
@@ -162,9 +170,7 @@ def load_config(path: Path, *, seq_length: int | None = None) -> ModelConfig:
         raise ModelError(f"{path} holds no JSON object", hint="give a config.json as transformers saves it")
     name = path.parent.name if path.name == "config.json" else path.stem
     config = ModelConfig(str(path), fields, name, seq_length)
-    storage = fields.get("quantization_config")
-    method = storage.get("quant_method") if isinstance(storage, dict) else None
-    if storage is not None and method not in RELEASE_FORMATS:
+    if config.has("quantization_config") and config.released_in is None:
         raise ModelError(
             f"{path}: quantization_config describes a quantized checkpoint, which cannot be trained as it is",
             hint="use the model that it was made from; for QLoRA add --train lora --base-weights nf4:double",

@@ -40,7 +40,8 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
     config = load_config(path, seq_length=seq_length)
     is_known = config.model_type in READERS or is_hybrid(config)
     if not is_known and can_build(config.model_type):
-        return trace_config(config, micro_batch_size=micro_batch_size).replace(source=reference)
+        traced = trace_config(config, micro_batch_size=micro_batch_size)
+        return traced.replace(source=reference, released_in=config.released_in)
     return read_fields(config).replace(source=reference)
 
 
@@ -104,7 +105,8 @@ def read_fields(config: ModelConfig) -> ModelSpec:
     model_type = config.model_type
     reader = read_hybrid if is_hybrid(config) else READERS.get(model_type)
     if reader is not None:
-        return with_prediction_layers(reader(config), config.size("mtp_num_layers", default=0, most=MAX_LAYERS))
+        model = with_prediction_layers(reader(config), config.size("mtp_num_layers", default=0, most=MAX_LAYERS))
+        return model.replace(released_in=config.released_in)
     ways = [] if config.has("auto_map") else [near_names(model_type, READERS).removesuffix("?")]
     if config.has("auto_map"):
         ways.append("the code that auto_map names is never executed")

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from paraplan.model.weight_formats import WeightFormat
 from paraplan.records import Record
 
 AttentionKernel = Literal["flash", "sdpa", "eager"]
@@ -207,12 +208,14 @@ class ModelSpec(Record):
 
     `tied_embeddings` says that the head's matmul uses the embedding's matrix: the head then lists no weight for it.
     `max_seq_length` is the longest sequence that the model was made for, None where its positions have no limit.
-    `source` is what the user named: a path, a bundled name, or `file.py:factory`.
+    `source` is what the user named: a path, a bundled name, or `file.py:factory`. `released_in` is the narrow format of
+    the weights that its makers published, None where those are in 16 bits or more.
     """
 
     name: str
     model_type: str
     source: str
+    released_in: WeightFormat | None = None
     hidden_size: int = Field(gt=0)
     vocab_size: int | None = None
     max_seq_length: int | None = None

@@ -37,3 +37,10 @@ def _own_reason(plan: ParallelPlan, training: TrainingSpec, num_blocks: int) -> 
 OWN_RUNTIME = Executor("paraplan.runtime", _own_reason, is_own=True)
 ANYTHING = Executor("any framework", lambda plan, training, num_blocks: None)
 """Executes every plan that makes sense, of a framework whose configuration nobody here writes."""
+
+
+def training_gap(executor: Executor, training: TrainingSpec, num_blocks: int) -> str | None:
+    """Return why an executor cannot do a training at all, under the plainest plans; None where it can."""
+    plainest = (ParallelPlan(), ParallelPlan(dp=2, zero_stage=3))  # without shards and with: some tools do one alone
+    found = [executor.reason_of(plan, training, num_blocks) for plan in plainest]
+    return None if None in found else found[-1]

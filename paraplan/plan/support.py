@@ -83,9 +83,9 @@ def unsupported_axes(degrees: Mapping[Degree, int]) -> str | None:
 def training_reason(training: TrainingSpec | None) -> str | None:
     """Return why the runtime does not train so under any plan, None where it does or nothing is known."""
     if training is not None and training.linear_precision != "16bit":
-        return f"linear_precision={training.linear_precision}: the runtime multiplies in the training's own precision"
+        return f"--linear-precision {training.linear_precision}: the runtime multiplies in the training's own precision"
     if training is not None and training.offloads_activations:
-        return "offloads_activations: the runtime keeps activations on the GPU, or computes them again"
+        return "--offload-activations: the runtime keeps activations on the GPU, or computes them again"
     return None
 
 

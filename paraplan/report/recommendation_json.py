@@ -8,7 +8,8 @@ from typing import Any
 
 from paraplan.interop.commands import launch_command, torchrun_command
 from paraplan.report.estimate_json import estimate_report
-from paraplan.search.recommendation import Recommendation, cluster_reference
+from paraplan.search.plan_files import cluster_reference
+from paraplan.search.recommendation import Recommendation
 
 
 def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
@@ -51,7 +52,7 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "goodput": answer.goodput.model_dump() if answer.goodput else None,
         "offers": [offer.model_dump() for offer in answer.offers],
         "what_helps": [one.model_dump(mode="json") for one in answer.helps],
-        "fine_tuning": [way.model_dump() for way in answer.ways],
+        "levers": [one.model_dump() for one in answer.levers],
         "rejections": [rejection.model_dump() for rejection in result.rejections],
         "search": {
             "plans_considered": result.plans_considered,

@@ -21,6 +21,7 @@ from paraplan.report.plan_sections import (
 from paraplan.report.plan_words import plan_in_words
 from paraplan.report.ranked_rows import table_rows, words_of
 from paraplan.search.failure import NothingFitsError
+from paraplan.search.offers import LeverOffer, offers_beside
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
 from paraplan.search.sizes import Budget, SizeOffer
@@ -50,6 +51,7 @@ def recommendation_page(answer: Recommendation, *, sizes: Sequence[SizeOffer], c
             ranks_section(workload, best, answer.placement),
             _sizes(workload, sizes, renderer),
             _budget(answer.budget),
+            _levers(answer.levers, workload.framework.title),
             _helps(answer.helps),
             _rejections(result.rejections),
             _commands(commands),
@@ -68,7 +70,6 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
         f"<h1>{escape(workload.model.name)}: no plan fits</h1>",
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
         f'<p class="plan bad">Nearest: {escape(nearest.plan.describe())}</p>',
-        paragraph(f"What would help: {error.hint}.") if error.hint else "",
         facts(
             [
                 (f"needed{where}", format_bytes(needed)),
@@ -80,7 +81,11 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
     return page(
         title=f"{workload.model.name} on {gpus(workload.cluster.num_gpus)}: no plan fits",
         head="\n".join(head),
-        sections=[_decisions(decisions), memory_section(workload, nearest, renderer)],
+        sections=[
+            _levers(error.offers, workload.framework.title),
+            _decisions(decisions),
+            memory_section(workload, nearest, renderer),
+        ],
     )
 
 
@@ -250,6 +255,45 @@ def _budget(budget: Budget | None) -> str:
         facts(pairs),
         paragraph("Steps alone: no starts, checkpoints, failures."),
     )
+
+
+def _levers(offers: Sequence[LeverOffer], framework: str) -> str:
+    """Return what levers and machines make of a workload that is short of memory, in their order."""
+    if not offers:
+        return ""
+    priced = [one for one in offers if one.lacking is None]
+    finds = any(one.found for one in priced)
+    rows = [
+        Row(
+            (
+                one.options if one.keeps_training else f"* {one.options}",
+                *([one.found or ""] if finds else []),
+                format_bytes(one.peak_memory_bytes or 0) if one.fits else f"{_needs(one)}: too large",
+                one.step_in_words if one.fits else "",
+                one.plan or "",
+            )
+        )
+        for one in priced
+    ]
+    columns = [
+        Column("change"),
+        *([Column("finds")] if finds else []),
+        Column("memory", is_number=True),
+        Column("step", is_number=True),
+        Column("plan"),
+    ]
+    caption = "Cheapest first; * trains other parameters, with other arithmetic, or on other data"
+    lacking = [words for words in offers_beside(offers, framework=framework) if " lacks " in words]
+    return section(
+        "What makes it fit" if not finds else "What finds more",
+        table(columns, rows, caption=caption) if rows else "",
+        *(paragraph(f"{words}.") for words in lacking),
+    )
+
+
+def _needs(one: LeverOffer) -> str:
+    peak, usable = one.peak_memory_bytes or 0, one.usable_memory_bytes or 0
+    return format_bytes(peak if peak > usable else one.host_bytes_per_node or 0)
 
 
 def _helps(helps: Sequence[Help]) -> str:

@@ -13,6 +13,7 @@ from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
 from paraplan.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # the search, which an estimate does without
+    from paraplan.search.offers import LeverOffer
     from paraplan.search.recommendation import Recommendation
     from paraplan.search.results import SearchResult
     from paraplan.search.what_helps import Help
@@ -159,21 +160,33 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
         ("GPUs", answer.idle),
         ("Mixed", answer.mixed),
         ("Why", result.remark),
-        ("Roomier", _roomier(result, answer.helps)),
+        ("Roomier", _roomier(result)),
         ("Offload", answer.offload),
         ("Faster", _faster(answer.helps)),
     )
     return (
         *workload_lines(answer.workload),
+        *(Line("First", one.in_words, "good") for one in free_levers(answer)),
         *plan_lines(answer.workload, result.best),
         *(Line(label, words) for label, words in beside if words is not None),
-        *(Line(way.name, way.in_words, "good") for way in answer.ways),
+        *lever_lines(answer),
     )
 
 
-def _in_options(one: Help) -> str:
-    """Return the options of a change, and the plan where that changes with them."""
-    return one.options if one.is_same_plan else f"{one.options} with {one.plan.describe()}"
+def free_levers(answer: Recommendation) -> tuple[LeverOffer, ...]:
+    """Return the levers that find more, or save memory, at no cost: they stand before the plan."""
+    return tuple(one for one in answer.levers if one.is_free)
+
+
+def lever_lines(answer: Recommendation) -> tuple[Line, ...]:
+    """Return the levers that cost something, in their order, those that are not enough, and those that are lacking."""
+    from paraplan.search.offers import offers_beside  # the search, which an estimate does without
+
+    title = answer.workload.framework.title
+    return (
+        *(Line("Lever", one.in_words, "good") for one in answer.levers if one.fits and not one.is_free),
+        *(Line("", words, "dim") for words in offers_beside(answer.levers, framework=title)),
+    )
 
 
 def _faster(helps: tuple[Help, ...]) -> str | None:
@@ -181,11 +194,8 @@ def _faster(helps: tuple[Help, ...]) -> str | None:
     return next((f"{one.options}: {one.in_words}" for one in helps if one.costs_nothing), None)
 
 
-def _roomier(result: SearchResult, helps: tuple[Help, ...]) -> str | None:
-    """Return the fastest way to leave clearly more memory, where the recommended plan takes nearly all.
-
-    That is another plan, or an option that leaves the training as it is.
-    """
+def _roomier(result: SearchResult) -> str | None:
+    """Return the fastest plan that leaves clearly more memory, where the recommended one takes nearly all."""
     best = result.best
     if best.peak_memory_bytes <= FULL_MEMORY * best.usable_memory_bytes:
         return None
@@ -193,7 +203,6 @@ def _roomier(result: SearchResult, helps: tuple[Help, ...]) -> str | None:
     if result.roomier is not None:
         plan = result.roomier
         ways.append((plan.step.step_time_s, plan.peak_memory_bytes, plan.plan.describe()))
-    ways += [(one.step_time_s, one.peak_memory_bytes, _in_options(one)) for one in helps if one.keeps_training]
     roomy = [way for way in ways if way[1] <= ROOMY * best.usable_memory_bytes]
     if not roomy:
         return None

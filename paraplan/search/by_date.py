@@ -85,7 +85,6 @@ class _StepTimes:
                 num_candidates=1,
                 executor=self.executor,
                 fixed=self.fixed,
-                explains_failure=False,
             )
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
             return float("inf")

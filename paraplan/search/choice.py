@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from paraplan.cost.blocks.matmuls import effective_peak
-from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
+from paraplan.cost.estimate import PlanEstimate, allocator_holds, estimate_plan, why_unsuitable
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -48,8 +48,7 @@ class EvaluatedPlans:
 
     def allocator_holds(self, row: int) -> bool:
         """Return whether what torch's allocator takes and keeps is within the GPU's memory on every stage."""
-        memory = self.workload.cluster.gpu_memory_bytes
-        return all(stage.cached_device_bytes <= memory for stage in self.estimate(row).memory)
+        return allocator_holds(self.workload, self.estimate(row))
 
     def is_named(self, row: int) -> bool:
         """Return whether the guide names the family of a plan."""

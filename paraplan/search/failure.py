@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
-from paraplan.cost.stored_weights import wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
-from paraplan.plan.executor import Executor
 from paraplan.plan.support import training_reason
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import TooLarge
+from paraplan.search.offers import LeverOffer, offers_in_words
 from paraplan.search.space import PlanSpace
-from paraplan.search.what_fits import larger_machines, longest_sequence, more_gpus, some_plan_fits
 from paraplan.units import format_bytes, format_bytes_apart, gpus
 
 
 class NothingFitsError(NoPlanFitsError):
-    """No plan of the space fits; `nearest` is what the plan that comes nearest would need."""
+    """No plan of the space fits.
 
-    def __init__(self, message: str, *, hint: str | None, nearest: PlanEstimate) -> None:
-        super().__init__(message, hint=hint)
+    `nearest` is what the plan that comes nearest would need, `offers` what levers and machines would make of it.
+    """
+
+    offers: tuple[LeverOffer, ...] = ()
+
+    def __init__(self, message: str, *, nearest: PlanEstimate) -> None:
+        super().__init__(message)
         self.nearest = nearest
 
+    def offering(self, offers: tuple[LeverOffer, ...], *, framework: str) -> NothingFitsError:
+        """Return the error with what would help, as values and as its hint."""
+        self.offers = offers
+        self.hint = offers_in_words(offers, framework=framework)
+        return self
 
-def nothing_fits(
-    workload: Workload, space: PlanSpace, too_large: TooLarge, *, with_ways_out: bool = True
-) -> NoPlanFitsError:
+
+def nothing_fits(workload: Workload, space: PlanSpace, too_large: TooLarge) -> NoPlanFitsError:
     """Return the error for a workload whose `space` has no plan that fits."""
     cluster = workload.cluster
-    ways_out = None
-    if with_ways_out and (too_large.nearest or too_large.beyond_host):
-        ways_out = ", or ".join(_ways_out(workload, executor=space.executor, fixed=space.fixed))
     what = f"no plan fits: {workload.model.name} on {gpus(cluster.num_gpus)}"
     if too_large.beyond_host is not None:
         # A plan that fits the GPUs is nearer than any that does not.
@@ -44,7 +46,6 @@ def nothing_fits(
         return NothingFitsError(
             f"{what}; with offload {plans} their {usable}, but not the {limit} of a node: "
             f"{on_host.plan.describe()} needs {needed} there",
-            hint=ways_out,
             nearest=on_host,
         )
     if too_large.nearest is None:
@@ -65,45 +66,7 @@ def nothing_fits(
     return NothingFitsError(
         f"{what} with {limit} usable each; the nearest, {nearest.plan.describe()}, needs {needed}, {lacking} too "
         f"much{where}",
-        hint=ways_out,
         nearest=nearest,
-    )
-
-
-def _ways_out(workload: Workload, *, executor: Executor, fixed: Constraints) -> list[str]:
-    """Return what would make the workload fit: experts in fewer bits, more machines, a shorter sequence."""
-    found = []
-    tools = wider_quantizers(workload)
-    stored = [workload.trained_as(workload.training.replace(quantizer=tool.name)) for tool in tools[:1]]
-    if any(some_plan_fits(one, executor=executor, fixed=fixed) for one in stored):
-        words = " or ".join(f"--quantizer {tool.name}: {tool.way}" for tool in tools)
-        found.append(f"it fits with experts in {workload.training.frozen_weights} too ({words})")
-    more = more_gpus(workload, executor=executor, fixed=fixed)
-    if more:
-        found.append(f"it fits {more[1].num_gpus} GPUs ({more[0]})")
-    larger = larger_machines(workload, executor=executor, fixed=fixed)
-    if larger:
-        found.append(f"other GPUs (--profile {larger})")
-    length = longest_sequence(workload, executor=executor, fixed=fixed)
-    if length is not None and length < workload.training.seq_length:
-        found.append(f"sequences of {length} tokens (--seq-len {length})")
-    if (
-        len(fixed.words) > 1
-        and not _one_suffices(workload, executor, fixed)
-        and some_plan_fits(workload, executor=executor)
-    ):
-        found.append(f"leave out {' and '.join(fixed.words)}")
-    if not found:
-        found.append("use GPUs with more memory")
-    return found
-
-
-def _one_suffices(workload: Workload, executor: Executor, fixed: Constraints) -> bool:
-    """Whether something fits without one of the choices that are fixed."""
-    return any(
-        some_plan_fits(workload, executor=executor, fixed=replace(fixed, **{each.name: None}))
-        for each in fields(fixed)
-        if getattr(fixed, each.name) is not None
     )
 
 

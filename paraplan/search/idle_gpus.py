@@ -49,14 +49,14 @@ def leaving_idle(
         try:
             if least_time_s(part, executor=executor, fixed=fixed) >= limit_s:
                 continue
-            found = search(part, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
+            found = search(part, num_candidates=1, executor=executor, fixed=fixed)
         except (NoPlanFitsError, PlanError):
             continue
         if found.best.step.step_time_s < limit_s:
             limit_s, best = found.best.step.step_time_s, part
     if best is None:
         return None
-    fewer = search_on(best, explains_failure=False)
+    fewer = search_on(best)
     return LeavingIdle(best, fewer, _in_words(workload, best, result, fewer))
 
 

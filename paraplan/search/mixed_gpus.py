@@ -47,7 +47,7 @@ def _alone(
     who = f"{count} x {gpu.title} alone"
     try:
         part = replace(workload, cluster=cluster)
-        alone = search(part, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False).best
+        alone = search(part, num_candidates=1, executor=executor, fixed=fixed).best
     except ParaplanError:
         return f"no plan fits {who}"
     ratio = alone.step.step_time_s / result.best.step.step_time_s

@@ -82,7 +82,7 @@ def affords(
     if least_time_s(workload, executor=executor, fixed=fixed) > limit_s:
         return False
     try:
-        found = search(workload, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
+        found = search(workload, num_candidates=1, executor=executor, fixed=fixed)
     except (NoPlanFitsError, PlanError):
         return False
     return found.best.step.step_time_s <= limit_s

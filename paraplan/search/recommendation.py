@@ -5,34 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from paraplan.cost.estimate import PlanEstimate, leaves_room
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.plan.files import (
-    ClusterReference,
-    ModelReference,
     PlanFile,
-    PlannedEstimate,
-    PlannedMemory,
     PlannedPlacement,
 )
 from paraplan.plan.placement.place import place
 from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.failure import NothingFitsError
+from paraplan.search.find_levers import Find as Find
 from paraplan.search.results import Objective, SearchResult
 from paraplan.search.search import search
 
 if TYPE_CHECKING:
     from paraplan.plan.goodput import FailureRate, GoodputEstimate, MeasuredCosts
     from paraplan.search.comparison import Comparison, Explanation
-    from paraplan.search.fine_tuning import FineTuningWay
     from paraplan.search.money import Bought
+    from paraplan.search.offers import LeverOffer
     from paraplan.search.sizes import Budget, SizeOffer
     from paraplan.search.what_helps import Help
-
-
-Find = Literal["fewest-gpus", "by-date", "largest-batch", "longest-sequence"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,8 @@ class Recommendation:
     """The answer: the workload that was planned for (another one where something was to be found), and the search.
 
     `found` says in a sentence what was found that was to be found, `idle` why GPUs stay idle, `offload` what offload
-    costs and what would do without it, `ways` how else the model trains without offload, `helps` what would make a step
+    costs and what would do without it, `levers` what saves memory where that is short, priced in their order, `helps`
+    what would make a step
     faster or smaller. What was not asked for is None or empty.
     """
 
@@ -93,7 +90,7 @@ class Recommendation:
     """What an amount of money trains on."""
     price_source: str | None = None
     offers: tuple[SizeOffer, ...] = ()
-    ways: tuple[FineTuningWay, ...] = ()
+    levers: tuple[LeverOffer, ...] = ()
     helps: tuple[Help, ...] = ()
 
     def cut(self, *, num_candidates: int, with_front: bool) -> Recommendation:
@@ -109,17 +106,19 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
     """Return the answer to a question; raise `NoPlanFitsError` where no plan fits, with what would."""
     executor = question.executor
     asked = workload.cluster
-    workload, found = _found(workload, question, executor=executor)
+    whole = workload
+    try:
+        workload, found = _found(workload, question, executor=executor)
+    except NoPlanFitsError as error:
+        raise _found_with_levers(error, workload, question) from None
     try:
         result, workload, offers, idle = _searched(workload, question, executor=executor)
-    except NoPlanFitsError as error:
-        ways = [way.in_words for way in (*_relaxed(workload, question), *_ways(workload, question))]
-        if ways:
-            error.hint = "\n  ".join(["one of these fits:", *ways, *([error.hint] if error.hint else [])])
-        raise
+    except NothingFitsError as error:
+        from paraplan.search.levers import explained
+
+        raise explained(error, workload, executor=executor, fixed=question.fixed) from None
     if found is not None and question.find == "fewest-gpus":
         found = "; ".join(filter(None, [found, _roomier(workload, asked, question, result, executor=executor)]))
-    offloads = result.best.plan.offload != "none" and question.fixed.offload is None
     goodput = _goodput(workload, question, result) if question.failures else None
     return Recommendation(
         workload=workload,
@@ -137,21 +136,56 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         bought=_bought(workload, question, result, goodput),
         price_source=question.price_source,
         offers=offers,
-        ways=_ways(workload, question) if offloads else (),
+        levers=_levers(whole, workload, question, result),
         helps=_helps(workload, question, result),
     )
 
 
-def _ways(workload: Workload, question: SearchRequest) -> tuple[FineTuningWay, ...]:
-    from paraplan.search.fine_tuning import fine_tuning_ways
+def _levers(
+    asked: Workload, workload: Workload, question: SearchRequest, result: SearchResult
+) -> tuple[LeverOffer, ...]:
+    """Return levers on memory where something is to be found, a plan offloads unasked, or leaves too little room."""
+    best, fixed, executor = result.best, question.fixed, question.executor
+    if result.is_partial:
+        return ()
+    if question.find is not None:
+        return _find_levers(asked, workload, question, best)
+    offloads = best.plan.offload != "none" and fixed.offload is None
+    if not offloads and leaves_room(workload, best):
+        return ()
+    from paraplan.search.levers import lever_offers, with_room
 
-    return fine_tuning_ways(workload, executor=question.executor, fixed=question.fixed)
+    if offloads:
+        without = replace(fixed, offload="none")
+        return lever_offers(workload, executor=executor, fixed=without, without=best, looks_for_fewest=True)
+    return lever_offers(with_room(workload), executor=executor, fixed=fixed, without=best)
 
 
-def _relaxed(workload: Workload, question: SearchRequest) -> tuple[FineTuningWay, ...]:
-    from paraplan.search.fine_tuning import relaxed_ways
+def _find_levers(
+    asked: Workload, found: Workload | None, question: SearchRequest, best: PlanEstimate | None
+) -> tuple[LeverOffer, ...]:
+    from paraplan.search.find_levers import find_offers, larger_model
 
-    return relaxed_ways(workload, executor=question.executor, fixed=question.fixed)
+    def look(workload: Workload, fixed: Constraints) -> Workload | None:
+        if question.find == "largest-model":
+            return larger_model(workload, executor=question.executor, fixed=fixed)
+        larger, words = _found(workload, replace(question, fixed=fixed), executor=question.executor)
+        return None if words is None else larger
+
+    assert question.find is not None
+    return find_offers(
+        asked, found, best, find=question.find, look=look, executor=question.executor, fixed=question.fixed
+    )
+
+
+def _found_with_levers(error: NoPlanFitsError, workload: Workload, question: SearchRequest) -> NoPlanFitsError:
+    """Return the error of a `--find` that found nothing with the levers that find something."""
+    from paraplan.search.offers import offers_in_words
+
+    offers = _find_levers(workload, None, question, None)
+    if any(one.fits for one in offers):
+        error.hint = offers_in_words(offers, framework=workload.framework.title)
+    return error
 
 
 def _helps(workload: Workload, question: SearchRequest, result: SearchResult) -> tuple[Help, ...]:
@@ -168,7 +202,7 @@ def _searched(
     """Return the search, the workload that it was for, what other numbers of GPUs offered, and why GPUs stay idle."""
     objective: Objective = "throughput" if question.objective == "cost" else question.objective
 
-    def search_on(workload: Workload, *, explains_failure: bool) -> SearchResult:
+    def search_on(workload: Workload) -> SearchResult:
         return search(
             workload,
             objective=objective,
@@ -177,7 +211,6 @@ def _searched(
             fixed=question.fixed,
             with_front=question.with_front,
             with_second=question.explains,
-            explains_failure=explains_failure,
         )
 
     if question.objective == "cost":
@@ -189,11 +222,11 @@ def _searched(
         return best.result, best.workload, best.offers, None
     is_mixed = len({gpu.name for gpu in workload.cluster.node.gpus}) > 1
     if question.uses_all_gpus or question.find is not None or objective == "memory" or is_mixed:
-        return search_on(workload, explains_failure=True), workload, (), None
+        return search_on(workload), workload, (), None
     from paraplan.search.idle_gpus import leaving_idle
 
     try:
-        result = search_on(workload, explains_failure=False)
+        result = search_on(workload)
     except (NoPlanFitsError, PlanError):  # fewer GPUs may divide the batch, or allow what is fixed
         result = None
     if result is not None and result.is_partial:
@@ -201,7 +234,7 @@ def _searched(
     fewer = leaving_idle(workload, result, search_on, executor=executor, fixed=question.fixed)
     if fewer is not None:
         return fewer.result, fewer.workload, (), fewer.because
-    return result or search_on(workload, explains_failure=True), workload, (), None
+    return result or search_on(workload), workload, (), None
 
 
 def _explanation(result: SearchResult) -> Explanation | None:
@@ -296,6 +329,8 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
         return workload, None
     from paraplan.search.what_fits import fewest_gpus, largest_batch, longest_sequence
 
+    if question.find == "largest-model":  # which was found before
+        return workload, f"the largest bundled model that trains without offload: {workload.model.name}"
     if question.find == "by-date":
         from paraplan.search.by_date import by_date
 
@@ -332,55 +367,3 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
         return workload, None
     words = f"the longest sequence that fits: {length} tokens, in a batch of {training.global_batch_size}"
     return replace(workload, training=training.replace(seq_length=length)), words
-
-
-_CLEARLY_LESS = 0.8  # of the memory: a step down that is worth trying after the estimate was exceeded
-
-
-def planned_estimate(result: SearchResult) -> PlannedEstimate:
-    """Return the prediction for the best plan of `result`, by parts of its fullest stage, and a smaller plan."""
-    best = result.best
-    fullest = max(best.memory, key=lambda stage: stage.total_bytes)
-    flops_per_s = best.step.model_flops_per_s_per_gpu * best.plan.world_size
-    limit = _CLEARLY_LESS * best.peak_memory_bytes
-    smaller = [candidate for candidate in result.candidates if candidate.peak_memory_bytes <= limit]
-    return PlannedEstimate(
-        step_time_s=best.step.step_time_s,
-        tokens_per_s_per_gpu=best.step.tokens_per_s_per_gpu,
-        peak_memory_bytes=best.peak_memory_bytes,
-        memory=PlannedMemory(
-            parameter_bytes=fullest.parameter_bytes,
-            gradient_bytes=fullest.gradient_bytes,
-            optimizer_state_bytes=fullest.optimizer_state_bytes,
-            activation_bytes=fullest.activation_bytes,
-            workspace_bytes=fullest.workspace_bytes,
-        ),
-        model_flops_per_step=flops_per_s * best.step.step_time_s,
-        smaller_plan=min(smaller, key=lambda plan: plan.step_time_s).plan.describe() if smaller else None,
-    )
-
-
-def plan_file(answer: Recommendation) -> PlanFile:
-    """Return the plan file of the recommended plan."""
-    model = answer.workload.whole_model or answer.workload.model
-    return PlanFile(
-        plan=answer.result.best.plan,
-        model=ModelReference(
-            name=model.name,
-            source=model.source,
-            num_parameters=model.parameters.total,
-            num_blocks=model.num_blocks,
-            num_experts=model.num_experts,
-        ),
-        training=answer.workload.training,
-        cluster=cluster_reference(answer),
-        estimate=planned_estimate(answer.result),
-        placement=answer.placement,
-        framework=answer.framework,
-    )
-
-
-def cluster_reference(answer: Recommendation) -> ClusterReference:
-    """Return the machines of the recommended plan as a plan file names them."""
-    cluster = answer.workload.cluster
-    return ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node)

@@ -26,14 +26,13 @@ def search(
     executor: Executor = OWN_RUNTIME,
     fixed: Constraints = FREE,
     with_front: bool = False,
-    explains_failure: bool = True,
     with_second: bool = False,
 ) -> SearchResult:
     """Return the plan to use and the ranked plans for a workload, best by `objective` first.
 
     Plans are those that `executor` executes, and all have what is `fixed`. Raises
-    `NoPlanFitsError` where no plan fits, with the plan that comes nearest, what it lacks and what would help (which
-    takes more searches, `explains_failure`), and `PlanError` where what is fixed cannot be had.
+    `NoPlanFitsError` where no plan fits, with the plan that comes nearest and what it lacks, and `PlanError` where what
+    is fixed cannot be had.
     """
     workload = CostModel.of_workload(workload)
     space = PlanSpace(workload, executor, fixed)
@@ -55,7 +54,7 @@ def search(
     if plans is None or chosen is None:
         if is_partial:  # nobody knows whether something fits
             raise KeyboardInterrupt
-        raise nothing_fits(workload, space, survey.too_large, with_ways_out=explains_failure)
+        raise nothing_fits(workload, space, survey.too_large)
     return SearchResult(
         decisions=answer.decisions,
         families=answer.families,

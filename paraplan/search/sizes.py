@@ -39,7 +39,7 @@ def scaling(
     for cluster in _sizes(workload.cluster):
         part = replace(workload, cluster=cluster)
         try:
-            found = search(part, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
+            found = search(part, num_candidates=1, executor=executor, fixed=fixed)
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
             continue
         offers.append(size_offer(part, found.best, price_per_gpu_hour=price_per_gpu_hour))
@@ -66,8 +66,8 @@ SECONDS_PER_HOUR = 3600.0
 class SearchOn(Protocol):
     """A search with everything chosen but the machines, which are those of the workload."""
 
-    def __call__(self, workload: Workload, *, explains_failure: bool) -> SearchResult:
-        """Return the ranked plans; say what would help where none fits, with `explains_failure`."""
+    def __call__(self, workload: Workload) -> SearchResult:
+        """Return the ranked plans. Raises `NoPlanFitsError` where none fits."""
 
 
 class Budget(Record):
@@ -142,7 +142,7 @@ def cheapest(
     def price(cluster: Cluster) -> None:
         part = replace(workload, cluster=cluster)
         try:
-            result = search_on(part, explains_failure=False)
+            result = search_on(part)
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so few
             return
         offer = size_offer(part, result.best, price_per_gpu_hour=price_per_gpu_hour)
@@ -152,7 +152,7 @@ def cheapest(
     for cluster in coarse:
         price(cluster)
     if not found:
-        search_on(workload, explains_failure=True)  # says what is lacking
+        search_on(workload)  # says what is lacking
         raise AssertionError("a workload that fits is among its own parts")
     best = min(found, key=lambda count: found[count][0].gpu_hours_per_billion_tokens)
     place = [cluster.num_gpus for cluster in coarse].index(best)
@@ -186,7 +186,7 @@ def roomier_gpus(
     for count in counts:
         part = replace(workload, cluster=part_of(asked, count))
         try:
-            plan = search(part, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False).best
+            plan = search(part, num_candidates=1, executor=executor, fixed=fixed).best
         except (NoPlanFitsError, PlanError):
             continue
         if plan.peak_memory_bytes <= ROOMY * plan.usable_memory_bytes:

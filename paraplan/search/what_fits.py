@@ -77,12 +77,12 @@ def other_machines(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
             yield name, other
 
 
-def larger_machines(workload: Workload, *, executor: Executor, fixed: Constraints) -> str | None:
-    """Return the profile of as many GPUs with more memory on which some plan fits, the slowest; None without one."""
+def larger_machines(workload: Workload, *, executor: Executor, fixed: Constraints) -> tuple[str, Cluster] | None:
+    """Return as many GPUs with more memory on which some plan fits, the slowest, by their profile's name."""
     for name, other in other_machines(workload.cluster):
         is_larger = other.gpu_memory_bytes > workload.cluster.gpu_memory_bytes
         if is_larger and some_plan_fits(replace(workload, cluster=other), executor=executor, fixed=fixed):
-            return name
+            return name, other
     return None
 
 

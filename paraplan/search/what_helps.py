@@ -7,19 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan, evaluate_plans, why_unsuitable
-from paraplan.cost.stored_weights import wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
-from paraplan.plan.executor import OWN_RUNTIME, Executor
+from paraplan.plan.executor import OWN_RUNTIME, Executor, training_gap
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.support import training_reason
 from paraplan.progress import is_stopped, say
 from paraplan.records import Record
 from paraplan.search.constraints import FREE, Constraints
-from paraplan.search.fine_tuning import trainings
+from paraplan.search.levers import levers
 from paraplan.search.search import search
 from paraplan.search.what_fits import other_machines
-from paraplan.units import format_bytes, format_seconds, gpus
+from paraplan.units import format_seconds, gpus
 
 MOST_SEARCHED_GPUS = 16
 """On more GPUs a change of options is priced with the plan as it is: a search for each would take too long."""
@@ -104,7 +102,12 @@ def what_helps(
     GPUs, each change gets its own best plan, and other machines are looked at too.
     """
     with_plans = searches and workload.cluster.num_gpus <= MOST_SEARCHED_GPUS
-    options = [each for each in _options(workload) if not (executor.is_own and training_reason(each.workload.training))]
+    num_blocks = workload.model.num_blocks
+    options = [
+        each
+        for each in _options(workload, executor)
+        if training_gap(executor, each.workload.training, num_blocks) is None
+    ]
     found = [_priced(each, best, executor, fixed, with_plans) for each in options]
     changes = list(_plan_options(workload, best.plan))
     searched = [each for each in changes if with_plans and any(getattr(fixed, name) is not None for name in each.plan)]
@@ -126,8 +129,8 @@ def _is_worth(one: Help, best: PlanEstimate) -> bool:
     )
 
 
-def _options(workload: Workload) -> Iterator[_Change]:
-    """Yield the changes of options that the training has not made yet."""
+def _options(workload: Workload, executor: Executor) -> Iterator[_Change]:
+    """Yield the changes of options that the training has not made yet: those for speed, and the levers on memory."""
     training = workload.training
     changes: list[tuple[str, str, bool, dict[str, Any]]] = []
     if not training.compiled and workload.cluster.gpu.vendor != "cpu":
@@ -136,24 +139,13 @@ def _options(workload: Workload) -> Iterator[_Change]:
         changes.append(("flash-attention", "--attention flash", True, {"attention": "flash"}))
     if training.optimizer == "adamw_foreach":
         changes.append(("fused AdamW", "--optimizer adamw", True, {"optimizer": "adamw"}))
-    if training.optimizer in ("adamw", "adamw_foreach") and training.train == "full":
-        changes.append(("8-bit AdamW", "--optimizer adamw_8bit", False, {"optimizer": "adamw_8bit"}))
-    changes += [
-        ("experts in fewer bits", f"--quantizer {tool.name}", False, {"quantizer": tool.name})
-        for tool in wider_quantizers(workload)
-    ]
-    if training.loss == "plain":
-        changes.append(("fused loss", "--loss liger", True, {"loss": "liger"}))
-    if not training.offloads_activations and workload.cluster.gpu.vendor != "cpu":
-        changes.append(("activation offload", "--offload-activations", True, {"offloads_activations": True}))
     for name, options, same, change in changes:
         yield _Change(name, options, workload.trained_as(training.replace(**change)), keeps_training=same)
-    if training.train == "full":
-        for name, options, other in trainings(training, has_experts=workload.model.num_experts > 1):
-            try:
-                yield _Change(name, options, workload.trained_as(other))
-            except ParaplanError:  # the model has no layers for it
-                continue
+    for lever in levers(workload, FREE, executor):
+        try:
+            yield _Change(lever.name, lever.options, lever.workload(workload), keeps_training=lever.keeps_training)
+        except ParaplanError:  # the model has no layers for it
+            continue
 
 
 def _plan_options(workload: Workload, plan: ParallelPlan) -> Iterator[_Change]:
@@ -203,7 +195,7 @@ def _priced(change: _Change, best: PlanEstimate, executor: Executor, fixed: Cons
         if searches or not change.keeps_machine or _needs_search(change, best, executor):
             say(f"pricing {change.name}")
             fixed = replace(fixed, **change.plan)
-            other = search(change.workload, num_candidates=1, executor=executor, fixed=fixed, explains_failure=False)
+            other = search(change.workload, num_candidates=1, executor=executor, fixed=fixed)
             estimate = other.best
         elif _is_refused(change, best.plan, executor):
             return None
@@ -265,9 +257,3 @@ def _changed(plan: ParallelPlan, change: _Change) -> ParallelPlan:
     """Return the plan with a change; a smaller micro-batch keeps the global batch."""
     size = change.plan.get("micro_batch_size", plan.micro_batch_size)
     return plan.replace(**change.plan, num_microbatches=plan.num_microbatches * plan.micro_batch_size // size)
-
-
-def memory_in_words(one: Help) -> str:
-    """Return what a change needs, and how much less that is."""
-    sign = "less" if one.saved_bytes >= 0 else "more"
-    return f"{format_bytes(one.peak_memory_bytes)}, {format_bytes(abs(one.saved_bytes))} {sign}"

@@ -8,6 +8,7 @@ import pytest
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace
 
@@ -93,11 +94,13 @@ def test_replicas_that_do_not_divide_the_batch_are_refused_with_those_that_do(wo
 
 def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workload: MakeWorkload) -> None:
     fixed = Constraints(tp=1, pp=1, zero_stage=0, offload="none")
-    with pytest.raises(NoPlanFitsError, match="leave out --tp 1 and --pp 1 and --zero 0 and --offload none"):
-        search(workload("llama-3-70b", num_nodes=2, seq_length=4096, global_batch_size=64), fixed=fixed)
+    with pytest.raises(NoPlanFitsError, match="without --tp 1 and --pp 1 and --zero 0 and --offload none"):
+        recommendation(
+            workload("llama-3-70b", num_nodes=2, seq_length=4096, global_batch_size=64), SearchRequest(fixed=fixed)
+        )
     with pytest.raises(NoPlanFitsError) as caught:  # here one of them suffices, which has its own plan beside it
-        search(workload(**LLAMA), fixed=fixed)
-    assert "leave out" not in str(caught.value)
+        recommendation(workload(**LLAMA), SearchRequest(fixed=fixed))
+    assert "without --tp 1 and" not in str(caught.value)
 
 
 def test_cpu_processes_offload_nothing(workload: MakeWorkload) -> None:

@@ -38,7 +38,7 @@ def test_the_cloud_shows_plans_that_the_front_beats(workload: MakeWorkload) -> N
 def test_the_error_where_nothing_fits_holds_the_nearest_plan(workload: MakeWorkload) -> None:
     load = workload("llama-3-70b", "rtx-3090-x2", global_batch_size=8, seq_length=1024)
     with pytest.raises(NothingFitsError) as caught:
-        search(load, explains_failure=False)
+        search(load)
     nearest = caught.value.nearest
     assert nearest.peak_memory_bytes <= load.usable_memory_bytes, "it fits the GPUs, with offload"
     assert nearest.host_bytes_per_node > (nearest.host_memory_bytes or 0)

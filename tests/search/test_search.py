@@ -22,6 +22,7 @@ from paraplan.search.degrees import all_degrees
 from paraplan.search.failure import NothingFitsError
 from paraplan.search.lower_bound import least_step_s
 from paraplan.search.rank_orders import ORDERS
+from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.results import TOLERANCE, SearchResult, complexity
 from paraplan.search.search import search
 from paraplan.search.space import PlanSpace
@@ -158,12 +159,12 @@ def test_where_nothing_fits_the_nearest_plan_and_what_it_lacks_are_named(workloa
     with pytest.raises(
         NoPlanFitsError, match=r"fit their 21.2 GiB, but not the 64.0 GiB of a node: .* needs"
     ) as failure:
-        search(made)
+        recommendation(made, SearchRequest())
     with pytest.raises(NoPlanFitsError, match=r"no plan fits: llama-2-7b on 2 GPUs .* too much"):
         search(made, fixed=Constraints(offload="none"))
     nodes = fewest_nodes(made)
     assert nodes is not None
-    assert "it fits 4 GPUs (--profile 4xrtx-3090)" in str(failure.value)  # a node is filled before there are more
+    assert "--profile 4xrtx-3090: " in str(failure.value)  # a node is filled before there are more
     assert search(workload("llama-2-7b", profile="4xrtx-3090")).best.fits
     assert search(workload("llama-2-7b", profile="rtx-3090-x2", num_nodes=nodes)).best.fits
     with pytest.raises(NoPlanFitsError):
@@ -173,7 +174,7 @@ def test_where_nothing_fits_the_nearest_plan_and_what_it_lacks_are_named(workloa
 def test_what_the_nearest_plan_lacks_is_counted_with_its_own_communicators(workload: MakeWorkload) -> None:
     made = workload("llama-2-13b", profile="a40-x4-bridged", global_batch_size=16, seq_length=16384)
     with pytest.raises(NothingFitsError) as failure:
-        search(made, fixed=Constraints(offload="none"), explains_failure=False)
+        search(made, fixed=Constraints(offload="none"))
     nearest = failure.value.nearest
     assert nearest.usable_memory_bytes < made.usable_memory_bytes, "of more than one axis"
     lacking = nearest.peak_memory_bytes - nearest.usable_memory_bytes

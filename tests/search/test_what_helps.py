@@ -11,7 +11,6 @@ from paraplan.errors import NoPlanFitsError
 from paraplan.plan.executor import ANYTHING, OWN_RUNTIME
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.constraints import Constraints
-from paraplan.search.fine_tuning import relaxed_ways
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
 from paraplan.search.what_fits import more_gpus
@@ -61,7 +60,7 @@ def test_what_is_asked_for_already_is_not_offered(workload: MakeWorkload) -> Non
 def test_where_nothing_fits_larger_gpus_that_do_are_named(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", profile="1xh100", seq_length=8192, global_batch_size=8)
     with pytest.raises(NoPlanFitsError, match="no plan fits") as caught:
-        search(made, num_candidates=1)
+        recommendation(made, SearchRequest())
     assert "--profile 1xh200-sxm-141gb" in (caught.value.hint or "")
 
 
@@ -100,19 +99,6 @@ def test_an_option_that_the_plan_does_not_go_with_gets_its_own_plan(workload: Ma
     compiled = next(one for one in what_helps(made, best) if one.options == "--compile")
     assert not compiled.is_same_plan
     assert OWN_RUNTIME.reason_of(compiled.plan, made.training.replace(compiled=True), 32) is None
-
-
-def test_where_one_fixed_choice_is_the_reason_the_plan_without_it_is_named(workload: MakeWorkload) -> None:
-    made = workload("llama-3-8b", profile="dgx-h100", seq_length=8192, global_batch_size=64)
-    fixed = Constraints(tp=1, pp=1, cp=1, zero_stage=2, recompute="none")
-    ways = {way.options: way for way in relaxed_ways(made, executor=OWN_RUNTIME, fixed=fixed)}
-    free = search(made, num_candidates=1, fixed=replace(fixed, recompute=None)).best
-    assert ways["without --recompute none"].plan == free.plan.describe()
-    assert "without --pp 1" not in ways  # beside a pipeline there is no ZeRO-2
-    with pytest.raises(NoPlanFitsError) as caught:
-        recommendation(made, SearchRequest(fixed=fixed))
-    assert "without --recompute none: fits 8 GPUs" in (caught.value.hint or "")
-    assert "leave out" not in (caught.value.hint or "")
 
 
 def test_a_node_is_filled_before_there_are_more(workload: MakeWorkload) -> None:

@@ -1,0 +1,28 @@
+"""What a framework has of the options that save memory, as far as its exported configuration does not say so."""
+
+from __future__ import annotations
+
+from paraplan.model.weight_formats import WeightFormat
+from paraplan.plan.training import LossKernel, TrainingSpec
+from paraplan.records import Record, Source
+
+
+class LeverProfile(Record):
+    """Losses and formats of frozen weights that a framework has."""
+
+    losses: tuple[LossKernel, ...] = ("plain", "chunked", "liger", "cut")
+    """Kernels of the loss, its own ones under the name of what they do."""
+    frozen_weights: tuple[WeightFormat, ...] | None = None
+    """Formats of frozen weights beside 16 and 32 bits; None: all that anybody has."""
+    sources: tuple[Source, ...] = ()
+    """Where the values come from."""
+
+    def lacking(self, training: TrainingSpec) -> str | None:
+        """Return what the framework lacks for a training, None where it has all."""
+        if training.loss not in self.losses:
+            others = [one for one in self.losses if one != "plain"]
+            return f"--loss {training.loss}: it has {' and '.join(others) if others else 'no loss in chunks'}"
+        base, known = training.base_weights, self.frozen_weights
+        if base in (None, "bf16", "fp32") or known is None or base in known:
+            return None
+        return f"--base-weights {base}: it stores frozen weights in {', '.join(('16 bits', *known))}"

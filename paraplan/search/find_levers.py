@@ -1,0 +1,101 @@
+"""What `--find` finds with each lever: longer sequences, larger batches, fewer GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.workload import Workload
+from paraplan.errors import ParaplanError
+from paraplan.model.reader import bundled_models, read_model
+from paraplan.plan.executor import Executor
+from paraplan.search.constraints import Constraints
+from paraplan.search.levers import levers, offer_of
+from paraplan.search.offers import LeverOffer
+from paraplan.search.what_fits import some_plan_fits
+from paraplan.units import gpus
+
+Find = Literal["fewest-gpus", "by-date", "largest-model", "largest-batch", "longest-sequence"]
+"""What `--find` looks for."""
+
+Look = Callable[[Workload, Constraints], "Workload | None"]
+"""Returns the workload that is found, None where nothing is."""
+
+
+def find_offers(
+    asked: Workload,
+    found: Workload | None,
+    best: PlanEstimate | None,
+    *,
+    find: Find,
+    look: Look,
+    executor: Executor,
+    fixed: Constraints,
+) -> tuple[LeverOffer, ...]:
+    """Return the levers that find more, or as much on fewer GPUs, and those that the framework lacks, in their order.
+
+    `found` is what was found without a lever, and `best` its plan: None where nothing was. Each lever is priced there,
+    where it says what the lever costs, and else where it finds something.
+    """
+    offers = []
+    before = None if found is None else _value(find, found)
+    for lever in levers(asked, fixed, executor):
+        offer = offer_of(lever, found or asked, executor=executor, fixed=fixed, without=best)
+        if offer is None:
+            continue
+        if offer.lacking is not None:
+            offers.append(offer)
+            continue
+        try:
+            more = look(lever.workload(asked), lever.constraints(fixed))
+        except ParaplanError:  # nothing with it either
+            continue
+        if more is None or (before is not None and _value(find, more) <= before):
+            continue
+        if found is None:
+            priced = offer_of(lever, more, executor=executor, fixed=fixed)
+            offer = offer if priced is None else priced
+        offers.append(offer.replace(found=_in_words(find, more)))
+    return tuple(offers)
+
+
+def _value(find: Find, workload: Workload) -> int:
+    """Return what was found as a number of which more is better."""
+    if find == "longest-sequence":
+        return workload.training.seq_length
+    if find == "largest-model":
+        return (workload.whole_model or workload.model).parameters.total
+    return workload.training.global_batch_size if find == "largest-batch" else -workload.cluster.num_gpus
+
+
+def _in_words(find: Find, workload: Workload) -> str:
+    if find == "longest-sequence":
+        return f"{workload.training.seq_length} tokens"
+    if find == "largest-model":
+        return workload.model.name
+    if find == "largest-batch":
+        return f"{workload.training.global_batch_size} sequences"
+    return gpus(workload.cluster.num_gpus)
+
+
+def larger_model(workload: Workload, *, executor: Executor, fixed: Constraints) -> Workload | None:
+    """Return the workload of the largest bundled model that some plan trains so without offload.
+
+    None where it is not larger than the workload's own.
+    """
+    own = (workload.whole_model or workload.model).parameters.total
+    without = replace(fixed, offload=fixed.offload or "none")
+    models = [read_model(name) for name in bundled_models()]
+    for model in sorted(models, key=lambda one: one.parameters.total, reverse=True):
+        if model.parameters.total <= own:
+            return None
+        try:
+            other = replace(workload, model=model, whole_model=None).trained_as(workload.training)
+            fits = some_plan_fits(other, executor=executor, fixed=without)
+        except ParaplanError:  # it has no such layers, or no sequences of that length
+            continue
+        if fits:
+            return other
+    return None

@@ -1,0 +1,106 @@
+"""What a lever on memory, or other machines, offer to a workload: values for all texts, and their sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paraplan.records import Record
+from paraplan.units import format_bytes, format_count, format_seconds, gpus
+
+NO_COST = 0.03
+"""Share of the step time up to which a lever counts as free."""
+
+
+class LeverOffer(Record):
+    """What a lever, or more or other machines, make of a workload: its best plan, memory and time."""
+
+    name: str
+    """What people call it."""
+    options: str
+    """The options that ask for it."""
+    keeps_training: bool
+    """Whether the same parameters train with the same arithmetic."""
+    lacking: str | None = None
+    """Why the framework cannot do so; nothing is priced then."""
+    fits: bool = False
+    """Whether a plan fits with it."""
+    plan: str | None = None
+    """The best plan with it, or the nearest where none fits."""
+    peak_memory_bytes: int | None = None
+    """Memory that this plan needs of the fullest GPU."""
+    usable_memory_bytes: int | None = None
+    """Memory that a GPU has for it."""
+    host_bytes_per_node: int | None = None
+    """What it keeps in the memory of one machine."""
+    step_time_s: float | None = None
+    """Time of a step."""
+    slowdown: float | None = None
+    """Time of a step over that without the lever, less 1; None where no plan fits without it."""
+    tokens_per_s_per_gpu: float | None = None
+    """Tokens of a step by time and GPU."""
+    num_gpus: int
+    """GPUs that this is for."""
+    fewest_gpus: int | None = None
+    """The fewest of these machines' GPUs that fit with it, where they were looked for."""
+    note: str | None = None
+    """What to know of it: a tool that trains nothing over such weights."""
+    found: str | None = None
+    """What `--find` finds with it."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it leaves the training as it is and costs no time."""
+        return self.fits and self.keeps_training and self.slowdown is not None and self.slowdown <= NO_COST
+
+    @property
+    def in_words(self) -> str:
+        """The offer in one sentence."""
+        if self.lacking is not None:
+            return f"{self.options} ({self.lacking})"
+        peak, usable, step_s, tokens_per_s = (
+            each or 0
+            for each in (self.peak_memory_bytes, self.usable_memory_bytes, self.step_time_s, self.tokens_per_s_per_gpu)
+        )
+        if not self.fits:
+            on_host = f"{format_bytes(self.host_bytes_per_node or 0)} on the host"
+            return f"{self.options} (needs {format_bytes(peak) if peak > usable else on_host})"
+        memory = f"{format_bytes(peak)} of {format_bytes(usable)}"
+        found = f"{self.found}; what is found without it takes " if self.found and self.slowdown is not None else ""
+        found = found or (f"{self.found}, " if self.found else "")
+        rate = format_count(float(f"{tokens_per_s:.3g}"))
+        step = f"{format_seconds(step_s)} a step{self._change}, {rate} tokens/s per GPU"
+        few = self.fewest_gpus
+        also = f"; {gpus(few)} would do" if few is not None and few < self.num_gpus else ""
+        note = f"; {self.note}" if self.note else ""
+        return f"{self.options}: {found}{memory}, {step} ({self.plan}){also}{note}"
+
+    @property
+    def step_in_words(self) -> str:
+        """The time of a step, and its change where a plan fits without the lever."""
+        return f"{format_seconds(self.step_time_s or 0.0)}{self._change}"
+
+    @property
+    def _change(self) -> str:
+        if self.slowdown is None:
+            return ""
+        if abs(self.slowdown) < 0.005:
+            return " (no slower)"
+        return f" ({abs(self.slowdown):.0%} {'slower' if self.slowdown > 0 else 'less time'})"
+
+
+def offers_in_words(offers: tuple[LeverOffer, ...], *, framework: str) -> str:
+    """Return the offers as the lines of a hint: those that fit in their order, what is not enough, what is lacking."""
+    lines = ["one of these fits, the cheapest first:", *(one.in_words for one in offers if one.fits)]
+    if len(lines) == 1:
+        lines = ["use GPUs with more memory"]
+    return "\n  ".join([*lines, *offers_beside(offers, framework=framework)])
+
+
+def offers_beside(offers: Sequence[LeverOffer], *, framework: str) -> list[str]:
+    """Return what is not enough and what the framework lacks, a line each where there is any."""
+    short = [one.in_words for one in offers if not one.fits and one.lacking is None]
+    lacking = [one.in_words for one in offers if one.lacking is not None]
+    return [
+        *([f"not enough: {', '.join(short)}"] if short else []),
+        *([f"{framework} lacks {', '.join(lacking)}"] if lacking else []),
+    ]

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+
+from paraplan.api.executors import executor_of
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.errors import PlanError
+from paraplan.plan.executor import OWN_RUNTIME
+from paraplan.report.short_text import recommendation_lines
+from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.failure import NothingFitsError
+from paraplan.search.levers import lever_offers, levers
+from paraplan.search.offers import LeverOffer
+from paraplan.search.recommendation import Find, SearchRequest, recommendation
+from paraplan.search.search import search
+
+GIB = 2**30
+MakeWorkload = Callable[..., Workload]
+
+
+def _by_options(offers: Iterable[LeverOffer]) -> dict[str, LeverOffer]:
+    return {one.options: one for one in offers}
+
+
+def _of_framework(made: Workload, framework: str) -> Workload:
+    return Workload.of(made.model, made.training, made.cluster, made.links, framework=framework)
+
+
+def test_a_lever_that_fits_is_the_search_of_that_training(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="rtx-4090-x2", seq_length=2048, global_batch_size=16)
+    without = Constraints(offload="none")
+    offers = _by_options(lever_offers(made, executor=OWN_RUNTIME, fixed=without, looks_for_fewest=True))
+    assert offers["--train lora:r=16 --base-weights nf4:double"].fewest_gpus == 1
+    for offer in offers.values():
+        assert offer.lacking is not None or offer.fits == (offer.peak_memory_bytes <= offer.usable_memory_bytes)
+    best = search(made.trained_as(made.training.replace(train="lora:r=16")), num_candidates=1, fixed=without).best
+    assert offers["--train lora:r=16"].plan == best.plan.describe()
+    assert offers["--train lora:r=16"].step_time_s == best.step.step_time_s
+
+
+def test_levers_stand_beside_a_plan_with_offload_and_none_beside_one_with_room(workload: MakeWorkload) -> None:
+    offloaded = recommendation(
+        workload("llama-3-8b", profile="rtx-4090-x2", seq_length=2048, global_batch_size=16), SearchRequest()
+    )
+    assert offloaded.result.best.plan.offload != "none"
+    assert any(one.fits and one.slowdown is not None and one.slowdown < 0 for one in offloaded.levers)
+    fitting = recommendation(workload("gpt2", profile="dgx-h100", seq_length=1024), SearchRequest())
+    assert fitting.levers == ()
+
+
+def test_levers_come_in_one_order_and_machines_last(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="1xh100", seq_length=8192, global_batch_size=8)
+    with pytest.raises(NothingFitsError) as caught:
+        recommendation(made, SearchRequest())
+    fitting = [one.options for one in caught.value.offers if one.fits]
+    order = [
+        "--train lora:r=16",
+        "--base-weights nf4:double",
+        "--optimizer adamw_8bit",
+        "--profile 2xh100",
+        "--profile",
+    ]
+    places = [next(place for place, one in enumerate(fitting) if words in one) for words in order]
+    assert places == sorted(places)
+    hint = caught.value.hint or ""
+    assert all(one.in_words in hint for one in caught.value.offers)
+
+
+def test_a_fused_loss_makes_a_million_tokens_fit(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="8xh100", seq_length=1_000_000, global_batch_size=1)
+    with pytest.raises(NothingFitsError) as caught:
+        recommendation(made, SearchRequest())
+    first = next(one for one in caught.value.offers if one.fits)
+    assert first.options == "--loss liger"
+    assert first.keeps_training
+    assert first.peak_memory_bytes == pytest.approx(66.8 * GIB, rel=0.06)  # cp8 of 2**20 tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "options", "most_gib"),
+    [
+        ("gpt-oss-20b", "1xrtx-4090", "--base-weights mxfp4", 21.8),  # the format that it is released in
+        ("llama-3-8b", "1xrtx-3060", "--base-weights nf4:double", 10.4),
+    ],
+)
+def test_adapters_that_do_not_fit_are_offered_weights_in_4_bits(
+    workload: MakeWorkload, model: str, profile: str, options: str, most_gib: float
+) -> None:
+    made = workload(model, profile=profile, seq_length=2048, global_batch_size=8, train="lora:r=16")
+    with pytest.raises(NothingFitsError) as caught:
+        recommendation(made, SearchRequest())
+    first = next(one for one in caught.value.offers if one.fits)
+    assert first.options == options
+    assert (first.peak_memory_bytes or 0) < most_gib * GIB
+
+
+def test_levers_that_are_not_enough_alone_are_tried_together(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="1xrtx-3060", seq_length=6144, global_batch_size=2, train="lora:r=16")
+    with pytest.raises(NothingFitsError) as caught:
+        recommendation(made, SearchRequest())
+    alone = [
+        one for one in caught.value.offers if one.options.count("--") == 1 and not one.options.startswith("--prof")
+    ]
+    assert not any(one.fits for one in alone if "seq-len" not in one.options)
+    together = next(one for one in caught.value.offers if one.fits)
+    assert together.options == "--loss liger --base-weights nf4:double"
+
+
+@pytest.mark.parametrize(
+    ("find", "lever", "word"),
+    [("longest-sequence", "--loss liger", "tokens"), ("largest-batch", "--loss liger", "sequences")],
+)
+def test_what_a_free_lever_finds_stands_before_everything(
+    workload: MakeWorkload, find: Find, lever: str, word: str
+) -> None:
+    made = workload("llama-3-8b", profile="1xa100", global_batch_size=1, train="lora:r=16", base_weights="nf4:double")
+    answer = recommendation(made, SearchRequest(find=find))
+    offer = _by_options(answer.levers)[lever]
+    assert offer.is_free
+    found, _, unit = (offer.found or "").partition(" ")
+    before = answer.workload.training
+    assert unit == word
+    assert int(found) > 1.5 * (before.seq_length if word == "tokens" else before.global_batch_size)
+    lines = recommendation_lines(answer)
+    labels = [line.label for line in lines]
+    assert labels.index("First") < labels.index("Plan")
+    assert lines[labels.index("First")].text == offer.in_words
+
+
+def test_fewer_gpus_are_found_with_a_lever(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="8xh100", seq_length=8192, global_batch_size=64)
+    answer = recommendation(made, SearchRequest(find="fewest-gpus"))
+    assert answer.workload.cluster.num_gpus == 2
+    assert _by_options(answer.levers)["--train lora:r=16"].found == "1 GPU"
+
+
+@pytest.mark.parametrize(
+    ("framework", "options"),
+    [
+        ("megatron-core", "--loss liger"),
+        ("megatron-core", "--optimizer adamw_8bit"),
+        ("megatron-core", "--offload-activations"),
+        ("torchtitan", "--optimizer adamw_8bit"),
+        ("deepspeed-zero", "--offload-activations"),
+    ],
+)
+def test_levers_that_a_framework_lacks_are_said_in_a_line(workload: MakeWorkload, framework: str, options: str) -> None:
+    made = _of_framework(workload("llama-3-8b", profile="8xh100", seq_length=2_000_000, global_batch_size=1), framework)
+    with pytest.raises(NothingFitsError) as caught:
+        recommendation(made, SearchRequest(executor=executor_of(made)))
+    lacking = _by_options(one for one in caught.value.offers if one.lacking is not None)
+    assert options in lacking
+    line = (caught.value.hint or "").splitlines()[-1].strip()
+    assert line.startswith(f"{made.framework.title} lacks ")
+    assert all(words in line for words in lacking)
+
+
+def test_an_option_that_a_framework_lacks_is_refused(workload: MakeWorkload) -> None:
+    made = _of_framework(workload("llama-3-8b", profile="8xh100", loss="liger"), "megatron-core")
+    with pytest.raises(PlanError, match="--loss liger: it has no loss in chunks"):
+        executor_of(made)
+
+
+def test_one_fixed_choice_that_is_the_reason_is_offered_left_free(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="dgx-h100", seq_length=8192, global_batch_size=64)
+    fixed = Constraints(tp=1, pp=1, cp=1, zero_stage=2, recompute="none")
+    with pytest.raises(NothingFitsError) as caught:
+        recommendation(made, SearchRequest(fixed=fixed))
+    offers = _by_options(caught.value.offers)
+    free = search(made, num_candidates=1, fixed=replace(fixed, recompute=None)).best
+    assert offers["without --recompute none"].plan == free.plan.describe()
+    assert offers["without --recompute none"].fits
+    assert "without --pp 1" not in offers or not offers["without --pp 1"].fits  # beside a pipeline is no ZeRO-2
+
+
+def test_lora_is_searched_over_replicas_shards_and_pipelines(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="rtx-4090-x2", seq_length=2048, global_batch_size=16)
+    result = search(made.trained_as(made.training.replace(train="lora:r=16")))
+    found = {(one.plan.pp > 1, one.plan.zero_stage) for one in result.candidates if one.fits}
+    assert {(True, 0), (False, 3)} <= found
+    # One count of FLOPs, without products for frozen weights, is behind all figures.
+    best = result.best.step
+    for one in result.candidates:
+        assert one.mfu / one.tokens_per_s_per_gpu == pytest.approx(best.mfu / best.tokens_per_s_per_gpu)
+
+
+def test_no_quantized_plan_splits_tensors(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="dgx-h100", seq_length=2048, global_batch_size=16)
+    quantized = made.trained_as(made.training.replace(train="lora:r=16", base_weights="nf4"))
+    result = search(quantized)
+    assert all(one.plan.tp == 1 for one in result.candidates)
+    assert any("cannot divide nf4" in rejection.reason for rejection in result.rejections)
+    assert estimate_plan(quantized, result.best.plan).fits
+
+
+def test_products_in_8_bits_leave_4_bit_weights_out(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="dgx-h100", linear_precision="fp8")
+    names = [one.name for one in levers(made, FREE, OWN_RUNTIME)]
+    assert "LoRA" in names
+    assert "QLoRA" not in names
