@@ -152,3 +152,20 @@ def test_memory_is_predicted_without_a_gpu_and_time_is_not() -> None:
     assert peak_gib(said) == peak_gib(said.replace(gpu="A100-80GB"))
     with pytest.raises(ParaplanError, match="unstated"):
         workload_of_run(said.replace(measured_step_time_s=1.0), DATA)
+
+
+@pytest.mark.parametrize(
+    ("words", "quantizer"),
+    [
+        ({}, "transformers-4"),
+        ({"nonstandard_features": "LoRA; transformers 5.2"}, None),
+        ({"kernels": "unsloth"}, "unsloth"),
+        ({"nonstandard_features": "LoRA; quantize_moe_experts"}, "axolotl"),
+        ({"framework": "Megatron-Bridge"}, None),
+    ],
+)
+def test_rows_say_what_stored_their_base_and_are_of_transformers_4_where_they_do_not(
+    words: dict[str, object], quantizer: str | None
+) -> None:
+    measured = run(**MISTRAL | {"method": "qlora", "base_weight_dtype": "nf4"} | words)
+    assert workload_of_run(measured, DATA).training.quantizer == quantizer
