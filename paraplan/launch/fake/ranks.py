@@ -249,6 +249,8 @@ def _environment(outer: Mapping[str, str], *, size: int, plan_path: str | None) 
         "PYTHONWARNINGS": "ignore",
     }
     found.setdefault("OMP_NUM_THREADS", "1")
+    # transformers would load weights to the GPU by threads of its own, to which the modes of a fake GPU do not reach.
+    found.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     return found if plan_path is None else found | {PLAN_VARIABLE: plan_path}
 
 

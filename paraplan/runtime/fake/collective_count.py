@@ -68,8 +68,9 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             self._is_paused = False
 
     def name(self, ranks: Sequence[int], words: str) -> None:
-        """Call the group of `ranks` by `words` from now on."""
-        self._axes[tuple(ranks)] = words
+        """Call the group of `ranks` by `words`, after a name that it has: fsdp/ep. Further names are left out."""
+        known = self._axes.get(tuple(ranks), "").split("/")
+        self._axes[tuple(ranks)] = "/".join(list(dict.fromkeys([*filter(None, known), words]))[:2])
 
     def forget(self) -> None:
         """Begin anew."""

@@ -43,6 +43,9 @@ _IN_FP32 = frozenset(
     }
 )
 
+_BINS = 100
+"""Those of torch.histc where it is not told."""
+
 _REPLACED = _IN_FP32 | {F.scaled_dot_product_attention, F.dropout, F.cross_entropy}
 
 
@@ -66,9 +69,10 @@ class GpuOperators(AsOnGpu):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Answers grouped products in fp32, which GPUs compute and torch's shape functions refuse.
+class GpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Answers what GPUs compute and the CPU or torch's shape functions refuse.
 
+    That is grouped products in fp32, and histograms of whole numbers, by which transformers counts the rows of experts.
     Autocast does not know them, so experts whose weights are in fp32 are run in fp32 (ATen/native/GroupedMMUtils.h
     takes fp32; the autocast lists of ATen/autocast_mode.h do not name the operator, in torch 2.13).
     """
@@ -78,6 +82,8 @@ class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             return NotImplemented
         if func is GROUPED_MM.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(args[0], args[1], groups=args[2] if len(args) > 2 else (kwargs or {}).get("offs"))
+        if func is torch.ops.aten.histc.default and isinstance(args[0], FakeTensor):
+            return args[0].new_empty(args[1] if len(args) > 1 else (kwargs or {}).get("bins", _BINS))
         return func(*args, **(kwargs or {}))
 
 

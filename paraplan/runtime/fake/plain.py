@@ -36,7 +36,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.cuda import cuda_of, objects_of_one_rank
 from paraplan.runtime.fake.gpu import FakeGpu, PlacedTracker
-from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
+from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
 from paraplan.runtime.fake.job import FakeJob
 from paraplan.runtime.fake.rank import (
     FakeRunEnd,
@@ -96,6 +96,7 @@ class PlainScript:
         self._replicas: list[nn.Module] = []
         self._follows = True
         self._has_mesh = False
+        self._knows_transformers = False
         self._num_forwards = 0
         self._micro_batch_size = 1
         self._precision: TrainingPrecision | None = None
@@ -126,7 +127,7 @@ class PlainScript:
         stack.enter_context(
             cuda_of(gpu, num_gpus=self._num_gpus, memory_bytes=self._memory_bytes, left_out=self._left_out)
         )
-        stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
+        stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         stack.enter_context(GpuOperators())
         stack.enter_context(self._collectives)
         stack.enter_context(gpu)
@@ -229,6 +230,9 @@ class PlainScript:
             stack.enter_context(replaced((owner, name, call)))
 
     def _note_parameter(self, module: nn.Module, _: str, parameter: nn.Parameter) -> Any:
+        if self._follows and not self._knows_transformers and "transformers" in sys.modules:
+            self._knows_transformers = True
+            self._stack.enter_context(transformers_as_if_with_values())
         self._modules.add(module)
         return self._without_values(parameter)
 
@@ -238,8 +242,6 @@ class PlainScript:
             return parameter
         if not self._follows:
             return parameter
-        if not self._made:  # transformers, where the model is one of its, is loaded by now
-            self._stack.enter_context(transformers_as_if_with_values())
         if parameter not in self._made:
             made = self._gpu.without_values(parameter, "host")
             self._tracker.mark({storage_of(made): "parameter"})  # where it goes elsewhere before anybody asks
@@ -264,8 +266,11 @@ class PlainScript:
         return module
 
     def _move_buffers(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Put buffers on `device` for FSDP, which gives a tensor with values the insides of one without."""
-        chosen = {id(one) for one in buffers}
+        """Put buffers on `device` for FSDP, which gives a tensor with values the insides of one without.
+
+        It leaves those on meta to whoever loads them.
+        """
+        chosen = {id(one) for one in buffers if not one.is_meta}
         for module in self._modules:
             for name, held in own_buffers(module).items():
                 if id(held) in chosen and held is not None and not isinstance(held, DTensor):

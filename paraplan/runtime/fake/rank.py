@@ -18,7 +18,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.gpu import FakeGpu, Place, PlacedTracker
-from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
+from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
 from paraplan.runtime.fake.run import storage_of
 from paraplan.runtime.fake.share import StepShare, forward_passes_of_left
 from paraplan.runtime.fake.storage_tracking import Peak, StorageTracker, StorageUse
@@ -59,7 +59,7 @@ class FakeRank:
         """Run without values in this context."""
         with ExitStack() as stack:
             stack.enter_context(self._valueless.modes())
-            stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
+            stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
             stack.enter_context(GpuOperators())
             if self._sees_for_itself:
                 stack.enter_context(self._tracker)

@@ -25,7 +25,7 @@ from paraplan.records import Record
 from paraplan.runtime.assembly import assemble_part
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.fake.gpu_operators import GpuOperators, GroupedProducts
+from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
 from paraplan.runtime.fake.split import split_without_values
 from paraplan.runtime.fake.storage_tracking import (
     Peak,
@@ -124,7 +124,7 @@ def trace_peak(
         mesh = build_mesh(plan, world)
         split = split_without_values(model, mesh, sequence_parallel=plan.sequence_parallel)
         stack.enter_context(without_values())
-        stack.enter_context(GroupedProducts())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
+        stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         materialise(model, world.device)
         parallel = ParallelContext.of(plan, mesh, training.precision, loss_fn or token_loss)
         tracked = _TrackedRank(model, parallel, training, world, split)

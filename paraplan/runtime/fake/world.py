@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import cycle
 from types import FrameType
 from typing import Any
 
@@ -98,17 +99,45 @@ def modules_that_stay() -> Iterator[None]:
 
 @contextmanager
 def transformers_as_if_with_values() -> Iterator[None]:
-    """Hide from transformers, where it is loaded, that tensors are fake: it makes masks for such that it else skips."""
+    """Hide from transformers, where it is loaded, that tensors are fake: it makes masks for such that it else skips.
+
+    The numbers of rows that its experts exchange are those of an even load.
+    """
     module: Any = sys.modules.get("transformers.utils.import_utils")
-    if module is None or not hasattr(module, "is_fake_tensor"):
+    entries: list[tuple[Any, str, Any]] = []
+    if hasattr(module, "is_fake_tensor"):
+        entries.append((module, "is_fake_tensor", lambda _: False))
+    dispatcher: Any = getattr(sys.modules.get("transformers.distributed.expert_parallel"), "AllToAllEP", None)
+    if dispatcher is not None:
+        entries.append((dispatcher, "__call__", _dispatching_evenly(dispatcher.__call__)))
+    with replaced(*entries):
         yield
-        return
-    plain = module.is_fake_tensor
-    module.is_fake_tensor = lambda _: False
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = plain
+
+
+def _dispatching_evenly(plain: Any) -> Any:
+    """Return a token dispatcher's call that reads an even load where it reads how many rows go to whom."""
+
+    @wraps(plain)
+    def dispatch(implementation: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, weights: Any) -> Any:
+        ranks = implementation.ep_mesh.size()
+        with _EvenRows(-(-top_k_index.numel() // implementation.tp_mesh.size()), ranks):
+            return plain(implementation, hidden_states, top_k_index, weights)
+
+    return dispatch
+
+
+class _EvenRows(TorchFunctionMode):
+    """Answers who asks for rows sent to and received from each of `ranks` as if `rows` were spread over them."""
+
+    def __init__(self, rows: int, ranks: int) -> None:
+        super().__init__()
+        # A fake tensor's `tolist` asks for its numbers one by one: those of all ranks, again and again.
+        self._shares = cycle([(rows + place) // ranks for place in range(ranks)])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.item and isinstance(args[0], FakeTensor):
+            return next(self._shares)
+        return func(*args, **(kwargs or {}))
 
 
 # Who reads a number that any value serves: the pipeline's vote, and the seed of a rank's own random numbers.
