@@ -6,10 +6,28 @@ from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.generation import task_notes
 from paraplan.cost.stored_weights import storage_notes
 from paraplan.cost.workload import Workload
+from paraplan.hardware.bus_bandwidth import inside_link
 from paraplan.plan.training import training_notes
+from paraplan.units import format_bandwidth
 
 
 def workload_notes(workload: Workload) -> tuple[str, ...]:
     """Return what to know of the training, of frozen weights, and of speeds that are assumed, a sentence each."""
     notes = training_notes(workload.model, workload.training) + storage_notes(workload)
-    return notes + task_notes(workload) + assumed_speeds(workload)
+    return notes + task_notes(workload) + assumed_speeds(workload) + assumed_copies(workload)
+
+
+def assumed_copies(workload: Workload) -> tuple[str, ...]:
+    """Return in a sentence how fast GPUs without P2P are taken to copy to one another; none where that is known."""
+    cluster = workload.cluster
+    if cluster.gpus_per_node < 2 or cluster.measured or cluster.gpu.peer_access is not False:
+        return ()
+    link = inside_link(cluster, [gpu.index for gpu in cluster.node.gpus[:2]])
+    slow = workload.links.speed("pcie-host").pair_bytes_per_s
+    if link.kind != "pcie-host" or slow is None or link.pair_bytes_per_s <= slow:
+        return ()
+    fast, measured = format_bandwidth(link.pair_bytes_per_s), format_bandwidth(slow)
+    return (
+        f"{cluster.gpu.title} has no P2P: two of them are taken to copy {fast} through the memory of a fast host; "
+        f"{measured} were measured on a rented one (--link no-p2p)",
+    )
