@@ -80,6 +80,17 @@ def _no_defaults_of_the_user() -> None:
     os.environ["PARAPLAN_CONFIG"] = "/nonexistent/config.json"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_width_of_terminals() -> None:
+    """Have tables and messages wrap as they do in a terminal of 100 columns, whatever the tests were started from.
+
+    Where names of a machine stand in a line (its CPU, a folder), a test compares words and not lines: `unwrapped`.
+    """
+    os.environ["COLUMNS"] = "100"
+    for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> RankHarness:
     return RankHarness()

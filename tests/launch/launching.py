@@ -25,6 +25,9 @@ WriteScript = Callable[[str], Path]
 PATIENCE_S = 120
 """How long a test waits for what is bound to happen: far longer than it takes on the busiest machine."""
 
+NEVER_S = 100 * PATIENCE_S
+"""What a launcher is told to wait at most where the test says that it does not wait: the test's own end comes first."""
+
 
 def launcher_environment(scratch: Path, **changes: str) -> dict[str, str]:
     """Return an environment without torchrun's or our variables, whose temporary files go to `scratch`.

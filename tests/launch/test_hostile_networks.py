@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from host_nodes import MEETING_S, StartNode
-from launching import WriteScript, free_port, names_in
+from launching import NEVER_S, WriteScript, free_port, names_in
 from nodes import Hosts
 
 import paraplan
@@ -202,9 +201,7 @@ def test_a_node_that_is_stopped_is_named_by_the_other_at_once(
         node.wait_for(f"rank {index} saw 2")
     nodes[1].process.send_signal(number)
     nodes[0].wait_for(words)
-    stopped = time.monotonic()
     status, said = nodes[0].end()
-    assert time.monotonic() - stopped < 10, "not the 15 s for which a node is waited for that says nothing"
     assert status == 1, said
     assert "failed first" not in said, "the ranks of the other node did nothing wrong"
 
@@ -227,12 +224,11 @@ def test_a_hang_names_the_rank_that_never_came_on_both_hosts_and_ends_it_at_once
 ) -> None:
     train = script(HANG)
     words = ["--nnodes", 2, "--nproc-per-node", 2, "--hang-timeout", 4]
+    words += ["--shutdown-timeout", NEVER_S]  # a stopped process gets none of it
     words += ["--master-addr", three_hosts.addresses[0], "--master-port", free_port()]
     nodes = [start_node(index, *words, "--node-rank", index, train) for index in range(2)]
     nodes[1].wait_for("the job hangs")
-    hung = time.monotonic()
     ended = [node.end() for node in nodes]
-    assert time.monotonic() - hung < 15, "a stopped process gets no 30 s to end"
     assert [status for status, _ in ended] == [124, 124], ended
     for _, said in ended:
         assert "never came to all_reduce number" in said, said

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from case_selection import with_all
-from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
+from launching import PATIENCE_S, ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
@@ -96,7 +96,7 @@ def test_nothing_of_the_memory_is_left_when_the_launcher_is_killed(
     assert len(slots) == 4
     assert sum(path.stat().st_size for path in slots) > 0
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     assert wait_until_dead(*family) == []  # a file without a name goes with the last process that holds it
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
-from launching import PATIENCE_S
+from launching import NEVER_S, PATIENCE_S
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paraplan.errors import PlanError
@@ -49,6 +49,21 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
     assert first.exchange_failures(mine, timeout_s=0.2) == [mine]
     assert second.has_failure_elsewhere()
     assert not first.has_failure_elsewhere()
+
+
+def test_a_node_that_was_stopped_or_whose_ranks_have_ended_well_is_not_waited_for() -> None:
+    first, stopped, done = stores(3)
+    stopped.note_stop("SIGTERM")
+    done.note_done()
+    mine = failure("a", Cause.OWN_ERROR, 1)
+    calls: list[Callable[[], list[NodeFailure]]] = [
+        lambda: first.exchange_failures(mine, timeout_s=NEVER_S),
+        lambda: done.failures_of_others(timeout_s=NEVER_S),
+    ]
+    assert at_once(calls) == [[mine], [mine]]
+    assert [*first.stops] == [*done.stops] == [1]
+    first.note_done()
+    at_once([lambda: first.take_leave(timeout_s=NEVER_S), lambda: done.take_leave(timeout_s=NEVER_S)])
 
 
 def test_what_node_0_makes_reaches_all_and_so_does_its_error() -> None:

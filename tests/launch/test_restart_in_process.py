@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from case_selection import with_all
-from launching import ForkedLaunch, Launch, StartForked, WriteScript, names_in, read_until, wait_until_dead
+from launching import PATIENCE_S, ForkedLaunch, Launch, StartForked, WriteScript, names_in, read_until, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses
 
 pytestmark = pytest.mark.ranks
@@ -305,12 +305,12 @@ def test_nothing_is_left_of_ranks_that_stayed_and_of_spares(
     process = start_forked(*STAYS, "--spare-ranks", 2, "--nproc-per-node", 2, path)
     assert process.stdout is not None
     read_until(process.stdout, lambda text: text.count("attempt 1 of rank") == 2 and text.endswith("\n"))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while len(family := [process.pid, *descendants(process.pid)]) < 6 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(family) >= 6  # launcher, spawner, two ranks, two spares, one of which has just begun
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     assert process.wait() == (130 if number == signal.SIGINT else -9)
     assert wait_until_dead(*family) == []
     assert names_in(scratch) == []

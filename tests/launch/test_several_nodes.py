@@ -58,9 +58,7 @@ def test_nodes_find_each_other_by_slurms_variables_and_name_the_rank_that_failed
     ]
     alone = start_node(0, "--nproc-per-node", 1, train)  # on a host of unknown name
     other_status, second = nodes[1].end()
-    told = time.monotonic()
     status, first = nodes[0].end()
-    assert time.monotonic() - told < 10, "not the 15 s for which a node is waited for that says nothing"
     assert (status, other_status) == (1, 1), first + second
     alone.wait_for("rank 0 saw 1 by None")
     said = first + second

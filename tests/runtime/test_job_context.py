@@ -48,8 +48,7 @@ def test_a_context_closes_the_job_with_its_checkpoint_whole(ranks: RankHarness, 
     assert find_whole(folder) == folder
 
 
-def fail_on_rank_1() -> tuple[str, float, bool]:
-    started_s = time.monotonic()
+def fail_on_rank_1() -> tuple[str, bool]:
     try:
         with runtime.init() as job:
             engine = prepared(job)
@@ -58,16 +57,15 @@ def fail_on_rank_1() -> tuple[str, float, bool]:
                     raise ValueError("the script has failed")
                 engine.step(inputs, targets)
     except (ValueError, ParaplanError) as error:
-        return str(error), time.monotonic() - started_s, dist.is_initialized()
-    return "", 0.0, True
+        return str(error), dist.is_initialized()
+    return "", True
 
 
 @pytest.mark.ranks
 def test_a_rank_that_fails_leaves_at_once_and_is_not_taken_for_one_that_is_done(ranks: RankHarness) -> None:
-    (told, waited_s, _), (failed, took_s, is_member) = ranks.run(fail_on_rank_1, size=2)
+    (told, _), (failed, is_member) = ranks.run(fail_on_rank_1, size=2)
     assert failed == "the script has failed"
     assert not is_member
-    assert max(waited_s, took_s) < 60
     assert "a rank has ended" in told
     assert "same number of batches; job.shard does" not in told
 
@@ -101,5 +99,5 @@ def jobs_one_after_another() -> list[float]:
 
 @pytest.mark.ranks
 def test_a_script_may_close_a_job_and_begin_another(ranks: RankHarness) -> None:
-    for losses in ranks.run(jobs_one_after_another, size=2, timeout_s=60.0):
+    for losses in ranks.run(jobs_one_after_another, size=2):
         assert losses == losses[:1] * 4
