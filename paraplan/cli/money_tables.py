@@ -80,7 +80,9 @@ def _print_bought(console: Console, bought: Bought, source: str | None, paramete
     wanted, cost = format_count(bought.wanted_tokens), _rounded(bought.wanted_cost)
     words = f"the {wanted} tokens asked for cost {cost}"
     if bought.is_compute_optimal:
-        words = f"compute-optimal are {wanted} tokens (20 a parameter, arXiv 2203.15556), which cost {cost}"
+        words = (
+            f"pretraining is compute-optimal on {wanted} tokens (20 a parameter, arXiv 2203.15556), which cost {cost}"
+        )
     also = "" if bought.goodput == 1 else f"; failures leave {bought.goodput:.1%} of the time"
     console.print(_indented(f"{words}{also}"))
 

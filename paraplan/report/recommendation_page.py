@@ -21,6 +21,7 @@ from paraplan.report.plan_sections import (
 from paraplan.report.plan_words import plan_in_words
 from paraplan.report.ranked_rows import table_rows, words_of
 from paraplan.search.failure import NothingFitsError
+from paraplan.search.money import Bought
 from paraplan.search.offers import LeverOffer, offers_beside
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
@@ -51,6 +52,7 @@ def recommendation_page(answer: Recommendation, *, sizes: Sequence[SizeOffer], c
             ranks_section(workload, best, answer.placement),
             _sizes(workload, sizes, renderer),
             _budget(answer.budget),
+            _bought(answer.bought, answer.price_source),
             _levers(answer.levers, workload.framework.title),
             _helps(answer.helps),
             _rejections(result.rejections),
@@ -100,6 +102,10 @@ def _head(answer: Recommendation) -> str:
         lines.append(paragraph(words, style="bad"))
     if answer.found is not None:
         lines.append(paragraph(f"Found {answer.found}."))
+    if answer.idle is not None:
+        lines.append(paragraph(f"The plan {answer.idle}."))
+    if answer.mixed is not None:
+        lines.append(paragraph(f"Several kinds of GPU: {answer.mixed}."))
     lines.append(f'<p class="plan">Recommended: <span class="good">{escape(result.best.plan.describe())}</span></p>')
     lines.append(paragraph(f"{plan_in_words(result.best.plan)}."))
     if result.remark is not None:
@@ -248,13 +254,29 @@ def _budget(budget: Budget | None) -> str:
         ("steps", f"{budget.steps:,.0f}"),
         ("time", f"{budget.seconds / 86_400:,.1f} days"),
         ("GPU-hours", f"{budget.gpu_hours:,.0f}"),
-        *([("cost", f"{budget.cost:,.2f}")] if budget.cost is not None else []),
+        *([("cost of the run", f"{budget.cost:,.2f}")] if budget.cost is not None else []),
     ]
     return section(
         f"{format_count(budget.tokens)} tokens",
         facts(pairs),
         paragraph("Steps alone: no starts, checkpoints, failures."),
     )
+
+
+def _bought(bought: Bought | None, source: str | None) -> str:
+    """Return what an amount of money trains on."""
+    if bought is None:
+        return ""
+    pairs = [
+        ("tokens", format_count(bought.tokens)),
+        ("time", f"{bought.seconds / 86_400:,.1f} days"),
+        ("GPU-hours", f"{bought.gpu_hours:,.0f}"),
+        (f"cost of {format_count(bought.wanted_tokens)} tokens", f"{float(f'{bought.wanted_cost:.3g}'):,g}"),
+    ]
+    words = f"{bought.price_per_gpu_hour:.3g} a GPU-hour ({source or '--price'})."
+    if bought.is_compute_optimal:
+        words += " The last figure is for 20 tokens a parameter, compute-optimal in pretraining (arXiv 2203.15556)."
+    return section(f"What {bought.money:,.0f} buy", facts(pairs), paragraph(words))
 
 
 def _levers(offers: Sequence[LeverOffer], framework: str) -> str:

@@ -487,12 +487,14 @@ def test_several_machines_make_a_table_json_and_a_page(tmp_path: Path) -> None:
     assert "recommend compares them" in run("estimate", "gpt2", "--profile", "8xh100,dgx-a100")[2]
 
 
-def test_a_budget_is_counted_in_a_known_price_or_the_users_or_refused() -> None:
+def test_a_budget_is_counted_in_a_known_price_or_the_users_or_refused(tmp_path: Path) -> None:
     asked = ["recommend", "gpt2", "--global-batch", "64", "--budget", "100"]
     known_one = json.loads(run(*asked, "--profile", "8xh100", "--json")[1])
     assert known_one["price_source"].endswith("USD")
-    own = json.loads(run(*asked, "--profile", "8xh100", "--price", "2", "--json")[1])
+    page = tmp_path / "report.html"
+    own = json.loads(run(*asked, "--profile", "8xh100", "--price", "2", "--json", "--html", str(page))[1])
     assert own["bought"]["gpu_hours"] == 50
+    assert "What 100 buy" in page.read_text()
     status, _, stderr = run(*asked, "--profile", "4xl40s")
     assert status == 2
     assert "--prices FILE" in stderr
