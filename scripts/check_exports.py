@@ -70,8 +70,10 @@ PLANS: dict[str, dict[str, object]] = {
 }
 """Fields of the plan, and of the training where they are its own, by a name for each."""
 
-_SIXTEEN_BITS = {"hf-trainer": "fp32"}
+_SIXTEEN_BITS = {"hf-trainer": "fp32", "transformers": "fp32"}
 """TrainingArguments refuse 16 bits where there is no GPU, so theirs are written for 32."""
+
+_PYTHON = ("torchtitan-python", "transformers")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 """`subprocess.run` for the reader, or what does the same."""
@@ -105,7 +107,7 @@ def check(target: str, interpreters: list[str], paths: list[str], *, run: Run = 
         for number, (name, fields) in enumerate(PLANS.items()):
             made = subject(fields, precision=_SIXTEEN_BITS.get(target, "bf16"))
             exported = export_plan(made, target, partial=True)
-            path = Path(folder, f"{number}-{made.plan.world_size}.{'py' if target == 'torchtitan-python' else 'txt'}")
+            path = Path(folder, f"{number}-{made.plan.world_size}.{'py' if target in _PYTHON else 'txt'}")
             if target in ("axolotl", "torchtune"):
                 path = path.with_suffix(".yaml")
             elif target == "torchtitan":

@@ -245,7 +245,7 @@ def _titan(parallelism: Any, training: Any, *, recompute: str, compiled: bool) -
         "tp": parallelism.tensor_parallel_degree,
         "pp": parallelism.pipeline_parallel_degree,
         "cp": parallelism.context_parallel_degree,
-        "ep": parallelism.expert_parallel_degree,
+        "ep": max(1, parallelism.expert_parallel_degree // parallelism.tensor_parallel_degree),
         "zero_stage": 0 if shards_over == 1 else 3 if parallelism.fsdp_reshard_after_forward == "always" else 2,
         "zero_shards": shards if replicas > 1 and shards > 1 else None,
         "micro_batch_size": sequences,
@@ -279,13 +279,40 @@ def _read_torchtitan(path: Path) -> Says:
     )
 
 
-def _read_torchtitan_python(path: Path) -> Says:
-    registry = module("torchtitan.models.llama3.config_registry")
+def _imported(path: Path) -> Any:
     specification = importlib.util.spec_from_file_location("plan", path)
     assert specification is not None
     assert specification.loader is not None
     made = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(made)
+    return made
+
+
+def _read_transformers(path: Path) -> Says:
+    """Through the file itself: its `DistributedConfig` and the arguments of its Trainer."""
+    made = _imported(path)
+    arguments = made.training_arguments(str(path.with_suffix("")))
+    says: Says = {
+        "micro_batch_size": arguments.per_device_train_batch_size,
+        "num_microbatches": arguments.gradient_accumulation_steps,
+        "recompute": "full" if arguments.gradient_checkpointing else "none",
+    }
+    config = getattr(made, "DISTRIBUTED", None)
+    if config is None:
+        return says | {"tp": 1, "zero_stage": 0}
+    return says | {
+        "dp": config.dp_size,
+        "tp": config.tp_size,
+        "ep": max(1, config.ep_size // config.tp_size),
+        "zero_stage": 3 if config.fsdp_size > 1 else 0,
+        "zero_shards": config.fsdp_size if min(config.fsdp_size, config.dp_replicate_size) > 1 else None,
+        "offload": "parameters" if config.fsdp_cpu_offload else "none",
+    }
+
+
+def _read_torchtitan_python(path: Path) -> Says:
+    registry = module("torchtitan.models.llama3.config_registry")
+    made = _imported(path)
     config = made.apply_plan(registry.llama3_8b())
     config.__post_init__()  # checks the fields against each other
     policy = type(config.activation_checkpoint).__qualname__ if config.activation_checkpoint is not None else ""
@@ -313,6 +340,7 @@ READERS: dict[str, Reader] = {
     "accelerate": Reader("accelerate", versions("accelerate"), _read_accelerate),
     "deepspeed": Reader("deepspeed", versions("deepspeed"), _read_deepspeed),
     "hf-trainer": Reader("transformers accelerate", versions("transformers"), _read_trainer),
+    "transformers": Reader("transformers.distributed peft", versions("transformers"), _read_transformers),
     "megatron-lm": Reader("megatron.training.arguments program:shellcheck", _megatron_version, _read_megatron),
     "megatron-bridge": Reader("megatron.bridge transformer_engine", versions("megatron-bridge"), _read_bridge),
     "torchtitan": Reader("torchtitan.config.job_config", versions("torchtitan"), _read_torchtitan),

@@ -41,11 +41,13 @@ def rows_of_forks(targets: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def test_torchrun_accelerate_and_transformers_read_the_plans_that_were_exported(ranks: RankHarness) -> None:
-    found = ranks.run_alone(rows_of_forks, ("accelerate", "hf-trainer", "torchrun"), is_fresh=True)
-    assert [(row["refused"], row["differs"]) for row in found] == [({}, {})] * 3
+    targets = ("accelerate", "hf-trainer", "torchrun", "transformers")
+    found = ranks.run_alone(rows_of_forks, targets, is_fresh=True)
+    assert [(row["refused"], row["differs"]) for row in found] == [({}, {})] * len(targets)
     rows = {row["target"]: row for row in found}
     assert rows["torchrun"]["not_checked"] == {}
     assert len(rows.pop("torchrun")["equal"]) >= 30
+    assert {"hybrid ZeRO-3", "experts, ZeRO-3", "LoRA, DDP"} <= set(rows.pop("transformers")["equal"])
     for row in rows.values():
         assert {"DDP, compiled", "ZeRO-2", "ZeRO-3, full recompute", "hybrid ZeRO-3"} <= set(row["equal"])
         assert set(row["not_checked"].values()) <= {"deepspeed is not installed"}
