@@ -243,6 +243,48 @@ def test_experts_over_the_ranks_of_fsdp_are_written_for_torchtitan() -> None:
     assert "expert_parallel_degree = 4" in export_plan(made, "torchtitan-python").text
 
 
+def test_sizes_of_whole_experts_count_the_ranks_of_tp() -> None:
+    made = subject({"dp": 8, "tp": 2, "ep": 4, "zero_stage": 3, "sequence_parallel": True})
+    parallelism = tomllib.loads(export_plan(made, "torchtitan").text)["parallelism"]
+    assert (parallelism["expert_parallel_degree"], parallelism["expert_tensor_parallel_degree"]) == (8, 1)
+    assert "expert_parallel_degree = 8" in export_plan(made, "torchtitan-python").text
+    folded = export_plan(subject({"dp": 8, "tp": 2, "ep": 4, "zero_stage": 2}), "deepspeed")
+    assert folded.gaps == ()
+    assert json.loads(folded.text)["expert_parallel"] == {"enabled": True, "autoep_size": 8}
+    sharded = export_plan(subject({"dp": 8, "tp": 2, "ep": 4, "zero_stage": 3}), "deepspeed", partial=True)
+    assert [str(gap) for gap in sharded.gaps] == ["ep=4: beside tp AutoEP has ZeRO stages 0 to 2 without offload"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes"),
+    [
+        ({"dp": 4, "ep": 4}, (4, None)),
+        ({"dp": 8, "ep": 2, "zero_stage": 3}, (2, 4)),
+        ({"dp": 4, "cp": 2, "ep": 4, "zero_stage": 3}, (4, 1)),
+    ],
+)
+def test_axolotl_has_experts_on_an_axis_beside_shards(plan: dict[str, object], sizes: tuple[int, int | None]) -> None:
+    exported = export_plan(subject(plan, precision="bf16-pure", attention="flash"), "axolotl")
+    config = yaml.safe_load(exported.text)
+    assert exported.gaps == ()
+    assert (config["expert_parallel_size"], config.get("dp_shard_size")) == sizes
+    assert config["plugins"] == ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ({"dp": 8, "ep": 4}, "without FSDP2 axolotl spreads experts over all ranks"),
+        ({"dp": 2, "tp": 2, "ep": 2, "zero_stage": 3}, "beside dp and cp, not beside tp"),
+        ({"dp": 2, "cp": 2, "ep": 4, "zero_stage": 3}, "ep has to divide dp"),
+        ({"dp": 4, "ep": 4, "zero_stage": 1}, "beside DDP and FSDP2"),
+    ],
+)
+def test_what_axolotl_does_not_do_with_experts_is_a_gap(plan: dict[str, object], reason: str) -> None:
+    made = subject(plan, precision="bf16-pure", attention="flash")
+    assert reason in " ".join(map(str, export_plan(made, "axolotl", partial=True).gaps))
+
+
 HYBRID = {"dp": 16, "zero_stage": 3, "zero_shards": 8}
 
 
