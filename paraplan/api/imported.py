@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from paraplan.api.estimates import Estimate, estimate
 from paraplan.api.executors import executor_of_target
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
+from paraplan.interop.recognized import Tool as Tool
+from paraplan.interop.recognized import tool_of
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.axolotl import read_axolotl
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.llama_factory import read_llama_factory
+from paraplan.interop.sources.llama_factory_v1 import read_llama_factory_v1
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
+from paraplan.interop.sources.ms_swift import read_ms_swift
 from paraplan.interop.sources.peft import read_peft
-from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG, read_transformers
+from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
-Tool = Literal["deepspeed", "accelerate", "megatron-lm", "peft", "trl", "axolotl", "llama-factory", "transformers"]
-
-_KEYS: dict[Tool, set[str]] = {
-    "peft": {"peft_type"},
-    "axolotl": {"base_model", "sequence_len", "micro_batch_size"},
-    "llama-factory": {"finetuning_type", "stage", "cutoff_len", "lora_target"},
-    "trl": {
-        "model_name_or_path",
-        "per_device_train_batch_size",
-        "use_peft",
-        "lora_target_modules",
-        "accelerate_config",
-    },
-    "accelerate": {"distributed_type", "compute_environment", "num_processes", "fsdp_config", "deepspeed_config"},
-    "deepspeed": {
-        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization"),
-        *("bf16", "fp16", "tensor_parallel", "zero_allow_untested_optimizer"),
-    },
-}
-"""Keys by which a text is a tool's, the more special tools first: several share `bf16` and `num_processes`."""
 _WORTH_CHANGING = 1.02
 
 
@@ -108,7 +89,7 @@ def import_plan(
     words, path = str(source), Path(source)
     has_arguments = words.lstrip().startswith("--") or tool == "megatron-lm"
     text = words if has_arguments else _read(path)
-    tool = tool or ("megatron-lm" if has_arguments else _tool_of(text, path))
+    tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words))
     if tool == "megatron-lm":
         return ImportedPlan(read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given))
     if tool == "deepspeed":
@@ -117,9 +98,10 @@ def import_plan(
         return ImportedPlan(read_transformers(text, source=words, given=given))
 
     def read_beside(name: str) -> str:
-        beside = path.parent / name
-        exists = os.path.exists(beside)  # noqa: PTH110  # Path.exists raises for names that are too long
-        return _read(beside if exists else Path(name))
+        # A name is as the tool finds it from where it is started: in the file's folder, or in one above.
+        beside = (folder / name for folder in path.absolute().parents)
+        found = (one for one in beside if os.path.exists(one))  # noqa: PTH110  # Path.exists raises for long names
+        return _read(next(found, Path(name)))
 
     if tool == "peft":
         return ImportedPlan(read_peft(text, source=words, given=given))
@@ -132,6 +114,8 @@ _READERS = {
     "trl": read_trl,
     "axolotl": read_axolotl,
     "llama-factory": read_llama_factory,
+    "llama-factory-v1": read_llama_factory_v1,
+    "ms-swift": read_ms_swift,
 }
 
 
@@ -224,39 +208,9 @@ def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Al
     return Alternatives(setup, now, found, None if found else why)
 
 
-def _tool_of(text: str, path: Path) -> Tool:
-    """Return whose configuration a text is, by the keys that it must have. Raises `PlanError` for nobody's."""
-    if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
-        return "megatron-lm"
-    if re.search(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(", text):
-        return "transformers"
-    keys = _top_level_keys(text)
-    for tool, its_keys in _KEYS.items():
-        if keys & its_keys:
-            return tool
-    raise PlanError(
-        f"{path} is no configuration of DeepSpeed, accelerate, Megatron-LM, peft, TRL, axolotl or LLaMA-Factory, "
-        "and no script with transformers' DistributedConfig: none of their keys is in it",
-        hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
-        "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
-        "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path",
-    )
-
-
-def _top_level_keys(text: str) -> set[str]:
-    """Return the keys of a JSON object, or of YAML that begins without a brace; of broken JSON those of any level."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        if text.lstrip().startswith("{"):
-            return set(re.findall(r"""["'](\w+)["']\s*:""", text)) - {"stage"}  # DeepSpeed has one further in
-        return set(re.findall(r"""^["']?(\w+)["']?\s*:""", text, flags=re.MULTILINE))
-    return set(data) if isinstance(data, dict) else set()
-
-
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise PlanError(f"cannot read {path}: it is not text", hint="give the configuration file") from None
     except OSError as error:

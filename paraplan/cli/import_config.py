@@ -37,8 +37,8 @@ def import_config(
         list[str],
         typer.Argument(
             metavar="FILE|ARGS",
-            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML of TRL, axolotl or LLaMA-Factory, peft's "
-            "adapter_config.json, or Megatron-LM's arguments: a file with them, or themselves after --.",
+            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML of TRL, axolotl, LLaMA-Factory or ms-swift, "
+            "peft's adapter_config.json, a script with ms-swift's or Megatron-LM's command, or its arguments after --.",
         ),
     ],
     model: Annotated[

@@ -1,8 +1,6 @@
-"""What a configuration of another tool says: a plan with its training, and the typed fields it is read from."""
+"""What a configuration of another tool says: a plan with its training, and what its parts follow from."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from pydantic import ValidationError
 
@@ -46,6 +44,7 @@ class Setup(Record):
     fp8_recipe: Fp8Recipe | None = None
     fp8_gather: bool | None = None
     offloads_activations: bool | None = None
+    task: str | None = None
     model_name: str | None = None
     says_gpus: bool = True
     notes: tuple[str, ...] = ()
@@ -53,9 +52,11 @@ class Setup(Record):
     @property
     def training(self) -> dict[str, object]:
         """The fields of a `TrainingSpec` that the configuration says, but for batch and length."""
-        names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled", "linear_precision")
-        names_too = ("quantizer", "fp8_recipe", "fp8_gather", "offloads_activations")
-        values = {name: getattr(self, name) for name in (*names, *names_too)}
+        names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled", "task")
+        values = {
+            name: getattr(self, name)
+            for name in (*names, "linear_precision", "quantizer", "fp8_recipe", "fp8_gather", "offloads_activations")
+        }
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -69,78 +70,6 @@ class Given(Record):
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
     recompute: str | None = None
-
-
-class Fields:
-    """Typed access to a mapping from a file; errors name the file, the key and the value.
-
-    "auto", which the Trainer of transformers fills in, counts as absent.
-    """
-
-    def __init__(self, values: Mapping[str, object], *, source: str, path: str = "") -> None:
-        self.values, self.source, self.path = values, source, path
-
-    def __contains__(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
-    def section(self, key: str) -> Fields:
-        """Return the fields below `key`; none where it is absent."""
-        value = self.values.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            raise self.error(key, "an object with keys")
-        return Fields(value, source=self.source, path=f"{self.path}{key}.")
-
-    def count(self, key: str) -> int | None:
-        """Return a whole number above 0, None where it is absent."""
-        value = self._number(key)
-        if value is not None and value < 1:
-            raise self.error(key, "a whole number above 0")
-        return value
-
-    def choice(self, key: str, choices: tuple[int, ...], default: int) -> int:
-        """Return one of `choices`, `default` where it is absent."""
-        value = self._number(key)
-        if value is not None and value not in choices:
-            raise self.error(key, " or ".join(map(str, choices)))
-        return default if value is None else value
-
-    def flag(self, key: str) -> bool | None:
-        """Return a truth value, also one written as a word, None where it is absent."""
-        value = self._value(key)
-        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
-            return value.lower() in ("true", "yes")
-        if value is not None and not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
-
-    def text(self, key: str) -> str | None:
-        """Return a string, None where it is absent."""
-        value = self._value(key)
-        if value is not None and not isinstance(value, str):
-            raise self.error(key, "a string")
-        return value
-
-    def error(self, key: str, expected: str) -> PlanError:
-        """Return the error of a value that is not what was expected."""
-        found = repr(self.values.get(key))
-        shown = found if len(found) <= 60 else found[:57] + "..."
-        return PlanError(f"{self.source}: {self.path}{key}: expected {expected}, found {shown}", hint="fix that key")
-
-    def _value(self, key: str) -> object:
-        value = self.values.get(key)
-        return None if value == "auto" else value
-
-    def _number(self, key: str) -> int | None:
-        value = self._value(key)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, str) and value.strip().isascii() and value.strip().lstrip("-").isdigit():
-            value = int(value)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self.error(key, "a whole number")
-        return value
 
 
 def make_plan(source: str, **values: object) -> ParallelPlan:

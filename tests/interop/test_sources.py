@@ -253,9 +253,9 @@ def test_megatrons_expert_parallelism_goes_there_and_back() -> None:
         "--micro-batch-size 1 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
         "--tensor-model-parallel-size 2 --sequence-parallel"
     )
-    assert other.plan.ep == 4
+    assert (other.plan.tp, other.plan.ep) == (2, 2)  # a rank holds a quarter of the experts, as there
     assert [note.split(":")[0] for note in other.notes] == [
-        "--expert-tensor-parallel-size",
+        "--expert-model-parallel-size 4",
         "--moe-token-dispatcher-type allgather",
     ]
 

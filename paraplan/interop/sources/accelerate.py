@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 
-from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan, steps_of
-from paraplan.interop.sources.deepspeed import read_deepspeed
+from paraplan.errors import PlanError
+from paraplan.interop.fields import Fields
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, steps_of
+from paraplan.interop.sources.deepspeed import deepspeed_setup
 from paraplan.interop.sources.documents import load_document
 from paraplan.plan.training import TrainingPrecision
 
@@ -30,30 +34,64 @@ def accelerate_setup(fields: Fields, *, given: Given, read_file: Callable[[str],
     """Return the training of a configuration's keys, as `read_accelerate` does."""
     if (fields.text("compute_environment") or "LOCAL_MACHINE") == "AMAZON_SAGEMAKER":
         raise fields.error("compute_environment", "LOCAL_MACHINE")
-    kind = fields.text("distributed_type")
+    kind = "NO" if fields.value("distributed_type") is False else fields.text("distributed_type")  # YAML's NO
     if kind is None:
         raise fields.error("distributed_type", "NO, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
     # Of distributed_type NO accelerate starts one process, whatever num_processes says.
     num_gpus = 1 if kind == "NO" else fields.count("num_processes") or given.num_gpus or 1
     given = given.replace(num_gpus=num_gpus)
+    fields.value("num_machines")
     if kind == "FSDP":
-        return _fsdp(fields, given)
-    if kind == "DEEPSPEED":
-        return _deepspeed(fields, given, read_file)
-    if kind == "MEGATRON_LM":
-        return _megatron(fields, given)
-    if kind not in _DDP:
+        setup = _fsdp(fields, given)
+    elif kind == "DEEPSPEED":
+        setup = _deepspeed(fields, given, read_file)
+    elif kind == "MEGATRON_LM":
+        setup = _megatron(fields, given)
+    elif kind in _DDP:
+        setup = _ddp(fields, given)
+    else:
         raise fields.error("distributed_type", "NO, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
-    return _setup(fields, given, {"dp": num_gpus}, framework="hf", tool="accelerate, DDP")
+    backend = fields.section("dynamo_config").text("dynamo_backend") or "NO"
+    if backend.upper() not in ("NO", "EAGER"):
+        setup = setup.replace(compiled=True)
+    cpu = ["use_cpu: trains on the CPU, priced as on the GPUs"] if fields.flag("use_cpu") else []
+    return setup.replace(notes=(*setup.notes, *cpu, *key_table("accelerate").notes(fields)))
+
+
+def _degrees(fields: Fields, *axes: str) -> dict[str, int]:
+    """Return the sizes of `parallelism_config` along some axes. Raises `PlanError` for more of them than processes."""
+    sizes, num_gpus = fields.section("parallelism_config"), fields.count("num_processes")
+    found = {axis: sizes.count(f"parallelism_config_{axis}_size") for axis in (*axes, "dp_replicate", "dp_shard")}
+    product = prod(size or 1 for size in found.values())
+    if num_gpus is not None and (product > num_gpus or (found["dp_shard"] and product != num_gpus)):
+        named = " x ".join(f"{axis}_size {size}" for axis, size in found.items() if size)
+        raise PlanError(
+            f"{fields.source}: parallelism_config has {named} = {product} ranks, and there are {num_gpus} processes",
+            hint=f"accelerate refuses it too: make them {num_gpus}, or num_processes {product}",
+        )
+    return {axis: found[axis] or 1 for axis in axes}
+
+
+def _ddp(fields: Fields, given: Given) -> Setup:
+    """Return a training under DDP, whose models may have been loaded with tensor parallelism."""
+    assert given.num_gpus is not None
+    tp = _degrees(fields, "tp")["tp"]
+    dp = data_parallel_ranks(fields.source, given.num_gpus, tp=tp)
+    notes = []
+    if dp > 1 and tp > 1:
+        notes.append(
+            f"parallelism_config_tp_size {tp} beside replicas that are not sharded: accelerate 1.15 refuses it, priced "
+            f"as dp{dp} x tp{tp}"
+        )
+    return _setup(fields, given, {"dp": dp, "tp": tp}, framework="hf", tool="accelerate, DDP", notes=notes)
 
 
 def _fsdp(fields: Fields, given: Given) -> Setup:
-    fsdp, sizes = fields.section("fsdp_config"), fields.section("parallelism_config")
+    fsdp, degrees = fields.section("fsdp_config"), _degrees(fields, "tp", "cp", "sp")
     assert given.num_gpus is not None
-    degrees = {axis: sizes.count(f"parallelism_config_{axis}_size") or 1 for axis in ("tp", "cp")}
     notes: list[str] = []
-    if "parallelism_config_sp_size" in sizes and sizes.count("parallelism_config_sp_size") != 1:
-        notes.append("sp_size: sequences split over heads are not priced")
+    if degrees.pop("sp") > 1:
+        notes.append("parallelism_config_sp_size: accelerate has it under DeepSpeed alone, not priced")
     dp = data_parallel_ranks(fields.source, given.num_gpus, **degrees)
     version = fsdp.count("fsdp_version")
     if version not in (None, 1, 2):
@@ -63,6 +101,7 @@ def _fsdp(fields: Fields, given: Given) -> Setup:
     plan: dict[str, object] = values | {"offload": "parameters" if fsdp.flag("fsdp_offload_params") else "none"}
     if values["zero_stage"]:
         plan["zero_shards"] = _shards(fields, dp, degrees["cp"], notes)
+    fsdp.value("fsdp_auto_wrap_policy")
     if fsdp.flag("fsdp_activation_checkpointing"):
         plan["recompute"] = "full"
     return _setup(fields, given, plan, framework="fsdp", tool="accelerate, FSDP", notes=notes)
@@ -76,7 +115,7 @@ def _shards(fields: Fields, dp: int, cp: int, notes: list[str]) -> int | None:
     sizes, fsdp = fields.section("parallelism_config"), fields.section("fsdp_config")
     key = "parallelism_config_dp_replicate_size"
     replicas = sizes.count(key) or 1
-    strategy = str(fsdp.values.get("fsdp_sharding_strategy")).upper()
+    strategy = str(fsdp.value("fsdp_sharding_strategy")).upper()
     if "HYBRID" in _NUMBERED.get(strategy, strategy) and replicas == 1:
         replicas = fields.count("num_machines") or 1
     if dp % replicas:
@@ -92,8 +131,8 @@ def _shards(fields: Fields, dp: int, cp: int, notes: list[str]) -> int | None:
 def _stage(fsdp: Fields) -> int:
     """Return the ZeRO stage of an FSDP section, in the words of either version."""
     for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy"):
-        value = fsdp.values.get(key)
-        if value is None:
+        value = fsdp.value(key)
+        if value is None or str(value).upper() == "NONE":
             continue
         if isinstance(value, bool):
             return 3 if value else 2
@@ -108,19 +147,27 @@ def _stage(fsdp: Fields) -> int:
 
 
 def _deepspeed(fields: Fields, given: Given, read_file: Callable[[str], str]) -> Setup:
+    """Return a training of DeepSpeed; sequences over heads (Ulysses) are cp, which shards parameters too."""
     section = fields.section("deepspeed_config")
     path = section.text("deepspeed_config_file")
+    assert given.num_gpus is not None
+    cp = _degrees(fields, "sp")["sp"]
+    if given.num_gpus % cp:
+        raise fields.section("parallelism_config").error(
+            "parallelism_config_sp_size", f"a divisor of the {given.num_gpus} processes"
+        )
     if path is not None:
-        setup = read_deepspeed(read_file(path), source=path, given=given)
+        data = load_document(read_file(path), path, hint="DeepSpeed's configuration is a JSON object")
+        setup = deepspeed_setup(Fields({**data, "sequence_parallel_size": cp}, source=path), given=given)
         return setup.replace(
             tool="accelerate, DeepSpeed", target="accelerate", precision=setup.precision or _precision(fields)[0]
         )
     stage = section.choice("zero_stage", (0, 1, 2, 3), 2)
     devices = [section.text(f"offload_{what}_device") or "none" for what in ("param", "optimizer")]
     offload = "parameters" if devices[0] != "none" and stage == 3 else "optimizer" if devices[1] != "none" else "none"
-    assert given.num_gpus is not None
     plan: dict[str, object] = {
-        "dp": given.num_gpus,
+        "dp": given.num_gpus // cp,
+        "cp": cp,
         "zero_stage": stage if given.num_gpus > 1 else 0,
         "num_microbatches": section.count("gradient_accumulation_steps") or 1,
         "offload": offload,
@@ -194,8 +241,8 @@ def _setup(
 
 
 def _precision(fields: Fields) -> tuple[TrainingPrecision, list[str]]:
-    words = fields.values.get("mixed_precision")
-    if words in (None, "no", "No", False):
+    words = fields.value("mixed_precision")
+    if words in (None, "no", "No", "NO", False):
         return "fp32", []
     if words == "fp16":
         return "fp16", []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from paraplan.errors import PlanError
-from paraplan.interop.setup import Fields
+from paraplan.interop.fields import Fields
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, default_targets
 
 _USUAL = ("q", "v")

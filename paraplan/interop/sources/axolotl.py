@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields, Given, Setup
+from paraplan.interop.fields import Fields
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import quantizer_asked
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.experts import axolotl_ep, with_ep
+from paraplan.interop.sources.objectives import Objective, objective_of
 from paraplan.interop.sources.trainer import (
+    Axes,
     Batches,
     ReadFile,
     attention_of,
     four_bits,
     sharded_setup,
+    tf32_note,
     trainer_optimizer,
 )
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import AttentionKind, LossKernel, TrainingPrecision
 
+_PLUGINS = ("cut_cross_entropy", "liger", "expert_parallel", "kernels", "swanlab", "lm_eval", "kd")
+"""Plugins that are read, or whose keys are."""
 _LENGTH, _RANK = 512, 8
 _CHECKPOINTS = (True, "true", "offload", "offload_disk", "unsloth")
 
@@ -29,36 +36,87 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
     Raises `PlanError` naming the file and key for what is broken and for adapters that are not modelled.
     """
     fields = Fields(load_document(text, source, hint="examples of axolotl has working ones"), source=source)
-    micro = fields.count("micro_batch_size") or 1
-    steps = fields.count("gradient_accumulation_steps") or max(1, (fields.count("batch_size") or 1) // micro)
-    section = fields.section("fsdp_config")
-    checkpoints = fields.values.get("gradient_checkpointing") in _CHECKPOINTS
-    batches = Batches(micro, steps, checkpoints or bool(section.flag("activation_checkpointing")))
-    if "fsdp_version" in fields and section.values:
-        section = Fields({"fsdp_version": fields.count("fsdp_version"), **section.values}, source=source)
-        fields = Fields({**fields.values, "fsdp_config": section.values}, source=source)
-    ep, beside, notes = axolotl_ep(fields, given)
-    setup = sharded_setup(fields, beside, batches, tool="axolotl", target="axolotl", read_file=read_file)
     train, found = _trainable(fields)
-    notes = [*setup.notes, *notes, *found]
+    objective = _objective(fields, is_full=train is None)
+    micro = (fields.count("micro_batch_size") or 1) * objective.group
+    steps = fields.count("gradient_accumulation_steps") or max(1, (fields.count("batch_size") or 1) // micro)
+    config = fields.taken("fsdp_config")
+    sharding = Fields({"fsdp_version": fields.value("fsdp_version"), **config}, source=source)
+    checkpoints = (fields.value("gradient_checkpointing") in _CHECKPOINTS) or bool(
+        config.get("activation_checkpointing")
+    )
+    ep, beside, notes = axolotl_ep(fields, given)
+    axes = _axes(fields) if ep == 1 else _axes(fields)._replace(dp_shard=None)  # ranks of experts shard too
+    setup = sharded_setup(
+        fields,
+        beside,
+        Batches(micro, steps, checkpoints),
+        tool="axolotl",
+        target="axolotl",
+        read_file=read_file,
+        axes=axes,
+    )
+    notes = [*setup.notes, *notes, *found, *objective.notes]
     optimizer, found = trainer_optimizer(fields, "optimizer")
-    if fields.values.get("fp8"):
+    notes += found
+    if fields.value("fp8"):
         notes.append("fp8: priced as bf16")
-    return setup.replace(
+    setup = setup.replace(
         plan=with_ep(fields, setup.plan, ep),
         says_gpus=setup.says_gpus or ep > 1,
-        precision=_precision(fields, is_pure=train is None and (not setup.plan.zero_stage or _is_fsdp2(section))),
+        precision=_precision(fields, is_pure=train is None and (not setup.plan.zero_stage or _is_fsdp2(sharding))),
         optimizer=optimizer,
         attention=_attention(fields),
         train=train,
         base_weights=_weights(fields) if train is not None else None,
         quantizer=quantizer_asked(fields),
         loss=_loss(fields),
-        compiled=bool(fields.values.get("torch_compile")) or None,
+        compiled=fields.is_on("torch_compile") or None,
         offloads_activations=_offloads_activations(fields) or None,
         seq_length=fields.count("sequence_len") or _LENGTH,
         model_name=fields.text("base_model"),
-        notes=tuple(notes + found),
+        task=objective.task,
+    )
+    notes += [*tf32_note(fields, setup.precision), *_plugins(fields)]
+    return setup.replace(notes=(*notes, *key_table("axolotl").notes(fields)))
+
+
+def _plugins(fields: Fields) -> list[str]:
+    """Return a note of plugins that change a step otherwise than by keys of their own."""
+    value = fields.value("plugins")
+    names = [str(name) for name in value] if isinstance(value, list) else []
+    unknown = [name for name in names if not any(f".{known}." in name for known in _PLUGINS)]
+    return [f"plugins {', '.join(unknown)}: not priced"] if unknown else []
+
+
+def _axes(fields: Fields) -> Axes:
+    cp = fields.count("context_parallel_size") or fields.count("sequence_parallel_degree") or 1
+    return Axes(
+        tp=fields.count("tensor_parallel_size") or 1,
+        cp=cp,
+        dp_replicate=fields.count("dp_replicate_size"),
+        dp_shard=fields.count("dp_shard_size"),
+    )
+
+
+def _objective(fields: Fields, *, is_full: bool) -> Objective:
+    for key, name in (
+        ("reward_model", "reward"),
+        ("process_reward_model", "process_reward_model"),
+        ("kd_trainer", "kd"),
+    ):
+        if fields.flag(key):
+            return objective_of(name, key=key, is_full=is_full)
+    if fields.is_on("diffusion"):
+        return objective_of("diffusion", key="diffusion")
+    trl = fields.section("trl") if fields.text("rl") in ("grpo", "gdpo") else Fields({}, source=fields.source)
+    return objective_of(
+        fields.text("rl"),
+        key="rl",
+        precomputed=bool(fields.flag("precompute_ref_log_probs")),
+        completion=trl.count("max_completion_length"),
+        beta=trl.value("beta"),
+        is_full=is_full,
     )
 
 
@@ -72,13 +130,13 @@ def _is_fsdp2(section: Fields) -> bool:
 
 def _offloads_activations(fields: Fields) -> bool:
     """Return whether activations wait on the host, also by the words that axolotl had for it first."""
-    return bool(fields.values.get("activation_offloading")) or fields.values.get("gradient_checkpointing") == "offload"
+    return fields.is_on("activation_offloading") or fields.value("gradient_checkpointing") == "offload"
 
 
 def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     adapter = fields.text("adapter")
     if adapter is None:
-        if fields.values.get("unfrozen_parameters"):
+        if fields.value("unfrozen_parameters"):
             return None, ["unfrozen_parameters: all parameters are taken to train, --train says otherwise"]
         return None, []
     if adapter not in ("lora", "qlora"):
@@ -89,10 +147,10 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
         fields,
         kind=kind,
         rank=fields.count("lora_r") or _RANK,
-        targets=fields.values.get("lora_target_modules") or every,
-        dropout=fields.values.get("lora_dropout") or 0.0,
+        targets=fields.value("lora_target_modules") or every,
+        dropout=fields.value("lora_dropout") or 0.0,
         by_root=bool(fields.flag("peft_use_rslora")),
-        saved=fields.values.get("lora_modules_to_save"),
+        saved=fields.value("lora_modules_to_save"),
     )
 
 
@@ -111,7 +169,7 @@ def _half(fields: Fields) -> TrainingPrecision | None:
     """Return the 16-bit type that a configuration asks for; bf16 is "auto", which is on, where fp16 is not."""
     if fields.flag("fp16") or fields.flag("float16"):
         return "fp16"
-    is_off = fields.values.get("bf16") in (False, "false", "no")
+    is_off = fields.value("bf16") in (False, "false", "no")
     return None if is_off and not fields.flag("bfloat16") else "bf16"
 
 
@@ -133,7 +191,7 @@ def _attention(fields: Fields) -> AttentionKind:
 def _loss(fields: Fields) -> LossKernel:
     if fields.flag("liger_fused_linear_cross_entropy"):
         return "liger"
-    plugins = str(fields.values.get("plugins"))
+    plugins = str(fields.value("plugins"))
     if "cut_cross_entropy" in plugins and fields.flag("cut_cross_entropy") is not False:
         return "cut"
     return "chunked" if fields.flag("chunked_cross_entropy") else "plain"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields
+from paraplan.interop.fields import Fields
 
 
 def quantizer_asked(fields: Fields) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 from paraplan.errors import PlanError
-from paraplan.interop.setup import Fields, Given, Setup, data_parallel_ranks, make_plan, optimizer_of
+from paraplan.interop.fields import Fields
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of
+from paraplan.interop.sources.documents import parse_json
 from paraplan.interop.sources.experts import autoep
 from paraplan.plan.training import OptimizerName, TrainingPrecision
 
+_HINT = "DeepSpeed's configuration is a JSON object"
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -18,12 +20,9 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
     The number of GPUs is not in it: it is the given one, or follows from the three batch sizes. Raises `PlanError`
     naming the file and the key for what is broken or contradicts itself.
     """
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{source} is not JSON: {error}", hint="DeepSpeed's configuration is a JSON object") from None
+    data = parse_json(text, source, _HINT)
     if not isinstance(data, dict):
-        raise PlanError(f"{source} holds no JSON object", hint="DeepSpeed's configuration is a JSON object")
+        raise PlanError(f"{source} holds no JSON object", hint=_HINT)
     return deepspeed_setup(Fields(data, source=source), given=given)
 
 
@@ -32,7 +31,8 @@ def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
     zero_stage = fields.section("zero_optimization").choice("stage", (0, 1, 2, 3), 0)
     tp = _tensor_parallel(fields)
     given, notes = _micro_batch_of_auto(fields, given)
-    dp, micro, steps = _batch(fields, given, tp)
+    cp = fields.count("sequence_parallel_size") or 1
+    dp, micro, steps = _batch(fields, given, tp, cp)
     offload, offload_notes = _offload(fields.section("zero_optimization"), zero_stage)
     shards, shard_notes = _shards(fields.section("zero_optimization"), dp)
     ep, expert_notes = autoep(fields, dp=dp, tp=tp, zero_stage=zero_stage)
@@ -41,18 +41,21 @@ def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
     notes += optimizer_notes
     if given.recompute is None:
         notes.append("recompute is switched on by the script: none assumed, --recompute full says otherwise")
-    if "sequence_parallel_size" in fields and fields.count("sequence_parallel_size") != 1:
-        notes.append("sequence_parallel_size: sequences split over heads are not priced")
-    if "pipeline" in fields:
+    if any(
+        key != "pipeline_parallel_size" or size not in (1, "auto") for key, size in fields.taken("pipeline").items()
+    ):
         notes.append("pipeline: its stages are made by the script and are not priced")
-    if zero_stage and dp == 1:
+    if zero_stage and dp * cp == 1:
         notes.append(f"ZeRO-{zero_stage} has nothing to shard over with one data-parallel rank: priced as stage 0")
+    precision = _precision(fields)
+    notes += key_table("deepspeed").notes(fields)
     plan = make_plan(
         fields.source,
         dp=dp,
         tp=tp,
         ep=ep,
-        zero_stage=zero_stage if dp > 1 else 0,
+        cp=cp,
+        zero_stage=zero_stage if dp * cp > 1 else 0,
         zero_shards=shards if zero_stage == 3 else None,
         micro_batch_size=micro,
         num_microbatches=steps,
@@ -64,14 +67,14 @@ def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
         tool="DeepSpeed",
         target="deepspeed",
         framework="deepspeed zero",
-        precision=_precision(fields),
+        precision=precision,
         optimizer=optimizer,
         notes=tuple(notes),
     )
 
 
 def _optimizer(section: Fields) -> tuple[OptimizerName | None, list[str]]:
-    momentum = section.section("params").values.get("momentum")
+    momentum = section.section("params").value("momentum")
     return optimizer_of(section.text("type"), has_momentum=momentum not in (None, 0))
 
 
@@ -80,11 +83,14 @@ def _micro_batch_of_auto(fields: Fields, given: Given) -> tuple[Given, list[str]
 
     That is what the many configurations say in which every size is "auto".
     """
-    sizes = [given.micro_batch_size, given.global_batch_size, fields.count(_TOTAL), fields.count(_MICRO)]
-    if any(sizes) or "auto" not in (fields.values.get(_TOTAL), fields.values.get(_MICRO)):
+    if fields.count(_MICRO) is not None or given.micro_batch_size is not None:
+        return given, []
+    total, steps = given.global_batch_size or fields.count(_TOTAL), fields.count(_STEPS)
+    is_open = total is not None and steps is None and fields.value(_MICRO) == "auto"
+    if not is_open and (total is not None or "auto" not in (fields.value(_TOTAL), fields.value(_MICRO))):
         return given, []
     notes = [f"{_MICRO} is auto, which the script fills in: 1 assumed, --micro-batch says otherwise"]
-    if fields.count(_STEPS) is None:
+    if steps is None and total is None:
         notes.append(f"{_STEPS} is auto: 1 assumed, --global-batch says otherwise")
     return given.replace(micro_batch_size=1), notes
 
@@ -95,7 +101,7 @@ def _shards(zero: Fields, dp: int) -> tuple[int | None, list[str]]:
     partition = zero.count("zero_hpz_partition_size") or 1
     if partition > 1:
         notes.append(f"zero_hpz_partition_size={partition}: the second copy of parameters (hpZ) is not priced")
-    size = zero.values.get("mics_shard_size")
+    size = zero.value("mics_shard_size")
     if size in (None, -1):
         return None, notes
     shards = zero.count("mics_shard_size") or 1
@@ -111,7 +117,7 @@ def _tensor_parallel(fields: Fields) -> int:
     return size or 1
 
 
-def _batch(fields: Fields, given: Given, tp: int) -> tuple[int, int, int]:
+def _batch(fields: Fields, given: Given, tp: int, cp: int) -> tuple[int, int, int]:
     """Return data-parallel ranks, micro-batch and steps of accumulation; a missing one follows from the others."""
     total = given.global_batch_size or fields.count(_TOTAL)
     micro = given.micro_batch_size or fields.count(_MICRO)
@@ -123,10 +129,10 @@ def _batch(fields: Fields, given: Given, tp: int) -> tuple[int, int, int]:
             hint="DeepSpeed needs one of them; say it with --micro-batch and --global-batch",
         )
     if given.num_gpus is not None:
-        dp = data_parallel_ranks(source, given.num_gpus, tp=tp)
+        dp = data_parallel_ranks(source, given.num_gpus, tp=tp, cp=cp)
     elif total is not None and micro is not None and steps is not None:
         ranks = _quotient(fields, total, micro * steps, f"{_MICRO}={micro} x {_STEPS}={steps}")
-        dp = data_parallel_ranks(source, ranks, tp=tp)
+        dp = data_parallel_ranks(source, ranks * cp, tp=tp, cp=cp)
     else:
         raise PlanError(f"{source} does not say how many GPUs there are", hint="give --profile NAME and --nodes N")
     if micro is None:
@@ -172,7 +178,9 @@ def _offload(zero: Fields, stage: int) -> tuple[str, list[str]]:
 
 
 def _precision(fields: Fields) -> TrainingPrecision | None:
-    sections = {name: fields.section(name) for name in ("bf16", "bfloat16", "fp16")}
+    sections = {name: fields.section(name) for name in ("bf16", "bfloat16", "fp16", "torch_autocast")}
+    if sections["torch_autocast"].flag("enabled"):
+        return "fp16" if sections["torch_autocast"].values.get("dtype") == "float16" else "bf16"
     if sections["bf16"].flag("enabled") or sections["bfloat16"].flag("enabled"):
         return "bf16"
     if sections["fp16"].flag("enabled"):

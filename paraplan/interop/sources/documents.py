@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 
 from paraplan.errors import PlanError, UsageError
@@ -17,17 +18,38 @@ def load_document(text: str, source: str, *, hint: str) -> Mapping[str, object]:
 
     Raises `PlanError` where the text holds none, and `UsageError` where YAML cannot be read here.
     """
-    if text.lstrip().startswith("{"):
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{source} is not JSON: {error}", hint=hint) from None
-    else:
-        data = _load_yaml(text, source, hint)
+    text = text.removeprefix("\ufeff")
+    data = parse_json(text, source, hint) if text.lstrip().startswith("{") else _load_yaml(text, source, hint)
     if not isinstance(data, dict):
         raise PlanError(f"{source} holds no keys and values", hint=hint)
     _check_size(data, source, hint)
     return data
+
+
+def parse_json(text: str, source: str, hint: str) -> object:
+    """Return what a JSON text holds; comments and commas before a bracket are passed over, as DeepSpeed's reader does.
+
+    Raises `PlanError` where it is no JSON.
+    """
+    try:
+        return json.loads(_without_comments(text.removeprefix("\ufeff")))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{source} is not JSON: {error}", hint=hint) from None
+
+
+def _without_comments(text: str) -> str:
+    """Return a text with blanks for its comments (`#`, `//`, `/* */`) and for commas that nothing follows."""
+    kept = "".join(
+        part if part.startswith('"') else re.sub(r"[^\n]", " ", part) if part[0] in "#/" else part
+        for part in re.findall(_PARTS, text)
+    )
+    return "".join(
+        part if part.startswith('"') else re.sub(r",(?=\s*[}\]])", " ", part) for part in re.findall(_STRINGS, kept)
+    )
+
+
+_PARTS = r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|//[^\n]*|/\*[\s\S]*?\*/|[^"#/]+|[\s\S]'
+_STRINGS = r'"(?:[^"\\\n]|\\.)*"|[^"]+|"'
 
 
 def _check_size(data: object, source: str, hint: str) -> None:

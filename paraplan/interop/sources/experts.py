@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paraplan.errors import PlanError
-from paraplan.interop.setup import Fields, Given, make_plan
+from paraplan.interop.fields import Fields
+from paraplan.interop.setup import Given, make_plan
 from paraplan.plan.parallel import ParallelPlan
 
 _SIZE = "expert_parallel_size"
@@ -21,7 +22,7 @@ def axolotl_ep(fields: Fields, given: Given) -> tuple[int, Given, list[str]]:
     ep = fields.count(_SIZE) or 1
     if ep == 1:
         return 1, given, []
-    if _PLUGIN not in str(fields.values.get("plugins")):
+    if _PLUGIN not in str(fields.value("plugins")):
         return 1, given, [f"{_SIZE}={ep}: not priced, as plugins does not name axolotl's {_PLUGIN}"]
     if (fields.count("tensor_parallel_size") or 1) > 1:
         raise PlanError(

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields, Given, Setup
+from paraplan.errors import PlanError
+from paraplan.interop.fields import Fields
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import quantizer_asked
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.megatron_lm import megatron_setup
+from paraplan.interop.sources.objectives import objective_of
 from paraplan.interop.sources.trainer import (
     Batches,
     ReadFile,
     attention_of,
     four_bits,
     sharded_setup,
+    tf32_note,
     trainer_optimizer,
+    uses_liger,
 )
 from paraplan.model.trainable import AdapterKind
 from paraplan.model.weight_formats import WeightFormat
-from paraplan.plan.training import TrainingPrecision
+from paraplan.plan.training import OptimizerName, TrainingPrecision
 
+_MEGATRON_KEYS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("context_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *(
+        "num_layers_per_virtual_pipeline_stage",
+        "sequence_parallel",
+        "use_distributed_optimizer",
+        "optimizer_cpu_offload",
+    ),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("moe_token_dispatcher_type", "transformer_impl", "attention_backend"),
+)
 _LENGTH, _RANK, _MICRO_BATCH, _LAST_LAYERS = 2048, 8, 8, 2
 
 
@@ -28,41 +47,112 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadF
     """
     hint = "examples/train_lora of LLaMA-Factory has working ones"
     fields = Fields(load_document(text, source, hint=hint), source=source)
+    refuse_untrained(fields)
+    train, notes = _trainable(fields)
+    objective = objective_of(
+        fields.text("pref_loss")
+        if fields.text("stage") == "dpo" and _is_without_reference(fields)
+        else fields.text("stage"),
+        key="stage",
+        is_full=train is None,
+    )
     batches = Batches(
-        micro_batch=fields.count("per_device_train_batch_size") or _MICRO_BATCH,
+        micro_batch=(fields.count("per_device_train_batch_size") or _MICRO_BATCH) * objective.group,
         steps=fields.count("gradient_accumulation_steps") or 1,
         recompute=not fields.flag("disable_gradient_checkpointing"),
     )
-    setup = sharded_setup(fields, given, batches, tool="LLaMA-Factory", target="hf-trainer", read_file=read_file)
-    notes = list(setup.notes)
-    train, found = _trainable(fields)
+    if _has_megatron(fields):
+        setup = _megatron(fields, given, batches)
+    else:
+        setup = sharded_setup(fields, given, batches, tool="LLaMA-Factory", target="hf-trainer", read_file=read_file)
+    notes = [*setup.notes, *notes, *objective.notes]
+    optimizer, found = _optimizer(fields)
     notes += found
-    is_partial = train is not None
-    is_galore = fields.flag("use_galore")
-    optimizer, found = trainer_optimizer(fields, "optim")
-    if is_galore:
-        optimizer = "galore_adamw"
-        notes.append("use_galore: priced at rank 128")
-    return setup.replace(
+    if fields.flag("fp8"):
+        notes.append("fp8: priced as bf16")
+    setup = setup.replace(
         precision=_precision(fields),
         optimizer=optimizer,
-        attention=attention_of(fields.text("flash_attn")) or "sdpa",
+        attention=setup.attention or attention_of(fields.text("flash_attn")) or "sdpa",
         train=train,
-        base_weights=_weights(fields) if is_partial else None,
         quantizer=quantizer_asked(fields),
-        loss="liger" if fields.flag("enable_liger_kernel") else "plain",
+        base_weights=_weights(fields) if train is not None else None,
+        loss="liger" if fields.flag("enable_liger_kernel") or uses_liger(fields) else "plain",
+        compiled=fields.flag("torch_compile"),
         seq_length=fields.count("cutoff_len") or _LENGTH,
         model_name=fields.text("model_name_or_path"),
-        notes=tuple(notes + found),
+        task=objective.task,
     )
+    return setup.replace(notes=(*notes, *tf32_note(fields, setup.precision), *key_table("llama-factory").notes(fields)))
+
+
+def refuse_untrained(fields: Fields) -> None:
+    """Raise `PlanError` for a file that LLaMA-Factory infers, exports or predicts with."""
+    what = "exports a model" if "export_dir" in fields else None
+    if what is None and not any(key in fields for key in ("stage", "do_train", "finetuning_type", "cutoff_len")):
+        what = "is for inference" if {"infer_backend", "template"} & set(fields) else None
+    trains = fields.flag("do_train")
+    if what is None and fields.flag("do_predict") and not trains:
+        what = "predicts"
+    if what is None and "infer_backend" in fields and "per_device_train_batch_size" not in fields:
+        what = "is for inference"
+    if what is not None:
+        raise PlanError(
+            f"{fields.source}: LLaMA-Factory's file {what}, and trains nothing",
+            hint="give one that trains, as those of its examples/train_lora",
+        )
+
+
+def _is_without_reference(fields: Fields) -> bool:
+    return fields.text("pref_loss") in ("orpo", "simpo")
+
+
+def _has_megatron(fields: Fields) -> bool:
+    keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    flags = [bool(fields.flag(key)) for key in ("use_mca", "use_megatron_bridge")]
+    return any(flags) or any(key in fields for key in keys)
+
+
+def _megatron(fields: Fields, given: Given, batches: Batches) -> Setup:
+    """Return the plan of its Megatron backends, whose degrees have Megatron-LM's names; sizes are the Trainer's."""
+    values = {key: fields.value(key) for key in _MEGATRON_KEYS if key in fields}
+    values |= {"micro_batch_size": batches.micro_batch, "bf16": fields.value("bf16"), "fp16": fields.value("fp16")}
+    options = Fields(values, source=fields.source)
+    setup = megatron_setup(options, given, steps=batches.steps)
+    assumed = (
+        [] if given.num_gpus else ["no GPUs are named: as many as its degrees multiply to, --profile says otherwise"]
+    )
+    return setup.replace(
+        tool="LLaMA-Factory, Megatron-Core",
+        says_gpus=False,
+        notes=(*assumed, *setup.notes, *key_table("megatron-lm").notes(options)),
+        linear_precision=None,
+    )
+
+
+def _optimizer(fields: Fields) -> tuple[OptimizerName | None, list[str]]:
+    optimizer, notes = trainer_optimizer(fields, "optim")
+    if fields.flag("use_galore"):
+        rank = fields.count("galore_rank") or 16
+        return "galore_adamw", [f"use_galore: priced at rank 128, its rank is {rank}"]
+    if fields.flag("use_muon"):
+        return "muon", []
+    if fields.flag("use_adam_mini"):
+        return optimizer, [f"use_adam_mini: priced as {optimizer}, with a second moment for each parameter"]
+    for key in ("use_badam", "use_apollo"):
+        if fields.flag(key):
+            return optimizer, [f"{key}: priced as {optimizer} on all parameters, which takes more memory"]
+    return optimizer, notes
 
 
 def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     words = fields.text("finetuning_type") or "lora"
+    fields.value("quantization_method")
     if words == "full":
         return None, []
     if words == "freeze":
-        count = fields.values.get("freeze_trainable_layers", _LAST_LAYERS)
+        count = fields.value("freeze_trainable_layers")
+        count = _LAST_LAYERS if count is None else count
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise fields.error("freeze_trainable_layers", "the number of last layers that train, above 0")
         return f"layers:last{count}", []
@@ -73,10 +163,10 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
         fields,
         kind=kind,
         rank=fields.count("lora_rank") or _RANK,
-        targets=fields.values.get("lora_target") or "all",
-        dropout=fields.values.get("lora_dropout") or 0.0,
+        targets=fields.value("lora_target") or "all",
+        dropout=fields.value("lora_dropout") or 0.0,
         by_root=bool(fields.flag("use_rslora")),
-        saved=fields.values.get("additional_target"),
+        saved=fields.value("additional_target"),
     )
 
 

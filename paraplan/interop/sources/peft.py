@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields, Given, Setup, make_plan, steps_of
+from paraplan.interop.fields import Fields
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.setup import Given, Setup, make_plan, steps_of
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
 from paraplan.model.trainable import AdapterKind
@@ -20,25 +22,26 @@ def read_peft(text: str, *, source: str, given: Given) -> Setup:
     if words not in ("LORA", "IA3"):
         raise fields.error("peft_type", "LORA or IA3, the adapters that are priced")
     kind: AdapterKind = "ia3" if words == "IA3" else "dora" if fields.flag("use_dora") else "lora"
-    rank = fields.values.get("r")
+    rank = fields.value("r")
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
         raise fields.error("r", "a whole number above 0")
     train, notes = trainable_of(
         fields,
         kind=kind,
         rank=rank if isinstance(rank, int) else None,
-        targets=fields.values.get("target_modules"),
-        dropout=fields.values.get("lora_dropout") or 0.0,
+        targets=fields.value("target_modules"),
+        dropout=fields.value("lora_dropout") or 0.0,
         by_root=bool(fields.flag("use_rslora")),
-        saved=fields.values.get("modules_to_save"),
+        saved=fields.value("modules_to_save"),
     )
     for key in ("exclude_modules", "layers_to_transform", "rank_pattern", "target_parameters", "layer_replication"):
-        if fields.values.get(key):
+        if fields.value(key):
             notes.append(f"{key}: not priced, the adapters of all blocks are taken to be alike")
     if given.micro_batch_size is None:
         notes.append(
             "peft's file says what trains and not how: micro-batches of 1 assumed, --micro-batch says otherwise"
         )
+    model_name = fields.text("base_model_name_or_path")
     micro, dp = given.micro_batch_size or 1, given.num_gpus or 1
     steps = steps_of(source, given.global_batch_size, micro=micro, dp=dp) or 1
     plan = make_plan(source, dp=dp, micro_batch_size=micro, num_microbatches=steps, recompute=given.recompute or "none")
@@ -50,6 +53,6 @@ def read_peft(text: str, *, source: str, given: Given) -> Setup:
         attention="sdpa",
         train=train,
         says_gpus=False,
-        model_name=fields.text("base_model_name_or_path"),
-        notes=tuple(notes),
+        model_name=model_name,
+        notes=(*notes, *key_table("peft").notes(fields)),
     )

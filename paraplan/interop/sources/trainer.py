@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from paraplan.interop.setup import Fields, Given, Setup, make_plan, optimizer_of, steps_of
+from paraplan.interop.fields import Fields
+from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of, steps_of
 from paraplan.interop.sources.accelerate import FSDP_STRATEGIES, accelerate_setup
 from paraplan.interop.sources.deepspeed import deepspeed_setup, read_deepspeed
 from paraplan.interop.sources.documents import load_document
 from paraplan.model.weight_formats import WeightFormat
-from paraplan.plan.training import AttentionKind, OptimizerName
+from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision
 
 ReadFile = Callable[[str], str]
 
@@ -34,42 +35,77 @@ class Batches(NamedTuple):
     """Sizes of a step as a tool's keys say them."""
 
     micro_batch: int
+    """Sequences, those of pairs counted one by one."""
     steps: int
+    """Micro-batches of a step."""
     recompute: bool
+    """Whether blocks are computed again in the backward pass."""
+
+
+class Axes(NamedTuple):
+    """Degrees of parallelism beside the data, and how the data's ranks are sharded."""
+
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    cp: int = 1
+    """Ranks that share a sequence."""
+    dp_replicate: int | None = None
+    """Replicas of sharded groups; None where the file does not say."""
+    dp_shard: int | None = None
+    """Ranks of a sharded group; None where the file does not say."""
+
+
+_NO_AXES = Axes()
 
 
 def sharded_setup(
-    fields: Fields, given: Given, batches: Batches, *, tool: str, target: str, read_file: ReadFile
+    fields: Fields,
+    given: Given,
+    batches: Batches,
+    *,
+    tool: str,
+    target: str,
+    read_file: ReadFile,
+    axes: Axes = _NO_AXES,
+    deepspeed: object = None,
 ) -> Setup:
     """Return the plan of a tool's `accelerate_config`, `deepspeed` or `fsdp` key, with the batches of its own keys.
 
-    What is `given` comes first. Without any of those keys it is DDP over the GPUs that are given.
+    What is `given` comes first. Without any of those keys it is DDP over the GPUs that are given. `deepspeed` stands
+    for that key where a tool has names of its own for configurations.
     """
     micro = given.micro_batch_size or batches.micro_batch
     recompute = given.recompute or ("full" if batches.recompute else "none")
-    beside = given.replace(micro_batch_size=micro, recompute=recompute, global_batch_size=None)
-    found = _by_key(fields, beside, read_file)
+    beside = given.replace(micro_batch_size=micro, global_batch_size=None)
+    found = _by_key(fields, beside, read_file, axes, deepspeed)
     notes = [note for note in found.notes if not note.startswith(_LATER)] if found is not None else []
     num_gpus = fields.count("num_processes")
     says_gpus = num_gpus is not None or "accelerate_config" in fields
     if given.num_gpus is None and not says_gpus:
         notes.append("no GPUs are named: 1 assumed, --profile and --nodes say otherwise")
-    dp = found.plan.dp if found is not None else num_gpus or given.num_gpus or 1
+    ranks = num_gpus or given.num_gpus or 1
+    spread: dict[str, object] = {"cp": axes.cp, "tp": axes.tp}
+    if found is None:
+        dp = data_parallel_ranks(fields.source, ranks, tp=axes.tp, cp=axes.cp)
+    elif found.plan.cp == axes.cp:
+        dp, spread = found.plan.dp, {}
+    else:  # DeepSpeed counts ranks of cp among its own
+        dp, spread = data_parallel_ranks(fields.source, found.plan.dp, cp=axes.cp), {"cp": axes.cp}
     steps = steps_of(fields.source, given.global_batch_size, micro=micro, dp=dp) or batches.steps
     sizes: dict[str, object] = {"micro_batch_size": micro, "num_microbatches": steps, "recompute": recompute}
     if found is None:
-        plan = make_plan(fields.source, dp=dp, **sizes)
+        plan = make_plan(fields.source, dp=dp, **spread, **sizes)
         name = f"{tool}, DDP"
         return Setup(plan=plan, tool=name, target=target, framework="hf", says_gpus=says_gpus, notes=tuple(notes))
     # FSDP's own key switches recompute on too.
-    if found.plan.recompute == "full":
-        sizes["recompute"] = "full"
-    plan = make_plan(fields.source, **found.plan.model_dump() | sizes)
+    if found.plan.recompute != "none":
+        sizes["recompute"] = found.plan.recompute
+    plan = make_plan(fields.source, **found.plan.model_dump() | {"dp": dp} | spread | sizes)
     kind = found.tool.rpartition(", ")[2]
     return found.replace(plan=plan, tool=f"{tool}, {kind}", target=target, says_gpus=says_gpus, notes=tuple(notes))
 
 
-def _by_key(fields: Fields, given: Given, read_file: ReadFile) -> Setup | None:
+def _by_key(fields: Fields, given: Given, read_file: ReadFile, axes: Axes, deepspeed: object) -> Setup | None:
     num_gpus = fields.count("num_processes")
     known = given.replace(num_gpus=num_gpus or given.num_gpus or 1)
     name = fields.text("accelerate_config")
@@ -82,50 +118,58 @@ def _by_key(fields: Fields, given: Given, read_file: ReadFile) -> Setup | None:
         # TRL passes its own num_processes to accelerate launch, where it comes before the file's.
         launched = launched | ({} if num_gpus is None else {"num_processes": num_gpus})
         return accelerate_setup(Fields(launched, source=name), given=known, read_file=read_file)
-    if "deepspeed" in fields:
-        path = fields.values["deepspeed"]
+    path = deepspeed if deepspeed is not None else fields.value("deepspeed")
+    if path is not None:
         if isinstance(path, str):
             setup = read_deepspeed(read_file(path), source=path, given=known)
+        elif isinstance(path, Mapping):
+            setup = deepspeed_setup(Fields(path, source=fields.source, path="deepspeed."), given=known)
         else:
-            setup = deepspeed_setup(fields.section("deepspeed"), given=known)
+            raise fields.error("deepspeed", "a file, or an object with keys")
         return setup.replace(tool="DeepSpeed", precision=None, optimizer=None)
-    return _fsdp(fields, known, read_file)
+    return _fsdp(fields, known, read_file, axes)
 
 
-def _fsdp(fields: Fields, given: Given, read_file: ReadFile) -> Setup | None:
+def _fsdp(fields: Fields, given: Given, read_file: ReadFile, axes: Axes) -> Setup | None:
     """Return the plan of `fsdp` and `fsdp_config`, whose keys are accelerate's, with or without their prefix."""
-    strategy, section = fields.values.get("fsdp"), fields.section("fsdp_config")
-    if not strategy and not section.values:
+    strategy, section = fields.value("fsdp"), fields.taken("fsdp_config")
+    if not strategy and not section:
         return None
-    config = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in _named(section.values)}
+    config = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
+    version = fields.value("fsdp_version")  # axolotl has it beside the section
+    config = config if version is None else {"fsdp_version": version, **config}
     words = strategy if isinstance(strategy, list) else str(strategy or "").split()
     for word in map(str, words):
         if word.upper() in FSDP_STRATEGIES:
             config.setdefault("fsdp_sharding_strategy", word)
         if word == "offload":
             config["fsdp_offload_params"] = True
-    sizes = {
-        f"parallelism_config_{axis}_size": fields.count(key)
-        for axis, key in (("tp", "tensor_parallel_size"), ("cp", "context_parallel_size"))
-    } | {"parallelism_config_dp_replicate_size": fields.count("dp_replicate_size")}
+    sizes = {f"parallelism_config_{axis}_size": size for axis, size in axes._asdict().items() if size is not None}
     values = {
         "distributed_type": "FSDP",
         "num_processes": given.num_gpus,
         "fsdp_config": config,
-        "parallelism_config": {key: size for key, size in sizes.items() if size is not None},
+        "parallelism_config": sizes,
     }
     return accelerate_setup(Fields(values, source=fields.source), given=given, read_file=read_file)
 
 
-def _named(values: Mapping[str, object]) -> list[tuple[str, object]]:
-    """Return the entries of a section; YAML may have keys that are no text, which no tool knows."""
-    return [(key, value) for key, value in values.items() if isinstance(key, str)]
-
-
 def trainer_optimizer(fields: Fields, key: str) -> tuple[OptimizerName | None, list[str]]:
     """Return the optimizer that the Trainer takes for `key`; its SGD has a momentum where `optim_args` says so."""
-    has_momentum = "momentum" in str(fields.values.get("optim_args"))
+    has_momentum = "momentum" in str(fields.value("optim_args"))
     return optimizer_of(fields.text(key) or "adamw_torch_fused", has_momentum=has_momentum)
+
+
+def tf32_note(fields: Fields, precision: TrainingPrecision | None) -> list[str]:
+    """Return a note where matmuls of fp32 weights compute in TF32, which changes nothing beside 16-bit ones."""
+    return ["tf32: matmuls are priced in fp32"] if fields.is_on("tf32") and precision == "fp32" else []
+
+
+def uses_liger(fields: Fields) -> bool:
+    """Return whether the Trainer computes head and loss by Liger's kernel; its configuration may leave that one out."""
+    if not fields.flag("use_liger_kernel"):
+        return False
+    return fields.section("liger_kernel_config").flag("fused_linear_cross_entropy") is not False
 
 
 def quantized_weights(fields: Fields) -> WeightFormat | None:

@@ -10,7 +10,8 @@ import ast
 from collections.abc import Iterator
 
 from paraplan.errors import PlanError
-from paraplan.interop.setup import Fields, Given, Setup, make_plan, steps_of
+from paraplan.interop.fields import Fields
+from paraplan.interop.setup import Given, Setup, make_plan, steps_of
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.trainer import attention_of, trainer_optimizer
 from paraplan.plan.training import TrainingPrecision

@@ -6,21 +6,27 @@ Keys and defaults as in TRL 1.16: `ModelConfig` (trainer/model_config.py), `SFTC
 
 from __future__ import annotations
 
-from paraplan.interop.setup import Fields, Given, Setup
+from paraplan.interop.fields import Fields
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.objectives import Objective, objective_of
 from paraplan.interop.sources.trainer import (
     Batches,
     ReadFile,
     attention_of,
     quantized_weights,
     sharded_setup,
+    tf32_note,
     trainer_optimizer,
+    uses_liger,
 )
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
 
 _LENGTH, _RANK, _DROPOUT, _MICRO_BATCH = 1024, 16, 0.05, 8
+_PAIRS = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "apo_zero", "apo_down", "sppo_hard")
 _LOSSES: dict[str, LossKernel] = {"chunked_nll": "cut"}
 
 
@@ -31,47 +37,72 @@ def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Se
     """
     fields = Fields(load_document(text, source, hint="the keys are those of trl sft --help"), source=source)
     checkpoints = fields.flag("gradient_checkpointing")
+    objective = _objective(fields)
     batches = Batches(
-        micro_batch=fields.count("per_device_train_batch_size") or _MICRO_BATCH,
+        micro_batch=(fields.count("per_device_train_batch_size") or _MICRO_BATCH) * objective.group,
         steps=fields.count("gradient_accumulation_steps") or 1,
         recompute=checkpoints is None or checkpoints,
     )
     setup = sharded_setup(fields, given, batches, tool="TRL", target="trl", read_file=read_file)
-    notes = list(setup.notes)
+    notes = [*setup.notes, *objective.notes]
     train = None
     has_adapters = fields.flag("use_peft")
     if has_adapters:
         kind: AdapterKind = "dora" if fields.flag("use_dora") else "lora"
-        dropout = fields.values.get("lora_dropout")
+        dropout = fields.value("lora_dropout")
         train, found = trainable_of(
             fields,
             kind=kind,
             rank=fields.count("lora_r") or _RANK,
-            targets=fields.values.get("lora_target_modules"),
+            targets=fields.value("lora_target_modules"),
             dropout=_DROPOUT if dropout is None else dropout,
             by_root=bool(fields.flag("use_rslora")),
-            saved=fields.values.get("lora_modules_to_save"),
+            saved=fields.value("lora_modules_to_save"),
         )
         notes += found
-    loads_half = (fields.text("dtype") or "float32") in ("bfloat16", "float16", "auto")
+    loads_half = (fields.text("dtype") or fields.text("torch_dtype") or "float32") in ("bfloat16", "float16", "auto")
     weights = quantized_weights(fields)
     if weights is None and has_adapters:
         weights = "bf16" if loads_half else "fp32"
     optimizer, found = trainer_optimizer(fields, "optim")
-    loss = _LOSSES.get(fields.text("loss_type") or "nll", "plain")
-    return setup.replace(
+    loss = _LOSSES.get(str(fields.value("loss_type")), "plain")
+    setup = setup.replace(
         precision=_precision(fields, is_pure=loads_half and not has_adapters and not setup.plan.zero_stage),
         optimizer=optimizer,
         attention=attention_of(fields.text("attn_implementation")) or "sdpa",
         train=train,
         base_weights=weights if has_adapters else None,
-        loss="liger" if fields.flag("use_liger_kernel") else loss,
+        loss="liger" if uses_liger(fields) else loss,
+        task=objective.task,
         compiled=fields.flag("torch_compile"),
         offloads_activations=fields.flag("activation_offloading"),
-        seq_length=fields.count("max_length") or _LENGTH,
+        seq_length=fields.count("max_length") or fields.count("max_seq_length") or _LENGTH,
         model_name=fields.text("model_name_or_path"),
-        notes=tuple(notes + found),
     )
+    return setup.replace(notes=(*notes, *found, *tf32_note(fields, setup.precision), *key_table("trl").notes(fields)))
+
+
+def _objective(fields: Fields) -> Objective:
+    """Return what a file is for, by keys that one of TRL's commands has alone: it does not name the command."""
+    signs = {
+        "grpo": ("num_generations", "reward_funcs", "max_completion_length"),
+        "distillation": ("teacher_model_name_or_path",),
+        "kto": ("desirable_weight", "undesirable_weight"),
+        "ppo": ("num_ppo_epochs", "reward_model_path", "reward_model_name_or_path"),
+        "reward": ("center_rewards_coefficient",),
+        "cpo": ("cpo_alpha", "simpo_gamma"),
+        "dpo": ("precompute_ref_log_probs",),
+    }
+    loss = fields.text("loss_type") if isinstance(fields.values.get("loss_type"), str) else None
+    if loss in _PAIRS or (isinstance(fields.values.get("loss_type"), list) and fields.value("loss_type")):
+        name: str | None = "dpo"
+    else:
+        name = next((task for task, keys in signs.items() if any(key in fields for key in keys)), None)
+    key = "its keys are those of" if name else "loss_type"
+    completion, beta = (fields.count("max_completion_length"), fields.value("beta")) if name == "grpo" else (None, None)
+    precomputed = bool(fields.flag("precompute_ref_log_probs"))
+    is_full = not fields.flag("use_peft")
+    return objective_of(name, key=key, precomputed=precomputed, completion=completion, beta=beta, is_full=is_full)
 
 
 def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:

@@ -1,0 +1,89 @@
+"""Whose configuration a text is, by the keys that each tool has alone and by how many of the text's keys it knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from paraplan.errors import PlanError, UsageError
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.ms_swift import COMMAND
+from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG
+
+Tool = Literal[
+    "deepspeed",
+    "accelerate",
+    "megatron-lm",
+    "peft",
+    "trl",
+    "axolotl",
+    "llama-factory",
+    "llama-factory-v1",
+    "ms-swift",
+    "transformers",
+]
+
+_TABLES: dict[str, Tool] = {
+    "peft": "peft",
+    "accelerate": "accelerate",
+    "axolotl": "axolotl",
+    "llama-factory-v1": "llama-factory-v1",
+    "llama-factory": "llama-factory",
+    "ms-swift": "ms-swift",
+    "megatron-swift": "ms-swift",
+    "trl": "trl",
+    "deepspeed": "deepspeed",
+}
+_LEAST_SHARE = 1 / 3
+"""Of a tool's own file it knows more than this of the keys: others only share some with it."""
+_TRANSFORMERS = re.compile(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(")
+_TITAN = re.compile(r"^\s*\[(job|parallelism|activation_checkpoint|training)\]|\bTrainer\.Config\b", flags=re.MULTILINE)
+
+
+def tool_of(text: str, source: str) -> Tool:
+    """Return whose configuration a text is. Raises `PlanError` for nobody's."""
+    if COMMAND.search(text):
+        return "ms-swift"
+    if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
+        return "megatron-lm"
+    if _TRANSFORMERS.search(text):
+        return "transformers"
+    if _TITAN.search(text):
+        raise PlanError(
+            f"{source} is torchtitan's configuration, which is not read",
+            hint="give its degrees: paraplan estimate MODEL --framework torchtitan --dp 8 --tp 2 --zero 3",
+        )
+    keys = _top_level_keys(text, source)
+    scores = {name: _score(name, keys) for name in _TABLES}
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] > 0:
+        return _TABLES[best]
+    raise PlanError(
+        f"{source} is no configuration of DeepSpeed, accelerate, Megatron-LM, peft, TRL, axolotl, LLaMA-Factory or "
+        "ms-swift, and no script with transformers' DistributedConfig: none of their keys is in it",
+        hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
+        "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
+        "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path, ms-swift's tuner_type",
+    )
+
+
+def _score(name: str, keys: frozenset[str]) -> float:
+    """Return how many of the keys a tool knows, each shared among the tools that know it; 0 where none is its sign."""
+    table = key_table(name)
+    known = keys & table.known
+    if not keys & frozenset(table.signs) or len(known) < _LEAST_SHARE * len(keys):
+        return 0.0
+    return sum(1.0 / sum(key in key_table(other).known for other in _TABLES) for key in known)
+
+
+def _top_level_keys(text: str, source: str) -> frozenset[str]:
+    """Return the keys of a YAML or JSON text; of a broken one those that stand at the beginning of lines."""
+    try:
+        data: object = load_document(text, source, hint="")
+    except (PlanError, UsageError):
+        text = text.removeprefix("\ufeff")
+        pattern = r"""["'](\w+)["']\s*:""" if text.lstrip().startswith("{") else r"""^["']?(\w+)["']?\s*:"""
+        return frozenset(re.findall(pattern, text, flags=re.MULTILINE)) - {"stage"}
+    return frozenset(str(key) for key in data) if isinstance(data, Mapping) else frozenset()

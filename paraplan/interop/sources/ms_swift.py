@@ -1,0 +1,307 @@
+"""ms-swift's YAML and commands (`swift sft`, `megatron sft`), read back.
+
+Keys and defaults as in ms-swift of August 2026 (swift/arguments, swift/megatron/arguments, swift/config).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from math import ceil
+
+from paraplan.errors import PlanError
+from paraplan.interop.fields import Fields, is_off
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.setup import Given, Setup
+from paraplan.interop.sources.adapters import trainable_of
+from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.megatron_lm import megatron_setup, options_of
+from paraplan.interop.sources.objectives import Objective, objective_of
+from paraplan.interop.sources.shell import command_of
+from paraplan.interop.sources.trainer import (
+    Axes,
+    Batches,
+    ReadFile,
+    attention_of,
+    four_bits,
+    sharded_setup,
+    tf32_note,
+    trainer_optimizer,
+    uses_liger,
+)
+from paraplan.model.trainable import AdapterKind
+from paraplan.model.weight_formats import WeightFormat
+from paraplan.plan.training import TrainingPrecision
+
+_COMMANDS = "sft|pt|rlhf|infer|deploy|export|eval|rollout|sample|app|web-ui|merge-lora"
+COMMAND = re.compile(
+    rf"(?:^|[ \t/])(swift|megatron)[ \t]+({_COMMANDS})\b|\bswift/cli/(_megatron/)?(\w+)\.py", flags=re.MULTILINE
+)
+_TRAINS = ("sft", "pt", "rlhf")
+_MEGATRON_SIGNS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "micro_batch_size"),
+    *("recompute_granularity", "global_batch_size", "mcore_model", "train_iters"),
+)
+_MEGATRON_DEFAULTS: dict[str, object] = {
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+    "recompute_granularity": "selective",
+    "use_distributed_optimizer": True,
+    "attention_backend": "flash",
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_tensor_parallel_size": 1,
+    "bf16": True,
+}
+_DEEPSPEED: dict[str, dict[str, object]] = {
+    **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    "zero2_offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    "zero3_offload": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    },
+}
+"""Configurations of DeepSpeed that come with ms-swift (swift/config); their sizes are the Trainer's."""
+_SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+_FSDP2: dict[str, object] = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True},
+}
+_LAUNCHER = ("nproc_per_node", "nproc", "nnodes")
+_RANK, _DROPOUT, _BATCH = 8, 0.05, 16
+
+
+def read_ms_swift(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
+    """Return the training that a configuration of ms-swift describes, or a script with its command.
+
+    Raises `PlanError` naming the file and key for what is broken, and for commands that train nothing.
+    """
+    values, is_megatron, notes = _values(text, source)
+    for what, keys in key_table("ms-swift").trains_nothing.items():
+        if any(values.get(key) is not None for key in keys):
+            raise PlanError(f"{source}: ms-swift's file {what}, and trains nothing", hint="give one that trains")
+    fields = Fields(values, source=source)
+    named = fields.value("nproc_per_node") or fields.section("ENV").value("NPROC_PER_NODE")
+    fields.taken("ENV")
+    if str(named).isdigit() and given.num_gpus is None:
+        given = given.replace(num_gpus=max(1, int(str(named))))
+        says_gpus = True
+    else:
+        says_gpus = False
+    if is_megatron or any(key in values for key in _MEGATRON_SIGNS):
+        setup, table = _megatron(fields, given), key_table("megatron-swift")
+    else:
+        setup, table = _trainer(fields, given, read_file), key_table("ms-swift")
+    return setup.replace(says_gpus=says_gpus, notes=(*notes, *setup.notes, *table.notes(fields)))
+
+
+def _values(text: str, source: str) -> tuple[dict[str, object], bool, list[str]]:
+    """Return the keys of a YAML, or of a command's options, whether Megatron runs them, and notes."""
+    found = COMMAND.search(text)
+    if found is None:
+        values = dict(load_document(text, source, hint="examples/yaml of ms-swift has working ones"))
+        part = values.pop("train", None)  # what trains, in files for Ray
+        if isinstance(part, Mapping):
+            values |= {str(key): value for key, value in part.items() if key != "gpus"}
+            values |= {"nproc_per_node": part["gpus"]} if isinstance(part.get("gpus"), int) else {}
+        return values, False, []
+    command = command_of(text, source)
+    found = COMMAND.search(" ".join(command.words)) or found
+    what = found.group(2) or found.group(4)
+    if what not in _TRAINS:
+        raise PlanError(
+            f"{source}: ms-swift's command {found.group(1) or 'swift'} {what} trains nothing",
+            hint="give one of swift sft, swift pt, swift rlhf, megatron sft, megatron pt and megatron rlhf",
+        )
+    values = {key: _scalar(value) if isinstance(value, str) else value for key, value in _listed(command.words).items()}
+    named = next(
+        (command.variables[key] for key in ("NPROC_PER_NODE", "nproc_per_node") if key in command.variables), None
+    )
+    nodes = command.variables.get("NNODES") or str(values.get("nnodes", "1"))
+    if named is not None and named.isdigit():
+        values.setdefault("nproc_per_node", int(named) * (int(nodes) if nodes.isdigit() else 1))
+    notes = (
+        [f"{source} has branches or loops: its lines are read in order, as if all ran"] if command.has_branches else []
+    )
+    if "rlhf_type" not in values and what == "rlhf":
+        values["rlhf_type"] = "dpo"
+    return values, found.group(1) == "megatron" or found.group(3) is not None, notes
+
+
+def _listed(words: list[str]) -> dict[str, object]:
+    """Return a command's options, those with several words as lists."""
+    options = options_of(words)
+    several: dict[str, list[str]] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+        elif name is not None:
+            several.setdefault(name, []).append(word)
+    return options | {name: values for name, values in several.items() if len(values) > 1}
+
+
+def _scalar(word: str) -> object:
+    try:
+        return json.loads(word)
+    except ValueError:
+        return {"true": True, "false": False}.get(word.lower(), word)
+
+
+def _trainer(fields: Fields, given: Given, read_file: ReadFile) -> Setup:
+    """Return the training of `swift sft` and its kin, which transformers' Trainer runs."""
+    train, notes = _trainable(fields, default="lora")
+    objective = _objective(fields, is_full=train is None)
+    batch = fields.count("per_device_train_batch_size") or 1
+    steps = fields.count("gradient_accumulation_steps") or max(1, ceil(_BATCH / batch / (given.num_gpus or 1)))
+    cp = fields.count("sequence_parallel_size") or 1
+    strategy = fields.value("fsdp")
+    is_bundled = strategy == "fsdp2"
+    sharding = Fields(_FSDP2 if is_bundled else {"fsdp_config": fields.taken("fsdp_config")}, source=fields.source)
+    if strategy and not is_bundled:
+        name = str(strategy)
+        sharding = Fields(load_document(read_file(name), name, hint="ms-swift's own is fsdp2"), source=name)
+    checkpoints = fields.flag("gradient_checkpointing")
+    setup = sharded_setup(
+        sharding,
+        given,
+        Batches(batch * objective.group, steps, (checkpoints is None or checkpoints) and not strategy),
+        tool="ms-swift",
+        target="hf-trainer",
+        read_file=read_file,
+        axes=Axes(cp=cp),
+        deepspeed=_deepspeed(fields),
+    )
+    optimizer, found = trainer_optimizer(fields, "optim")
+    notes += found
+    if fields.flag("use_galore"):
+        optimizer = "galore_adamw"
+        notes.append(f"use_galore: priced at rank 128, its rank is {fields.count('galore_rank') or 128}")
+    if fields.text("optimizer") == "muon":
+        optimizer = "muon"
+    elif fields.text("optimizer") is not None:
+        notes.append(f"optimizer {fields.text('optimizer')}: priced as {optimizer}")
+    precision = _precision(fields)
+    notes += tf32_note(fields, precision)
+    is_pure = precision == "bf16" and train is None and not setup.plan.zero_stage
+    return setup.replace(
+        precision="bf16-pure" if is_pure else precision,
+        optimizer=optimizer,
+        attention=attention_of(fields.text("attn_impl")) or "sdpa",
+        train=train,
+        base_weights=_weights(fields) if train is not None else None,
+        loss="liger" if uses_liger(fields) else "plain",
+        compiled=fields.flag("torch_compile"),
+        seq_length=_length(fields, notes),
+        model_name=fields.text("model") or fields.text("model_id_or_path"),
+        task=objective.task,
+        notes=(*setup.notes, *objective.notes, *notes),
+    )
+
+
+def _megatron(fields: Fields, given: Given) -> Setup:
+    """Return the training of Megatron-SWIFT, which Megatron-Core runs."""
+    train, notes = _trainable(fields, default="full")
+    objective = _objective(fields, is_full=train is None)
+    keys = (*key_table("megatron-lm").read, *key_table("megatron-lm").not_priced_keys)
+    values = _MEGATRON_DEFAULTS | {key: fields.value(key) for key in keys if key in fields and key not in _LAUNCHER}
+    micro = Fields(values, source=fields.source).count("micro_batch_size") or 1
+    total = Fields(values, source=fields.source).count("global_batch_size") or _BATCH
+    values |= {"micro_batch_size": micro * objective.group, "global_batch_size": total * objective.group}
+    options = Fields(values, source=fields.source)
+    setup = megatron_setup(options, given)
+    precision = _precision(fields)
+    return setup.replace(
+        tool="ms-swift, Megatron-Core",
+        precision=precision,
+        linear_precision=setup.linear_precision if precision != "fp32" else None,
+        train=train,
+        base_weights=("bf16" if precision == "bf16" else None) if train is not None else None,
+        seq_length=_length(fields, notes),
+        model_name=fields.text("model"),
+        task=objective.task,
+        notes=(*setup.notes, *key_table("megatron-lm").notes(options), *objective.notes, *notes),
+    )
+
+
+def _deepspeed(fields: Fields) -> object:
+    """Return the configuration of DeepSpeed: one of ms-swift's own by its name, a file, or keys."""
+    value = fields.value("deepspeed")
+    config: object = value
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        config = dict(load_document(value, fields.source, hint="give a name, a file or an object"))
+    if isinstance(value, str) and value in _DEEPSPEED:
+        config = {**_SIZES, **_DEEPSPEED[value]}
+    tp, hpz = fields.count("deepspeed_autotp_size"), fields.count("zero_hpz_partition_size")
+    if isinstance(config, dict) and tp is not None:
+        config["tensor_parallel"] = {"autotp_size": tp}
+    if isinstance(config, dict) and hpz is not None:
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "zero_hpz_partition_size": hpz}
+    return config
+
+
+def _objective(fields: Fields, *, is_full: bool) -> Objective:
+    name = fields.text("rlhf_type")
+    task = fields.text("task_type")
+    if name is None and task not in (None, "causal_lm"):
+        return objective_of(task, key="task_type", is_full=is_full)
+    is_generated = name in ("grpo", "gkd")
+    completion = fields.count("max_completion_length") if is_generated else None
+    return objective_of(
+        name,
+        key="rlhf_type",
+        completion=completion,
+        beta=fields.value("beta") if is_generated else None,
+        is_full=is_full,
+    )
+
+
+def _trainable(fields: Fields, *, default: str) -> tuple[str | None, list[str]]:
+    words = fields.text("tuner_type") or fields.text("train_type") or fields.text("sft_type") or default
+    frozen = [key for key in ("freeze_llm", "freeze_vit", "freeze_aligner") if fields.flag(key) is not None]
+    notes = [f"{', '.join(frozen)}: towers of images and sound are not told apart, and not priced"] if frozen else []
+    if words == "full":
+        return None, notes
+    if words not in ("lora", "dora", "lora_llm", "longlora"):
+        raise fields.error("tuner_type", "lora or full, the ways to train that are priced")
+    kind: AdapterKind = "dora" if fields.flag("use_dora") else "lora"
+    train, found = trainable_of(
+        fields,
+        kind=kind,
+        rank=fields.count("lora_rank") or _RANK,
+        targets=fields.value("target_modules") or fields.value("lora_target_modules") or "all-linear",
+        dropout=_DROPOUT if fields.value("lora_dropout") is None else fields.value("lora_dropout"),
+        by_root=bool(fields.flag("use_rslora")),
+        saved=fields.value("modules_to_save"),
+    )
+    return train, notes + found
+
+
+def _weights(fields: Fields) -> WeightFormat:
+    bits = fields.number("quant_bits") or fields.number("quantization_bit")
+    method = fields.text("quant_method")
+    if bits and method not in (None, "bnb"):
+        raise fields.error("quant_method", "bnb, the method that is priced")
+    if bits == 8:
+        return "int8"
+    if bits == 4:
+        is_double = fields.flag("bnb_4bit_use_double_quant")
+        return four_bits(is_fp4=fields.text("bnb_4bit_quant_type") == "fp4", is_double=is_double is not False)
+    return "bf16"
+
+
+def _precision(fields: Fields) -> TrainingPrecision:
+    """Return the type of the arithmetic: that of the weights, of which fp32 ones are computed in fp16."""
+    words = fields.text("torch_dtype") or fields.text("dtype") or "bfloat16"
+    if fields.flag("fp16") or (words in ("float16", "fp16", "float32", "fp32") and not fields.flag("bf16")):
+        return "fp32" if fields.flag("fp16") is False else "fp16"
+    return "bf16"
+
+
+def _length(fields: Fields, notes: list[str]) -> int | None:
+    length = fields.count("max_length")
+    is_packed = not is_off(fields.value("packing"))
+    fields.value("padding_free")
+    packed = fields.count("packing_length")
+    if length is None and packed is None:
+        notes.append("max_length is not named, which is the model's own longest then: --seq-len says how long they are")
+    return packed if is_packed and packed is not None else length

@@ -1,0 +1,66 @@
+"""What a step learns from, in the words of other tools, as those of `--task`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
+_PLAIN = ("sft", "pt", "pretrain", "clm", "causal_lm")
+
+
+class Objective(NamedTuple):
+    """A tool's objective in the words of `--task`."""
+
+    task: str | None
+    """None for training on given sequences."""
+    notes: list[str]
+    """What is priced otherwise."""
+
+    @property
+    def group(self) -> int:
+        """Sequences of what the tool's batch counts as one: the two of a pair."""
+        return 2 if self.task is not None and self.task.startswith(("dpo", "reward")) else 1
+
+
+def objective_of(
+    name: str | None,
+    *,
+    key: str,
+    precomputed: bool = False,
+    completion: int | None = None,
+    beta: object = None,
+    is_full: bool = True,
+) -> Objective:
+    """Return the objective that `name`, the value of `key`, stands for.
+
+    `precomputed`: the reference's log-probabilities are. `completion`: generated tokens. `beta`: GRPO's distance to a
+    reference model. `is_full`: no adapters, beside which the reference is a second copy of the model.
+    """
+    words = (name or "sft").lower()
+    if words in _PLAIN:
+        return Objective(None, [])
+    if words in ("dpo", "ipo"):
+        return Objective(
+            "dpo:precomputed" if precomputed else "dpo", [f"{key} {name}: a batch counts pairs, two sequences each"]
+        )
+    if words in _WITHOUT_REFERENCE:
+        note = f"{key} {name}: priced as dpo without a reference model; a batch counts pairs, two sequences each"
+        return Objective("dpo:precomputed", [note])
+    if words in ("reward", "rm", "reward_model"):
+        return Objective("reward", [f"{key} {name}: a batch counts pairs, two sequences each"])
+    if words in ("grpo", "gdpo", "rloo", "dapo", "gspo"):
+        fields = [f"completion={completion}"] if completion else []
+        is_weight = isinstance(beta, int | float) and not isinstance(beta, bool) and beta > 0
+        fields += [f"beta={beta:g}"] if is_weight else []
+        notes = [] if words == "grpo" else [f"{key} {name}: priced as grpo"]
+        return Objective(":".join(["grpo", ",".join(fields)] if fields else ["grpo"]), notes)
+    reference = "a reference model of its own" if is_full else "the passes of the base as its reference"
+    what = {
+        "kto": f"kto: {reference} and its passes are not priced",
+        "bco": f"bco: {reference} and its passes are not priced",
+        "ppo": "ppo: the generation, the reward, value and reference models and their passes are not priced",
+        "gkd": "gkd: the teacher and the generation are not priced",
+        "distillation": "distillation: the teacher and its passes are not priced",
+        "kd": "kd: the teacher and its passes are not priced",
+    }.get(words, f"{name}: priced as training on given sequences, its other passes are not priced")
+    return Objective(None, [f"{key} {what}"])

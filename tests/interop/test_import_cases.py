@@ -1,0 +1,220 @@
+"""Files of other tools as people have them: parallel axes, objectives, names of a tool's own, shells, comments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paraplan.api.imported import import_plan
+from paraplan.errors import PlanError
+from paraplan.interop.setup import Setup
+
+AXOLOTL = "base_model: m\nsequence_len: 8192\n"
+FACTORY = "model_name_or_path: m\ndo_train: true\nbf16: true\n"
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """Return what reads a text as a file."""
+
+    def read_text(text: str, name: str = "config.yaml", **given: Any) -> Setup:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return import_plan(path, **given).setup
+
+    return read_text
+
+
+@pytest.mark.parametrize(
+    ("words", "plan"),
+    [
+        ("context_parallel_size: 2\n", "dp4 x cp2, DDP"),
+        ("sequence_parallel_degree: 4\n", "dp2 x cp4, DDP"),
+        ("tensor_parallel_size: 2\ncontext_parallel_size: 2\n", "dp2 x tp2 x cp2, DDP"),
+        ("context_parallel_size: 4\ndeepspeed: {zero_optimization: {stage: 3}}\n", "dp2 x cp4, ZeRO-3"),
+        ("context_parallel_size: 8\ndeepspeed: {zero_optimization: {stage: 1}}\n", "cp8, ZeRO-1"),
+        ("context_parallel_size: 2\nfsdp_config: {reshard_after_forward: true}\n", "dp4 x cp2, ZeRO-3"),
+        (
+            "dp_shard_size: 2\ndp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_config: {offload_params: false}\n",
+            "dp4 x tp2, ZeRO-3 in groups of 2",
+        ),
+    ],
+)
+def test_axolotls_axes_are_read_whatever_shards_beside_them(read: Any, words: str, plan: str) -> None:
+    sizes = "train_micro_batch_size_per_gpu: auto"
+    words = words.replace("{zero_optimization", f"{{{sizes}, zero_optimization")
+    assert read(AXOLOTL + words, num_gpus=8).plan.describe().startswith(plan)
+
+
+def test_sizes_that_multiply_to_other_gpus_are_refused_by_their_names(read: Any) -> None:
+    text = AXOLOTL + "dp_shard_size: 8\ntensor_parallel_size: 2\nfsdp_config: {reshard_after_forward: true}\n"
+    with pytest.raises(PlanError, match=r"tp_size 2 .* dp_shard_size 8 = 16 ranks, and there are 8 processes"):
+        read(text, num_gpus=8)
+    text = (
+        "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\nparallelism_config: "
+        "{parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}\n"
+    )
+    with pytest.raises(PlanError, match=r"dp_replicate_size 2 x dp_shard_size 2 = 4 ranks, and there are 8 processes"):
+        read(text)
+
+
+def test_accelerates_axes_are_read_or_named_under_every_kind(read: Any) -> None:
+    sizes = "parallelism_config: {parallelism_config_%s_size: 2}\n"
+    ulysses = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {zero_stage: 3}\n" + sizes % "sp"
+    assert read(ulysses).plan.describe().startswith("dp2 x cp2, ZeRO-3")
+    tensor = read("distributed_type: MULTI_GPU\nnum_processes: 8\n" + sizes % "tp")
+    assert tensor.plan.describe().startswith("dp4 x tp2, DDP")
+    assert "accelerate 1.15 refuses it" in "\n".join(tensor.notes)
+    context = read("distributed_type: MULTI_GPU\nnum_processes: 8\n" + sizes % "cp")
+    assert "parallelism_config_cp_size" in "\n".join(context.notes)
+
+
+def test_yamls_no_is_accelerates_one_process(read: Any) -> None:
+    assert read("distributed_type: NO\nmixed_precision: bf16\nnum_processes: 4\n").plan.world_size == 1
+
+
+def test_deepspeeds_comments_commas_and_byte_order_marks_are_passed_over(read: Any) -> None:
+    text = """{
+      "train_micro_batch_size_per_gpu": 2, // a comment
+      # another, with a brace }
+      "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "/a//b#c",},},
+      /* and one
+         of two lines */
+    }"""
+    setup = read("\ufeff" + text, "ds.json", num_gpus=4)
+    assert (setup.plan.zero_stage, setup.plan.micro_batch_size, setup.plan.offload) == (3, 2, "optimizer")
+    with pytest.raises(PlanError, match="is not JSON"):
+        read('{"train_batch_size": 8,, "zero_optimization": {}}', "broken.json", num_gpus=4)
+
+
+def test_deepspeeds_auto_sizes_are_said_beside_a_global_batch(read: Any) -> None:
+    text = '{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}'
+    setup = read(text, "ds.json", num_gpus=8, global_batch_size=64)
+    assert (setup.plan.micro_batch_size, setup.plan.num_microbatches) == (1, 8)
+    assert any(note.startswith("train_micro_batch_size_per_gpu is auto") for note in setup.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "sequences"),
+    [
+        (AXOLOTL + "rl: ipo\nmicro_batch_size: 2\n", "dpo", 4),
+        (AXOLOTL + "rl: orpo\n", "dpo:precomputed", 2),
+        (AXOLOTL + "rl: grpo\ntrl: {max_completion_length: 256}\n", "grpo:completion=256", 1),
+        (AXOLOTL + "reward_model: true\n", "reward", 2),
+        (FACTORY + "stage: dpo\nper_device_train_batch_size: 2\n", "dpo", 4),
+        (FACTORY + "stage: dpo\npref_loss: simpo\nper_device_train_batch_size: 1\n", "dpo:precomputed", 2),
+        (FACTORY + "stage: rm\nper_device_train_batch_size: 3\n", "reward", 6),
+        ("model: m\ntuner_type: lora\nmax_length: 512\nrlhf_type: dpo\nper_device_train_batch_size: 2\n", "dpo", 4),
+        ("model_name_or_path: m\nuse_peft: true\nloss_type: sigmoid\nper_device_train_batch_size: 1\n", "dpo", 2),
+    ],
+)
+def test_objectives_are_tasks_and_pairs_two_sequences(read: Any, text: str, task: str, sequences: int) -> None:
+    setup = read(text, num_gpus=2)
+    assert (setup.task, setup.plan.micro_batch_size) == (task, sequences)
+
+
+@pytest.mark.parametrize(("key", "name"), [("rl: kto\n", "kto"), ("kd_trainer: true\n", "kd"), ("rl: ebft\n", "ebft")])
+def test_an_objective_that_is_not_modelled_is_named(read: Any, key: str, name: str) -> None:
+    assert any(name in note and "not priced" in note for note in read(AXOLOTL + key, num_gpus=2).notes)
+
+
+def test_muon_of_llama_factory_is_muon_and_others_are_named(read: Any) -> None:
+    full = FACTORY + "stage: sft\nfinetuning_type: full\n"
+    assert read(full + "use_muon: true\n").optimizer == "muon"
+    for key in ("use_badam", "use_apollo", "use_adam_mini"):
+        assert any(note.startswith(f"{key}: priced as adamw") for note in read(full + f"{key}: true\n").notes)
+
+
+def test_llama_factorys_megatron_backend_is_read_with_its_degrees(read: Any) -> None:
+    text = FACTORY + (
+        "stage: sft\nfinetuning_type: full\npipeline_model_parallel_size: 2\nexpert_model_parallel_size: 4\n"
+        "use_distributed_optimizer: true\nrecompute_granularity: full\ngradient_accumulation_steps: 6\n"
+        "per_device_train_batch_size: 1\nmoe_token_dispatcher_type: alltoall\n"
+    )
+    setup = read(text, num_gpus=16)
+    assert setup.plan.describe() == "dp8 x pp2 x ep4, ZeRO-1, 1f1b, micro-batch 1 x 6, recompute full"
+    assert (setup.framework, setup.notes) == ("megatron-core", ())
+    assert read(text).plan.world_size == 8  # as many as the degrees need
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model_name_or_path: m\ntemplate: qwen3\ninfer_backend: vllm\n", "LLaMA-Factory's file is for inference"),
+        ("model_name_or_path: m\ntemplate: t\nexport_dir: out\nexport_size: 5\n", "LLaMA-Factory's file exports"),
+        (FACTORY.replace("do_train: true", "do_predict: true") + "stage: sft\ntemplate: t\n", "predicts"),
+        ("model: m\npeft_config: {name: lora, export_dir: out}\nmodel_class: llm\n", "LLaMA-Factory v1's file exports"),
+        ("swift infer --model m --max_length 10\n", "ms-swift's command swift infer trains nothing"),
+        ("[parallelism]\ntensor_parallel_degree = 2\n", "torchtitan's configuration, which is not read"),
+    ],
+)
+def test_files_that_train_nothing_are_refused_as_their_own_tools(read: Any, text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        read(text, num_gpus=2)
+
+
+def test_ms_swifts_own_names_of_configurations_are_known(read: Any) -> None:
+    text = "model: m\ntuner_type: full\nmax_length: 4096\nper_device_train_batch_size: 2\n"
+    found = {name: read(text + f"deepspeed: {name}\n", num_gpus=4).plan for name in ("zero1", "zero2_offload", "zero3")}
+    assert [plan.zero_stage for plan in found.values()] == [1, 2, 3]
+    assert found["zero2_offload"].offload == "optimizer"
+    fsdp = read(text + "fsdp: fsdp2\n", num_gpus=4)
+    assert (fsdp.plan.zero_stage, fsdp.plan.recompute, fsdp.framework) == (3, "full", "fsdp")
+    assert read(text, num_gpus=4).plan.num_microbatches == 2  # sixteen sequences a step, unless told otherwise
+
+
+def test_megatron_swift_is_read_as_megatron_core(read: Any) -> None:
+    text = (
+        "model: m\ntuner_type: lora\nlora_rank: 4\nmax_length: 1024\nmicro_batch_size: 2\nglobal_batch_size: 32\n"
+        "tensor_model_parallel_size: 2\nexpert_model_parallel_size: 4\nsequence_parallel: true\n"
+    )
+    setup = read(text, num_gpus=8)
+    assert setup.plan.describe().startswith("dp4 x tp2 x ep2, ZeRO-1, sequence parallel, micro-batch 2 x 4")
+    assert (setup.framework, setup.train, setup.seq_length) == ("megatron-core", "lora:r=4,dropout=0.05", 1024)
+
+
+def test_a_command_of_ms_swift_is_read_from_its_script(read: Any) -> None:
+    text = """#!/bin/bash
+    GPUS=4   # of one machine
+    NPROC_PER_NODE=$GPUS \\
+    swift rlhf --rlhf_type dpo --model m \\
+        --tuner_type lora --target_modules q_proj v_proj --max_length 2048 \\
+        --gradient_accumulation_steps $(expr 32 / $GPUS) --per_device_train_batch_size 1 --deepspeed zero2
+    """
+    setup = read(text, "train.sh")
+    assert setup.plan.describe() == "dp4, ZeRO-2, micro-batch 2 x 8, recompute full"
+    assert (setup.train, setup.task) == ("lora:r=8,targets=q_proj|v_proj,dropout=0.05", "dpo")
+
+
+SCRIPT = """#!/bin/bash
+export TP=${TP:-4} # how blocks are divided
+PP=2
+NODES=1; GPUS_PER_NODE=8
+WORLD=$((NODES * GPUS_PER_NODE))
+BATCH=$(( WORLD / TP / PP * 16 ))
+MODEL_ARGS=(
+    --num-layers 32   # blocks
+    --seq-length ${SEQ:-2048}
+)
+PARALLEL_ARGS="--tensor-model-parallel-size ${TP} --pipeline-model-parallel-size $PP"
+PARALLEL_ARGS+=" --sequence-parallel --no-such-option-of-mine 3"
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NODES pretrain_gpt.py "${MODEL_ARGS[@]}" $PARALLEL_ARGS \\
+    --micro-batch-size 1 --global-batch-size $BATCH --bf16 --overlap-grad-reduce --wandb-project mine
+"""
+
+
+def test_megatrons_script_is_read_with_its_plain_variables(read: Any) -> None:
+    setup = read(SCRIPT, "train.sh")
+    assert setup.plan.describe() == "tp4 x pp2, 1f1b, sequence parallel, micro-batch 1 x 16"
+    assert setup.seq_length == 2048
+    assert setup.notes == ("--no-such-option-of-mine: not known as keys of Megatron-LM, and not priced",)
+
+
+def test_what_only_the_shell_knows_is_said_as_such(read: Any) -> None:
+    with pytest.raises(
+        PlanError, match=r"--pipeline-model-parallel-size: expected a whole number, found '\$1'"
+    ) as raised:
+        read(SCRIPT.replace("PP=2", "PP=$1"), "train.sh")
+    assert "bash -x" in (raised.value.hint or "")
