@@ -57,3 +57,8 @@ def test_new_machines_have_the_memory_and_bandwidth_of_their_sheets(
     cluster = cluster_from_profile(name)
     assert cluster.gpu_memory_bytes / 2**30 == pytest.approx(gib, rel=0.02)
     assert cluster.gpu.memory_bandwidth_bytes_per_s == gigabytes_per_s * 1e9
+
+
+def test_a_spark_named_by_its_gpu_offloads_into_no_memory_that_it_shares() -> None:
+    assert cluster_from_profile("1xgb10") == cluster_from_profile("dgx-spark")
+    assert (cluster_from_profile("dgx-spark").host_memory_bytes or 0) <= 8 * 2**30

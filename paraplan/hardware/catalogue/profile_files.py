@@ -250,7 +250,7 @@ def _bundled_with(gpu: GpuProfile, count: int) -> Path | None:
     for stem in _stems("machines"):
         path = profiles_folder() / "machines" / f"{stem}.json"
         data = read_object(path)
-        is_bridged = len(data.get("links", ())) != 1 and gpu.vendor == "nvidia"
+        is_bridged = len(data.get("links", ())) != 1 and gpu.vendor == "nvidia" and data.get("num_gpus") != 1
         if data.get("gpu") == gpu.name and data.get("num_gpus", 0) >= count and not is_bridged:
             found.append((data["num_gpus"], stem.startswith(("aws", "azure", "gcp", "oci")), stem, path))
     return min(found)[-1] if found else None
