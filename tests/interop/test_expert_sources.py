@@ -69,6 +69,14 @@ def test_what_axolotl_refuses_of_experts_is_refused_by_its_key(read: Any, words:
     assert message in str(caught.value)
 
 
+def test_ranks_of_experts_that_stand_apart_on_several_machines_are_told(read: Any) -> None:
+    setup = read(SHARDED + "expert_parallel_size: 4\ndp_shard_size: 4\n", num_gpus=16)
+    assert (
+        "expert_parallel_size=4: axolotl has every 4th rank share out experts, priced as neighbors are" in setup.notes
+    )
+    assert not any("share out experts" in note for note in read(SHARDED + "expert_parallel_size: 8\n").notes)
+
+
 def test_without_its_plugin_axolotls_size_is_told_as_not_priced(read: Any) -> None:
     setup = read("base_model: m\nexpert_parallel_size: 4\n", num_gpus=4)
     assert setup.plan.ep == 1

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"dp": 4, "zero_stage": 3, "recompute": "full"},
     "hybrid": {"dp": 4, "zero_stage": 3, "zero_shards": 2, "num_microbatches": 2},
     "tp": {"tp": 2},
+    "replicas and tp": {"dp": 2, "tp": 2},
     "fsdp and tp": {"dp": 2, "tp": 2, "zero_stage": 3},
     "ep": {"dp": 4, "ep": 4, "zero_stage": 3, "num_microbatches": 2},
     "ep in fsdp": {"dp": 4, "ep": 2, "zero_stage": 3, "recompute": "full"},
@@ -55,7 +56,7 @@ def write(plan: dict[str, Any], path: Path, experts: int, **training: object) ->
         pytest.param(family, layout, marks=[] if (family, layout) in RUN else pytest.mark.with_all)
         for family in FAMILIES
         for layout in LAYOUTS
-        if family not in DENSE or "ep" not in layout
+        if family not in DENSE or "ep" not in LAYOUTS[layout]
     ],
 )
 def test_the_trainer_and_the_loop_train_as_one_process(

@@ -9,6 +9,8 @@ from paraplan.plan.parallel import ParallelPlan
 
 _SIZE = "expert_parallel_size"
 _PLUGIN = "ExpertParallelPlugin"
+_ONE_MACHINE = 8
+"""Ranks that stand on one machine as a rule, whose links are alike."""
 _FACTORS = (_SIZE, "dp_shard_size", "context_parallel_size", "tensor_parallel_size")
 
 
@@ -40,7 +42,11 @@ def axolotl_ep(fields: Fields, given: Given) -> tuple[int, Given, list[str]]:
             hint=f"axolotl refuses it too: use dp_shard_size {max(1, (given.num_gpus or ranks) // ep)}, "
             "or say what machines it is for: --profile NAME --nodes N",
         )
-    return ep, given.replace(num_gpus=ranks), []
+    apart = ranks // ep
+    notes = []
+    if apart > 1 and ranks > _ONE_MACHINE:
+        notes.append(f"{_SIZE}={ep}: axolotl has every {apart}th rank share out experts, priced as neighbors are")
+    return ep, given.replace(num_gpus=ranks), notes
 
 
 def with_ep(fields: Fields, plan: ParallelPlan, ep: int) -> ParallelPlan:
