@@ -84,7 +84,7 @@ def _no_defaults_of_the_user() -> None:
 def _one_width_of_terminals() -> None:
     """Have tables and messages wrap as they do in a terminal of 100 columns, whatever the tests were started from.
 
-    Where names of a machine stand in a line (its CPU, a folder), a test compares words and not lines: `unwrapped`.
+    A test compares words, `" ".join(text.split())`, where a name of the machine stands in a line: its CPU, a folder.
     """
     os.environ["COLUMNS"] = "100"
     for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
