@@ -236,11 +236,13 @@ def largest_model(
 def check(workload: Workload, plan: ParallelPlan, *, tolerance: float = 0.05) -> PlanCheck:
     """Return whether a plan suits a workload, uses its GPUs, fits, can be executed, and is fast enough.
 
-    `tolerance` is relative: 0.05 allows a step that takes 5 % longer than the best plan's.
+    The workload's framework is what executes it. `tolerance` is relative: 0.05 allows a step that takes 5 % longer than
+    the best plan's.
     """
     from paraplan.search.verification import check_plan
 
-    return check_plan(CostModel.of_workload(workload), plan, tolerance=tolerance)
+    executor = executor_of(workload)
+    return check_plan(CostModel.of_workload(workload), plan, tolerance=tolerance, executor=executor)
 
 
 def nothing_fits_dict(error: NoPlanFitsError) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import typer
 
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
-from paraplan.api.workloads import Workload
+from paraplan.api.workloads import OWN_RUNTIME, Workload
 from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.ci import GithubOption, JunitOption, ToleranceOption, check_plan_file
 from paraplan.cli.groups import grouped
@@ -38,7 +38,8 @@ def verify(
 ) -> None:
     """Exit with status 1 if a plan no longer suits its model and machines, fits, can be executed or is fast.
 
-    Model, training and machines are those of the plan file where no option names others, for example those of today.
+    Model, training and machines are those of the plan file where no option names others, for example those of today. A
+    plan of another framework is judged as that one runs it.
 
     Example: paraplan verify plan.json
     """
@@ -49,5 +50,5 @@ def verify(
     cluster = hardware.or_of(file).cluster()
     spec = load_model(reference, seq_length=training.seq_len or (file.training.seq_length if file.training else None))
     asked = training.or_of(file, spec, plan, options_given(ctx))
-    workload = hardware.calibrated(Workload.of(spec, asked, cluster))
+    workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=file.framework or OWN_RUNTIME))
     check_plan_file(workload, plan, tolerance=tolerance, github=github, junit=junit, as_json=as_json)

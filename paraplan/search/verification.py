@@ -6,8 +6,9 @@ from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.compatibility import Incompatibility
+from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.support import training_reason, unsupported_reason
+from paraplan.plan.support import unsupported_reason
 from paraplan.records import Record
 from paraplan.search.search import search
 from paraplan.units import format_bytes_apart, format_count, format_seconds
@@ -41,10 +42,13 @@ class PlanCheck(Record):
         return "\n".join(map(str, self.findings))
 
 
-def check_plan(workload: Workload, plan: ParallelPlan, *, tolerance: float) -> PlanCheck:
+def check_plan(
+    workload: Workload, plan: ParallelPlan, *, tolerance: float, executor: Executor = OWN_RUNTIME
+) -> PlanCheck:
     """Return whether `plan` suits a workload, fits, is supported, and is at most `tolerance` slower than the best.
 
-    `tolerance` is relative: 0.05 allows a step that takes 5 % longer than the best plan's.
+    `executor` is what the plan is for, and what the best plan has to suit. `tolerance` is relative: 0.05 allows a step
+    that takes 5 % longer than the best plan's.
     """
     suits = suits_finding(plan, why_unsuitable(workload, plan), workload.model.name)
     if not suits.passed:
@@ -53,9 +57,9 @@ def check_plan(workload: Workload, plan: ParallelPlan, *, tolerance: float) -> P
         message = f"the plan has {plan.world_size} ranks, and the machines {workload.cluster.num_gpus} GPUs"
         return PlanCheck(plan=plan, findings=(suits, Finding(name="gpus", passed=False, message=message)))
     estimate = estimate_plan(workload, plan)
-    findings = [suits, fits_finding(estimate), _supported(workload, plan)]
+    findings = [suits, fits_finding(estimate), _supported(workload, plan, executor)]
     try:
-        best = search(workload, num_candidates=1).best
+        best = search(workload, num_candidates=1, executor=executor).best
     except NoPlanFitsError as error:
         findings.append(Finding(name="speed", passed=False, message=error.message))
         return PlanCheck(plan=plan, findings=tuple(findings), estimate=estimate)
@@ -95,12 +99,17 @@ def suits_finding(plan: ParallelPlan, found: Incompatibility | None, model: str)
     return Finding(name="suits", passed=found is None, message=message)
 
 
-def _supported(workload: Workload, plan: ParallelPlan) -> Finding:
-    training = workload.training
-    reason = training_reason(training) or unsupported_reason(
-        plan, num_blocks=workload.model.num_blocks, precision=training.precision, compiled=training.compiled
-    )
-    message = "paraplan.runtime executes it" if reason is None else f"paraplan.runtime does not execute it: {reason}"
+def _supported(workload: Workload, plan: ParallelPlan, executor: Executor) -> Finding:
+    reason = executor.reason_of(plan, workload.training, workload.model.num_blocks)
+    if executor.is_own and reason is None:  # also the stages that a search rules out before
+        training = workload.training
+        reason = unsupported_reason(
+            plan, num_blocks=workload.model.num_blocks, precision=training.precision, compiled=training.compiled
+        )
+    if executor is ANYTHING:
+        message = f"what {workload.framework.title} executes is not known here"
+        return Finding(name="supported", passed=True, message=message)
+    message = f"{executor.name} executes it" if reason is None else f"{executor.name} does not execute it: {reason}"
     return Finding(name="supported", passed=reason is None, message=message)
 
 

@@ -147,3 +147,16 @@ def test_a_broken_config_names_the_file_and_the_key(tmp_path: Path) -> None:
     status, _, stderr = run("import", str(path), *GPT2)
     assert status == 2
     assert f"{path}: zero_optimization.stage" in stderr
+
+
+def test_verify_judges_an_imported_plan_as_its_own_tool_runs_it(tmp_path: Path) -> None:
+    config, plan = tmp_path / "config.yaml", tmp_path / "plan.json"
+    config.write_text(
+        "base_model: m\nsequence_len: 2048\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
+        "dp_shard_size: 2\ndp_replicate_size: 2\ntensor_parallel_size: 2\n"
+    )
+    machine = ["--model", "llama-3-8b", "--profile", "dgx-h100"]
+    assert run("import", str(config), *machine, "-o", str(plan))[0] == 0
+    _, output, _ = run("verify", str(plan), "--tolerance", "900%")
+    assert "accelerate executes it" in output
+    assert "paraplan.runtime" not in output
