@@ -218,3 +218,21 @@ def test_what_only_the_shell_knows_is_said_as_such(read: Any) -> None:
     ) as raised:
         read(SCRIPT.replace("PP=2", "PP=$1"), "train.sh")
     assert "bash -x" in (raised.value.hint or "")
+
+
+def test_adapters_on_experts_parameters_stand_alone_or_beside_layers_that_are_named(read: Any) -> None:
+    lora = (
+        AXOLOTL
+        + "adapter: lora\nlora_r: 4\nlora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]\n"
+    )
+    assert read(lora).train == "lora:r=4,targets=experts"
+    assert read(lora + "lora_target_modules: [q_proj]\n").train == "lora:r=4,targets=q_proj|experts"
+
+
+def test_a_command_of_ms_swift_may_name_a_file_with_its_keys(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text("model: m\ntuner_type: full\nmax_length: 512\ndeepspeed: zero2\n")
+    (tmp_path / "acc.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    setup = read("NPROC_PER_NODE=2 \\\nswift sft \\\n    keys.yaml --max_length 256\n", "train.sh")
+    assert (setup.plan.describe()[:11], setup.seq_length) == ("dp2, ZeRO-2", 256)
+    text = "accelerate launch --config_file acc.yaml swift/cli/sft.py --model m --tuner_type full --max_length 64\n"
+    assert read(text, "train.sh", num_gpus=4).plan.zero_stage == 3

@@ -24,20 +24,27 @@ def trainable_of(
     dropout: object = 0.0,
     by_root: bool = False,
     saved: object = None,
+    parameters: object = None,
     usual: tuple[str, ...] = _USUAL,
 ) -> tuple[str, list[str]]:
     """Return what a tool's keys say trains in the words of `--train`, and notes.
 
     `targets` is a list of layers, one string with commas, peft's "all-linear", a regular expression, or None for
-    `usual`; `saved` are the modules that train as a whole beside the adapters. Raises `PlanError` for a rank below 1
-    and a dropout that is none.
+    `usual`; `parameters` are those that get adapters by themselves, as fused experts do (peft, target_parameters), and
+    no layers beside unless they are named; `saved` are the modules that train as a whole beside the adapters. Raises
+    `PlanError` for a rank below 1 and a dropout that is none.
     """
     notes: list[str] = []
     if kind != "ia3" and rank is not None and rank < 1:
         raise PlanError(f"{fields.source}: a rank of {rank} trains nothing", hint="use a rank of 1 or more")
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise PlanError(f"{fields.source}: a dropout of {dropout!r} is not from 0 to 1", hint="fix that key")
-    layers = default_targets(kind) if kind == "ia3" and targets is None else _layers(targets, usual, notes)
+    named = _words(targets) or not _words(parameters)
+    layers = (
+        default_targets(kind) if kind == "ia3" and targets is None else _layers(targets, usual, notes) if named else ()
+    )
+    if _words(parameters):
+        layers = _with_parameters(_words(parameters), layers, notes)
     adapter = AdapterSpec(kind=kind, rank=rank or 8, targets=layers, dropout=float(dropout), is_scaled_by_root=by_root)
     parts = {}
     for name in _words(saved):
@@ -47,6 +54,19 @@ def trainable_of(
         else:
             parts[known] = True
     return Trainable(adapter=adapter).replace(**parts).text, notes
+
+
+def _with_parameters(names: list[str], layers: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:
+    """Return the layers with adapters where parameters are named beside, of which those of experts are known."""
+    others = [name for name in names if "experts" not in name]
+    if others:
+        notes.append(f"adapters on the parameters {', '.join(others)}: not priced")
+    if len(others) == len(names):
+        return layers or _USUAL
+    if layers == (ALL_LINEAR,):
+        notes.append("adapters on experts' parameters beside all linear layers: those on experts are not priced")
+        return layers
+    return (*layers, "experts")
 
 
 def _layers(targets: object, usual: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:

@@ -151,6 +151,7 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
         dropout=fields.value("lora_dropout") or 0.0,
         by_root=bool(fields.flag("peft_use_rslora")),
         saved=fields.value("lora_modules_to_save"),
+        parameters=fields.value("lora_target_parameters"),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from math import ceil
 
 from paraplan.errors import PlanError
@@ -75,7 +76,7 @@ def read_ms_swift(text: str, *, source: str, given: Given, read_file: ReadFile) 
 
     Raises `PlanError` naming the file and key for what is broken, and for commands that train nothing.
     """
-    values, is_megatron, notes = _values(text, source)
+    values, is_megatron, notes = _values(text, source, read_file)
     for what, keys in key_table("ms-swift").trains_nothing.items():
         if any(values.get(key) is not None for key in keys):
             raise PlanError(f"{source}: ms-swift's file {what}, and trains nothing", hint="give one that trains")
@@ -94,17 +95,14 @@ def read_ms_swift(text: str, *, source: str, given: Given, read_file: ReadFile) 
     return setup.replace(says_gpus=says_gpus, notes=(*notes, *setup.notes, *table.notes(fields)))
 
 
-def _values(text: str, source: str) -> tuple[dict[str, object], bool, list[str]]:
+def _values(text: str, source: str, read_file: ReadFile) -> tuple[dict[str, object], bool, list[str]]:
     """Return the keys of a YAML, or of a command's options, whether Megatron runs them, and notes."""
     found = COMMAND.search(text)
     if found is None:
-        values = dict(load_document(text, source, hint="examples/yaml of ms-swift has working ones"))
-        part = values.pop("train", None)  # what trains, in files for Ray
-        if isinstance(part, Mapping):
-            values |= {str(key): value for key, value in part.items() if key != "gpus"}
-            values |= {"nproc_per_node": part["gpus"]} if isinstance(part.get("gpus"), int) else {}
-        return values, False, []
+        return _document(text, source), False, []
     command = command_of(text, source)
+    if COMMAND.search(" ".join(command.words)) is None:  # one without options, but for a file
+        command = command._replace(words=text[found.start() :].replace("\\\n", " ").partition("\n")[0].split())
     found = COMMAND.search(" ".join(command.words)) or found
     what = found.group(2) or found.group(4)
     if what not in _TRAINS:
@@ -112,19 +110,31 @@ def _values(text: str, source: str) -> tuple[dict[str, object], bool, list[str]]
             f"{source}: ms-swift's command {found.group(1) or 'swift'} {what} trains nothing",
             hint="give one of swift sft, swift pt, swift rlhf, megatron sft, megatron pt and megatron rlhf",
         )
-    values = {key: _scalar(value) if isinstance(value, str) else value for key, value in _listed(command.words).items()}
-    named = next(
-        (command.variables[key] for key in ("NPROC_PER_NODE", "nproc_per_node") if key in command.variables), None
-    )
+    values: dict[str, object] = {}
+    for before, word in pairwise(command.words):
+        if word.endswith((".yaml", ".yml", ".json")) and before in (*_TRAINS, "--config"):
+            values |= _document(read_file(word), word)
+    options = _listed(command.words)
+    options.pop("config", None)
+    values |= {key: _scalar(value) if isinstance(value, str) else value for key, value in options.items()}
+    named = command.variables.get("NPROC_PER_NODE") or command.variables.get("nproc_per_node")
     nodes = command.variables.get("NNODES") or str(values.get("nnodes", "1"))
     if named is not None and named.isdigit():
         values.setdefault("nproc_per_node", int(named) * (int(nodes) if nodes.isdigit() else 1))
-    notes = (
-        [f"{source} has branches or loops: its lines are read in order, as if all ran"] if command.has_branches else []
-    )
+    notes = command.notes(source)
     if "rlhf_type" not in values and what == "rlhf":
         values["rlhf_type"] = "dpo"
     return values, found.group(1) == "megatron" or found.group(3) is not None, notes
+
+
+def _document(text: str, source: str) -> dict[str, object]:
+    """Return the keys of a file; those of what trains stand in a section of their own in files for Ray."""
+    values = dict(load_document(text, source, hint="examples/yaml of ms-swift has working ones"))
+    part = values.pop("train", None)
+    if isinstance(part, Mapping):
+        values |= {str(key): value for key, value in part.items() if key != "gpus"}
+        values |= {"nproc_per_node": part["gpus"]} if isinstance(part.get("gpus"), int) else {}
+    return values
 
 
 def _listed(words: list[str]) -> dict[str, object]:
@@ -157,6 +167,10 @@ def _trainer(fields: Fields, given: Given, read_file: ReadFile) -> Setup:
     strategy = fields.value("fsdp")
     is_bundled = strategy == "fsdp2"
     sharding = Fields(_FSDP2 if is_bundled else {"fsdp_config": fields.taken("fsdp_config")}, source=fields.source)
+    launched = fields.value("config_file")  # of accelerate launch, before the program
+    if launched is not None:
+        name = str(launched[0] if isinstance(launched, list) else launched)
+        sharding = Fields({"accelerate_config": name}, source=fields.source)
     if strategy and not is_bundled:
         name = str(strategy)
         sharding = Fields(load_document(read_file(name), name, hint="ms-swift's own is fsdp2"), source=name)
@@ -272,6 +286,7 @@ def _trainable(fields: Fields, *, default: str) -> tuple[str | None, list[str]]:
         dropout=_DROPOUT if fields.value("lora_dropout") is None else fields.value("lora_dropout"),
         by_root=bool(fields.flag("use_rslora")),
         saved=fields.value("modules_to_save"),
+        parameters=fields.value("target_parameters"),
     )
     return train, notes + found
 

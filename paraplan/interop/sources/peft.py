@@ -33,8 +33,9 @@ def read_peft(text: str, *, source: str, given: Given) -> Setup:
         dropout=fields.value("lora_dropout") or 0.0,
         by_root=bool(fields.flag("use_rslora")),
         saved=fields.value("modules_to_save"),
+        parameters=fields.value("target_parameters"),
     )
-    for key in ("exclude_modules", "layers_to_transform", "rank_pattern", "target_parameters", "layer_replication"):
+    for key in ("exclude_modules", "layers_to_transform", "rank_pattern", "layer_replication"):
         if fields.value(key):
             notes.append(f"{key}: not priced, the adapters of all blocks are taken to be alike")
     if given.micro_batch_size is None:

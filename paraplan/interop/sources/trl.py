@@ -58,6 +58,7 @@ def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Se
             dropout=_DROPOUT if dropout is None else dropout,
             by_root=bool(fields.flag("use_rslora")),
             saved=fields.value("lora_modules_to_save"),
+            parameters=fields.value("lora_target_parameters"),
         )
         notes += found
     loads_half = (fields.text("dtype") or fields.text("torch_dtype") or "float32") in ("bfloat16", "float16", "auto")
