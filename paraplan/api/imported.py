@@ -172,7 +172,7 @@ def workloads_of(imported: ImportedPlan, workload: Workload, *, has_attention: b
 
     Unless `has_attention`, both train with the attention that the framework uses by default.
     """
-    model, training, cluster = workload.model, workload.training, workload.cluster
+    model, training, cluster = workload.whole_model or workload.model, workload.training, workload.cluster
     theirs = Workload.of(model, training, cluster, framework=imported.framework)
     # What the tool's own configuration can say, not that of others who train by the same framework.
     theirs = replace(theirs, framework=theirs.framework.replace(export_target=imported.setup.target))

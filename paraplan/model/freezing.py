@@ -68,10 +68,10 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
     """
     if trainable.is_full:
         return model
-    if any(run.block.is_traced for run in model.runs):
+    if model.is_partly_frozen:
         raise PlanError(
-            "--train changes models that are read from a config; a traced one trains what requires_grad says",
-            hint="freeze parameters and add adapters in the factory, and leave out --train",
+            f"{model.source} has frozen parameters already, and trains what their requires_grad says",
+            hint="name a model of which all parameters train, or leave out what is to train of it",
         )
     _check_reached(model, storage)
     last = trainable.last_layers
@@ -114,15 +114,16 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
 def with_one_output(model: ModelSpec) -> ModelSpec:
     """Return the model with a head of one output for each token: a score in place of logits (a reward model).
 
-    Raises `PlanError` for a traced model, whose head is what the factory made.
+    Raises `PlanError` for a model without such a head.
     """
-    if model.head.is_traced or not model.head.matmuls:
-        raise PlanError(
-            "a reward model is planned for a model that is read from a config",
-            hint="give the factory a model with a head of one output, and leave out --task reward",
-        )
     outputs = model.vocabulary
-    (head,) = (one for one in model.head.matmuls if one.n == outputs)
+    heads = [one for one in model.head.matmuls if one.n == outputs]
+    if len(heads) != 1:
+        raise PlanError(
+            f"{model.name} has {len(heads)} output layers of the vocabulary's size, and a reward model needs one",
+            hint="give a language model, or a factory of one with a head of one output",
+        )
+    (head,) = heads
     others = tuple(one for one in model.head.parameters if outputs not in one.shape)
     score = Parameter(name="score.weight", shape=(1, head.k), layer="linear")
     matmuls = tuple(one.replace(name="score", n=1, split="none") if one is head else one for one in model.head.matmuls)
@@ -177,7 +178,7 @@ def _frozen_end(block: BlockSpec, storage: FrozenStorage, *, trains_norms: bool 
     )
     narrow = storage.others != "fp32"
     saved, fused = (
-        tuple(one for one in tensors if not _is_for_weights(one, trains_norms=trains_norms))
+        tuple(one for one in tensors if not _is_for_weights(one, frozenset(), trains_norms=trains_norms))
         for tensors in (block.saved, block.saved_fused)
     )
     matmuls = tuple(one.replace(trains=False, is_narrow=narrow) for one in block.matmuls)
@@ -201,8 +202,10 @@ def _is_norm(parameter: Parameter) -> bool:
     return any(word in parameter.name for word in _NORM_WORDS)
 
 
-def _is_for_weights(tensor: SavedTensor, *, trains_norms: bool) -> bool:
-    """Return whether a tensor is kept for the gradients of an end's weights alone."""
+def _is_for_weights(tensor: SavedTensor, readers: frozenset[str], *, trains_norms: bool) -> bool:
+    """Return whether a tensor is kept for gradients of weights that have none, and no adapter of `readers` reads it."""
+    if tensor.weights_of is not None:
+        return readers.isdisjoint(tensor.weights_of) and not (trains_norms and tensor.weights_of == ())
     return tensor.name == "head input" or (tensor.name.endswith(" normalised") and not trains_norms)
 
 
@@ -249,9 +252,11 @@ def _frozen_block(
             traffic += _adapter_traffic(layer, adapter, storage.input_copies)
     shares = adapter is not None and storage.input_copies in ("shared", "fused") and not adapter.dropout
     readers = targets if shares and adapter is not None and adapter.kind != "ia3" else frozenset()
+    if storage.keeps_inputs:
+        readers = frozenset(one.name for one in block.matmuls)
     dropped = frozenset() if storage.keeps_inputs else _unread_inputs(block, readers)
     saved, fused = (
-        tuple(_kept(tensors, dropped, trains_norms=trains_norms)) + more
+        tuple(_kept(tensors, dropped, readers, trains_norms=trains_norms)) + more
         for tensors, more in ((block.saved, added.saved), (block.saved_fused, added.saved_fused))
     )
     return block.replace(
@@ -271,9 +276,11 @@ def _of_experts(each_bytes: dict[str, float], matmul: Matmul) -> float:
     return next((size for name, size in each_bytes.items() if name.endswith(f".{matmul.name}")), 0.0)
 
 
-def _kept(tensors: tuple[SavedTensor, ...], dropped: frozenset[str], *, trains_norms: bool) -> Iterator[SavedTensor]:
+def _kept(
+    tensors: tuple[SavedTensor, ...], dropped: frozenset[str], readers: frozenset[str], *, trains_norms: bool
+) -> Iterator[SavedTensor]:
     for one in tensors:
-        if one.name in dropped or (one.name.endswith(" normalised") and not trains_norms):
+        if one.name in dropped or _is_for_weights(one, readers, trains_norms=trains_norms):
             continue
         if one.name == "attention output" and "projection input" in dropped:  # eager attention does not read it again
             yield one.replace(kernels=("flash", "sdpa"))

@@ -18,7 +18,12 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_atte
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim", "embedding_size")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "moe_intermediate_size")
-_OTHER_INNER = ("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size")
+_OTHER_INNER = (
+    *("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size"),
+)
+_SCANS = (("n_groups", "mamba_num_heads"), ("linear_num_key_heads", "linear_num_value_heads"))
+"""Fields of layers whose state is carried from token to token: groups, and the heads that share them."""
 _VOCABULARY = ("vocab_size", "vocabulary_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length", "seq_length")
 _WINDOWS = ("sliding_window", "attention_window", "window_size")
@@ -30,6 +35,10 @@ _AT_MOST = {
     "moe_k": 2,
     "n_group": 2,
     "topk_group": 1,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "index_n_heads": 2,
+    "index_topk": 4,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "q_lora_rank": 16,
@@ -40,7 +49,17 @@ _AT_MOST = {
     "d_kv": 8,
     "rotary_dim": 8,
     "state_size": 8,
+    "ssm_state_size": 8,
+    "mamba_head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "chunk_size": 8,
 }
+SIZES = frozenset(
+    {*_LAYERS, *_STACKS, *_HEADS, *_GROUPS, *_HIDDEN, *_INNER, *_OTHER_INNER, *_VOCABULARY, *_POSITIONS, *_WINDOWS}
+    | {*_EXPERTS, *_AT_MOST, *(name for names in _SCANS for name in names), "head_dim"}
+)
+"""Fields that a smaller model has other values of: where a file leaves them out, the library's own are to be given."""
 _HEAD_DIM, _NO_HEADS_WIDTH, _SMALL_VOCABULARY, _SMALL_EXPERTS = 16, 64, 128, 4
 
 
@@ -113,6 +132,10 @@ def _fewer_heads(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
         small |= _each(fields, _HEADS, small_heads) | _each(fields, _GROUPS, small_groups or 0)
         small |= _each(fields, ("head_dim",), head_dim)
     small |= _each(fields, _HIDDEN, width) | _each(fields, (*_INNER, *_OTHER_INNER), 2 * width)
+    for group_name, head_name in _SCANS:
+        if _is_count(fields.get(group_name)) and _is_count(fields.get(head_name)):
+            few = _fewer(fields[group_name], to.tp * to.cp, least=2)
+            small |= {group_name: few, head_name: few * min(2, fields[head_name] // fields[group_name])}
     if _is_count(fields.get("qk_rope_head_dim")):  # latent attention: heads have a part with positions and one without
         rotary = _AT_MOST["qk_rope_head_dim"]
         small |= _each(fields, ("head_dim",), rotary) | _each(fields, ("qk_head_dim",), 2 * rotary)

@@ -116,7 +116,8 @@ class SavedTensor(Record):
     None marks what is no such output. `is_turned` marks queries and keys that rotary positions made anew.
     `elements_of_copy` are those of a copy of experts' weights, which a micro-batch keeps whatever its tokens.
     `is_of_expert_rows` marks what experts keep of the rows that routers send them, of which a rank may have more than
-    its own tokens make.
+    its own tokens make. `weights_of` names the linear layers whose weights' gradients alone read it, none where those
+    of other weights do; None where something else reads it too.
     """
 
     name: str
@@ -133,6 +134,7 @@ class SavedTensor(Record):
     is_turned: bool = False
     is_of_expert_rows: bool = False
     elements_of_copy: float = 0.0
+    weights_of: tuple[str, ...] | None = None
 
 
 class BlockSpec(Record):
@@ -258,7 +260,7 @@ class ModelSpec(Record):
         """Return why `tp` tensor-parallel ranks cannot share out the blocks, None where they can."""
         if not any(limit % tp for limit in self.tp_limits):
             return None
-        if any(run.block.is_traced for run in self.runs):
+        if any(run.block.is_traced and run.block.tp_limit == 1 for run in self.runs):
             return "how tensor parallelism divides a traced module is not known before it runs"
         heads = {(one.num_heads, one.num_kv_heads) for run in self.runs if (one := run.block.attention)}
         words = " and ".join(f"{own} attention and {shared} key-value heads" for own, shared in sorted(heads))

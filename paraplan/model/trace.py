@@ -8,32 +8,25 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
-from math import prod
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from paraplan.errors import ModelError
 from paraplan.model.factory import call_user_code, load_factory
-from paraplan.model.measured import Measured, Product, loops_over_tokens, products_of, saved_of
+from paraplan.model.measured import Measured, loops_over_tokens, products_of, saved_of, with_reasons
 from paraplan.model.spec import Attention, BlockRun, BlockSpec, Layer, Matmul, ModelSpec, Parameter, SavedTensor
+from paraplan.model.tp_plan import style_of
 from paraplan.model.trace_on_gpu import AsOnGpu, AsUnderAutocast
+from paraplan.model.trace_recorder import EMBEDDING, HEAD, Recorder, is_linear, mark_of
 from paraplan.model.trace_repeats import skipped_repeats
-from paraplan.model.trace_torch_private import (
-    EFFICIENT_ATTENTION,
-    FLASH_ATTENTION,
-    GROUPED_MM,
-    TorchDispatchMode,
-    storage_key,
-)
 
 DEFAULT_SEQ_LENGTH = 1024
-_EMBEDDING, _HEAD = "embedding", "head"
 
 
 def trace_factory(reference: str, *, seq_length: int | None = None, micro_batch_size: int = 1) -> ModelSpec:
@@ -62,6 +55,7 @@ def trace_module(
     grows with the sequence's square is told apart by a second run at half its length. `is_traced` marks the blocks.
     `requires_grad` says which parameters train; the others are stored in the type that the module has them in. Where
     the two are of different types, as peft makes them, both keep theirs, and products are computed as under autocast.
+    Where all train, another run without gradients of weights tells what is kept for those alone.
     """
     seq_length = seq_length or DEFAULT_SEQ_LENGTH
     with torch.device("meta"):
@@ -78,10 +72,10 @@ def trace_module(
         source, "the model was cast", lambda: module.to(device="meta", dtype=None if is_mixed else dtype)
     ).train()
     blocks = find_blocks(module)
-    whole = _measure(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
+    whole = _explained(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
     half = None
     if seq_length >= 2:
-        half = _measure(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length // 2)
+        half = _explained(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length // 2)
     scopes = _parameters_by_scope(module, blocks, whole, sizes)
     return _assemble(
         module, blocks, scopes, whole, half, source, micro_batch_size=micro_batch_size, seq_length=seq_length
@@ -148,19 +142,46 @@ def _stacks(module: nn.Module, names_in: Callable[[nn.Module], list[str]]) -> li
     return stacks
 
 
-def _measure(
+def _explained(
     module: nn.Module, blocks: Mapping[str, nn.Module], source: str, *, micro_batch_size: int, seq_length: int
+) -> Measured:
+    measure = partial(_measure, module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
+    whole = measure()
+    if not all(parameter.requires_grad for parameter in module.parameters()):
+        return whole
+    module.requires_grad_(False)
+    try:
+        return with_reasons(whole, measure(grows=True))
+    finally:
+        module.requires_grad_(True)
+
+
+def _measure(
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    source: str,
+    *,
+    micro_batch_size: int,
+    seq_length: int,
+    grows: bool = False,
 ) -> Measured:
     def run() -> None:
         args, kwargs = _example_inputs(module, micro_batch_size=micro_batch_size, seq_length=seq_length)
         module(*args, **kwargs)
 
     def measured(*, skips: bool) -> Measured:
-        recorder = _Recorder(module)
+        recorder = Recorder(module, _tp_plan(module))
         is_mixed = len({parameter.dtype for parameter in module.parameters()}) > 1
         autocast = AsUnderAutocast(torch.bfloat16) if is_mixed else nullcontext()
         repeats = skipped_repeats(module, blocks, recorder) if skips else nullcontext()
-        with torch.device("meta"), recorder.watching(module, blocks), repeats, autocast, AsOnGpu(), recorder:
+        with (
+            torch.device("meta"),
+            recorder.watching(module, blocks, grows=grows),
+            repeats,
+            autocast,
+            AsOnGpu(),
+            recorder,
+        ):
             call_user_code(source, "the model was run without values", run)
         return recorder.measured
 
@@ -168,6 +189,12 @@ def _measure(
         return measured(skips=True)
     except ModelError:  # code that looks at what a block leaves in itself finds nothing in one that did not run
         return measured(skips=False)
+
+
+def _tp_plan(module: nn.Module) -> Mapping[str, str]:
+    """Return the styles that a model of transformers names for its layers, by patterns of names."""
+    plan = getattr(module, "tp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
 
 
 def _example_inputs(
@@ -180,116 +207,6 @@ def _example_inputs(
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Writes down, by scope, every product and every storage that autograd keeps beside parameters and buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.measured = Measured()
-        self._scope = _EMBEDDING
-        # Storages are told apart by address, so all that were seen stay alive until the end.
-        self._seen = {storage_key(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        self._frozen = {storage_key(one) for one in module.parameters() if not one.requires_grad}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
-        if func.overloadpacket is GROUPED_MM:  # rows go to one expert each: a plain product's FLOPs
-            rows, k = args[0].shape
-            n = args[1].shape[-1]
-            self.measured.products[self._scope].append(Product(2 * rows * k * n, dims=(1, rows, k, n)))
-        elif formula is not None:
-            packet = func.overloadpacket
-            is_attention = packet in _causal_arguments()
-            flops = _attention_flops(*args[:3]) if is_attention else int(formula(*args, **(kwargs or {}), out_val=out))
-            trains = not any(isinstance(one, Tensor) and storage_key(one) in self._frozen for one in args)
-            self.measured.products[self._scope].append(replace(_product(packet, args, flops), trains=trains))
-        return out
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd packs, each storage once, whole storages even for views."""
-        if storage_key(tensor) not in self._seen:
-            self._seen[storage_key(tensor)] = tensor
-            size = tensor.element_size()
-            self.measured.saved_elements[self._scope][size] += tensor.untyped_storage().nbytes() // size
-        return tensor
-
-    def same_as(self, scope: str, earlier: str) -> None:
-        """Write down for one block what another one did."""
-        measured = self.measured
-        measured.products[scope] = list(measured.products[earlier])
-        measured.saved_elements[scope] = measured.saved_elements[earlier].copy()
-
-    @contextmanager
-    def watching(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Follow `module` from scope to scope while its forward runs."""
-        handles = []
-        for name, part in module.named_modules():
-            handles.append(part.register_forward_pre_hook(self._note_scope(name)))
-        for name, block in blocks.items():
-            handles.append(block.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-            handles.append(block.register_forward_hook(self._leave))
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _note_scope(self, name: str) -> Callable[..., None]:
-        def note(*_: Any) -> None:
-            self.measured.module_scopes.setdefault(name, self._scope)
-
-        return note
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._scope = name
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            if self.measured.hidden_size is None and tensors and tensors[0].dim():
-                self.measured.hidden_size = tensors[0].shape[-1]
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        self._scope = _HEAD
-
-
-def _causal_arguments() -> dict[Any, int]:
-    """Return attention's kernels with the place of `is_causal` among their arguments."""
-    return {FLASH_ATTENTION: 4, EFFICIENT_ATTENTION: 6}
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Return the FLOPs of both products of attention; torch 2.11 counts none where heads share keys."""
-    batch, heads, length, size = query.shape
-    return 2 * batch * heads * length * key.shape[2] * (size + value.shape[3])
-
-
-def _product(packet: Any, args: Any, flops: int) -> Product:
-    aten = torch.ops.aten
-    shapes = [tuple(value.shape) for value in args if isinstance(value, Tensor)]
-    if packet in (aten.mm, aten.addmm, aten.bmm):
-        left, right = shapes[-2:]
-        batch = left[0] if len(left) == 3 else 1
-        return Product(flops, dims=(batch, left[-2], left[-1], right[-1]))
-    if packet is aten.convolution and not args[6]:  # as a product of patches and filters, a group of channels at a time
-        groups, (channels, k) = int(args[8]), (shapes[1][0], prod(shapes[1][1:]))
-        return Product(flops, dims=(groups, round(flops / (2 * channels * k)), k, channels // groups))
-    causal_argument = _causal_arguments().get(packet)
-    if causal_argument is not None:
-        query, key, value = shapes[:3]
-        heads = Attention(
-            num_heads=query[1],
-            num_kv_heads=key[1],
-            qk_head_dim=query[3],
-            v_head_dim=value[3],
-            is_causal=len(args) > causal_argument and bool(args[causal_argument]),
-        )
-        return Product(flops, attention=heads, key_length=key[2])
-    return Product(flops)
 
 
 def _assemble(
@@ -305,14 +222,16 @@ def _assemble(
 ) -> ModelSpec:
     specs = {
         scope: _block(
-            scope if scope in (_EMBEDDING, _HEAD) else type(blocks[scope]).__name__,
+            scope if scope in (EMBEDDING, HEAD) else type(blocks[scope]).__name__,
             scopes[scope],
             products_of(scope, whole, half, micro_batch_size=micro_batch_size, seq_length=seq_length),
             saved_of(scope, whole, half, micro_batch_size=micro_batch_size, seq_length=seq_length),
             loops_over_tokens=half is not None and loops_over_tokens(scope, whole, half),
         )
-        for scope in (_EMBEDDING, *blocks, _HEAD)
+        for scope in (EMBEDDING, *blocks, HEAD)
     }
+    if any(one.tp_limit != 1 for one in specs.values()):  # what the model's plan does not name stays whole
+        specs = {scope: one if one.tp_limit != 1 else one.replace(tp_limit=None) for scope, one in specs.items()}
     for scope in specs:  # up to the first that trains there is no backward pass
         if any(parameter.trains for parameter in scopes[scope]):
             break
@@ -328,9 +247,9 @@ def _assemble(
         hidden_size=whole.hidden_size or 1,
         vocab_size=max(tables.values(), default=None),
         tied_embeddings=any(id(part.weight) in tables for part in projections),
-        embedding=specs[_EMBEDDING],
+        embedding=specs[EMBEDDING],
         runs=tuple(BlockRun(block=block, count=count) for block, count in runs),
-        head=specs[_HEAD],
+        head=specs[HEAD],
     )
 
 
@@ -342,24 +261,41 @@ def _parameters_by_scope(
     `sizes` are the bytes of an element of each as the module has it.
     """
     scopes: dict[str, list[Parameter]] = defaultdict(list)
+    plan = _tp_plan(module)
     for name, parameter in module.named_parameters():
         block = next((block for block in blocks if not block or name.startswith(f"{block}.")), None)
         owner = name.rpartition(".")[0]
-        scope = block if block is not None else measured.module_scopes.get(owner, _HEAD)
+        scope = block if block is not None else measured.module_scopes.get(owner, HEAD)
         if scope in blocks and block is None:  # shared by blocks, owned by none
-            scope = _EMBEDDING
+            scope = EMBEDDING
         short = name[len(block) + 1 :] if block else name
         frozen = None if parameter.requires_grad else float(parameter.numel() * sizes[name])
         layer = layer_of(module.get_submodule(owner))
-        scopes[scope].append(Parameter(name=short, shape=tuple(parameter.shape), layer=layer, frozen_bytes=frozen))
+        scopes[scope].append(
+            Parameter(
+                name=short,
+                shape=tuple(parameter.shape),
+                layer=layer,
+                tp_dim=_tp_dim(plan, name, parameter),
+                is_expert=layer == "experts",
+                frozen_bytes=frozen,
+            )
+        )
     return scopes
+
+
+def _tp_dim(plan: Mapping[str, str], name: str, parameter: Tensor) -> int | None:
+    mark = mark_of(plan, name, parameter.dim())
+    if mark is None:
+        return 0 if (style_of(plan, name.removesuffix(".weight")) or "").startswith("embedding") else None
+    return parameter.dim() - 1 if mark == "row" or parameter.dim() == 1 else parameter.dim() - 2
 
 
 def layer_of(owner: nn.Module) -> Layer:
     """Return the kind of a module that holds parameters."""
     if isinstance(owner, nn.Embedding):
         return "embedding"
-    if isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D":  # transformers' own, its weight input first
+    if is_linear(owner):
         return "linear"
     if "Conv" in type(owner).__name__:
         return "other"
@@ -383,7 +319,16 @@ def _block(
         cross_attention=attentions[1] if len(attentions) > 1 else None,
         saved=tuple(saved),
         saved_fused=tuple(saved),
-        tp_limit=1,
+        tp_limit=_tp_limit(parameters, matmuls, attentions),
         is_traced=True,
         loops_over_tokens=loops_over_tokens,
     )
+
+
+def _tp_limit(parameters: list[Parameter], matmuls: list[Matmul], attentions: list[Attention]) -> int | None:
+    """Return what tensor parallelism has to divide of a block: 1 where no plan says how, None where all stays whole."""
+    divided = {one.shape[one.tp_dim] for one in parameters if one.tp_dim is not None}
+    if not divided:
+        return 1
+    by_heads = any(one.split != "none" for one in matmuls) and len(attentions) > 0
+    return gcd(*divided, *(count for one in attentions if by_heads for count in (one.num_heads, one.num_kv_heads)))

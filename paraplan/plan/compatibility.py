@@ -206,7 +206,7 @@ def why_tp(model: ModelSpec, tp: int) -> Incompatibility | None:
     if reason is None:
         return None
     limit = gcd(*model.tp_limits)
-    is_traced = any(run.block.is_traced for run in model.runs)
+    is_traced = any(run.block.is_traced and run.block.tp_limit == 1 for run in model.runs)
     common = reason if is_traced else "tp does not divide the model's attention and key-value heads"
     allowed = _divisors(limit)
     return Incompatibility(

@@ -9,6 +9,7 @@ from paraplan.cost.estimate import STEP_PARTS, PlanEstimate, StepEstimate, estim
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
+from paraplan.model.trainable import ALL_LINEAR, module_name
 from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.units import format_bytes
 
@@ -113,7 +114,25 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
             "the model's code loops over the tokens, and keeps what a fused kernel would not: with one (mamba_ssm and "
             "the like) a step takes less memory, and a part of the time"
         )
-    return (*found, *_of_batch(workload, estimate))
+    return (*found, *_of_adapters(workload), *_of_batch(workload, estimate))
+
+
+def _of_adapters(workload: Workload) -> Iterator[str]:
+    """Yield a caution where layers that adapters are to stand beside are in some blocks alone, as in hybrids."""
+    adapter = workload.training.trainable.adapter
+    runs = [run for run in workload.model.runs if run.block.matmuls]
+    total = sum(run.count for run in runs)
+    reached: dict[int, list[str]] = {}
+    for target in () if adapter is None or adapter.targets == (ALL_LINEAR,) else adapter.targets:
+        ends = f"{module_name(target)}.lora_A.weight"
+        count = sum(run.count for run in runs if any(one.name.endswith(ends) for one in run.block.parameters))
+        if 0 < count < total:
+            reached.setdefault(count, []).append(target)
+    for count, targets in reached.items():
+        yield (
+            f"adapters on {', '.join(targets)} are in {count} of {total} layers: the others have no layer of these "
+            "names; targets=all-linear reaches each"
+        )
 
 
 def step_parts(plan: ParallelPlan, step: StepEstimate) -> list[tuple[str, float]]:

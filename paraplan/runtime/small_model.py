@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import nn
 from paraplan.errors import ModelError, UsageError
 from paraplan.model.factory import call_user_code, load_factory
 from paraplan.model.reader import find_config, is_factory
-from paraplan.model.shrink import Smaller, shrink_fields
+from paraplan.model.shrink import SIZES, Smaller, shrink_fields
 from paraplan.runtime.structure.blocks import find_blocks
 
 _MOST_PARAMETERS = 200_000_000  # what several ranks train on a CPU in a minute
+_OF_THE_FILE = ("model_type", "architectures", "torch_dtype", "dtype", "use_cache", "transformers_version")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -56,18 +58,30 @@ def _from_config(reference: str, to: Smaller) -> nn.Module:
             f"{path}: architectures names {architecture!r}, which transformers {transformers.__version__} lacks",
             hint="code that a configuration brings is never executed; give a factory as file.py:factory",
         )
-    small = shrink_fields(fields, to)
-    for name in ("model_type", "architectures", "torch_dtype", "dtype", "use_cache", "transformers_version"):
-        small.pop(name, None)
+    given = {name: value for name, value in fields.items() if name not in _OF_THE_FILE}
 
     def build() -> nn.Module:
-        config = transformers.AutoConfig.for_model(fields["model_type"], **small)
+        whole = transformers.AutoConfig.for_model(fields["model_type"], **given)
+        config = transformers.AutoConfig.for_model(
+            fields["model_type"], **shrink_fields(_with_defaults(given, whole), to)
+        )
         if hasattr(config, "use_cache"):
             config.use_cache = False
         model: nn.Module = model_class(config)
         return model.float()
 
     return _built(reference, build)
+
+
+def _with_defaults(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the fields of a file with the sizes that it leaves to the library, those of its towers too."""
+    own = {name: value for name, value in vars(config).items() if name in SIZES or name.endswith("_token_id")}
+    fields = {name: value for name, value in own.items() if isinstance(value, int)} | dict(given)
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if hasattr(part, "sub_configs"):
+            fields[name] = _with_defaults(given.get(name) or {}, part)
+    return fields
 
 
 def _from_factory(reference: str, to: Smaller) -> nn.Module:

@@ -9,9 +9,11 @@ import pytest
 
 from paraplan.errors import ModelError
 from paraplan.model.config_file import load_config
+from paraplan.model.freezing import FrozenStorage, freeze
 from paraplan.model.reader import bundled_models, read_fields, read_model
 from paraplan.model.saved import saved_bytes
 from paraplan.model.spec import Layer, ModelSpec
+from paraplan.model.trainable import parse_trainable
 from paraplan.model.transformers_model import trace_config
 
 torch = pytest.importorskip("torch", reason="tracing a module needs torch")
@@ -277,3 +279,37 @@ def test_a_trace_and_a_reader_agree_on_the_kind_of_module_that_holds_each_parame
             count[parameter.layer] += parameter.num_elements * times
         counts.append(count)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("words", ["full", "lora:r=16", "lora:r=16,targets=q|v,dropout=0.1", "norms", "layers:last1"])
+@pytest.mark.parametrize("storage", [FrozenStorage(), FrozenStorage(weights="nf4", input_copies="shared")])
+def test_what_trains_of_a_traced_model_keeps_and_computes_what_it_does_of_one_that_is_read(
+    words: str, storage: FrozenStorage
+) -> None:
+    config = load_config(bundled_models()["qwen3-8b"], seq_length=512)
+    small = replace(config, fields={**config.fields, "num_hidden_layers": 3})
+    read, traced = (
+        freeze(model, parse_trainable(words), storage) for model in (read_fields(small), trace_config(small))
+    )
+    sizes = {"seq_length": 512, "micro_batch_size": 1, "kernel": "flash"}
+    assert traced.num_trained == read.num_trained
+    assert traced.training_flops_per_token(512) == pytest.approx(read.training_flops_per_token(512))
+    for ours, theirs in ((traced.runs[-1].block, read.runs[-1].block), (traced.head, read.head)):
+        assert saved_bytes(ours.saved, **sizes) == pytest.approx(saved_bytes(theirs.saved, **sizes), rel=1e-3)
+    frozen = [sum((one.frozen_bytes or 0) * count for one, count in model.all_parameters) for model in (traced, read)]
+    assert frozen[0] == frozen[1]
+
+
+def test_tensor_parallelism_divides_a_traced_model_as_its_own_plan_says() -> None:
+    config = load_config(bundled_models()["qwen3-30b-a3b"], seq_length=512)
+    small = replace(config, fields={**config.fields, "num_hidden_layers": 2})
+    read, traced = read_fields(small), trace_config(small)
+    assert traced.tp_limits == read.tp_limits == {4}
+    divided = [
+        {(one.name, one.tp_dim) for one, _ in model.all_parameters if one.tp_dim is not None}
+        for model in (traced, read)
+    ]
+    assert divided[0] == divided[1]
+    products = [sorted((one.k, one.n, one.split) for one in model.runs[0].block.matmuls) for model in (traced, read)]
+    assert products[0] == products[1]
+    assert traced.tensor_split_reason(8) == "8 does not divide the 32 attention and 4 key-value heads of qwen3-30b-a3b"

@@ -9,7 +9,6 @@ layers to split in its place.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -330,17 +329,6 @@ def _take_role(trial: _Trial, name: str, role: LayerRole) -> None:
         raise SplitError(f"{name} is used in two ways", source=name, is_mixed=True)
 
 
-_SPLIT_STYLES = (
-    "colwise",
-    "rowwise",
-    "packed_colwise",
-    "packed_rowwise",
-    "local_colwise",
-    "local_rowwise",
-    "moe_tp_experts",
-)
-
-
 def own_plan(model: nn.Module) -> dict[str, str] | None:
     """Return the styles that a transformers config names for layers, by patterns of their names; None without any."""
     config: Any = getattr(model, "config", None)
@@ -348,20 +336,3 @@ def own_plan(model: nn.Module) -> dict[str, str] | None:
     if not isinstance(plan, dict) or not plan:
         return None
     return {str(pattern): str(style) for pattern, style in plan.items()}
-
-
-def style_of(plan: dict[str, str], name: str) -> str | None:
-    """Return the style that `plan` names for the layer `name` of a model, None where it names none.
-
-    Patterns begin at the base model, inside of what may be a model with a head; `*` stands for a number.
-    """
-    for pattern, style in plan.items():
-        expression = re.escape(pattern).replace(r"\*", r"\d+")
-        if re.search(rf"(^|\.){expression}$", name):
-            return style
-    return None
-
-
-def splits(style: str | None) -> bool:
-    """Whether a layer of this style is split."""
-    return style is not None and style.startswith(_SPLIT_STYLES)

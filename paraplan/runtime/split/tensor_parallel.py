@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
+from paraplan.model.tp_plan import splits, style_of
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
@@ -41,7 +42,7 @@ from paraplan.runtime.split.layers import (
     split_linear,
     sum_gradients_in_backward,
 )
-from paraplan.runtime.split.search import BlockSplit, find_split, own_plan, splits, style_of
+from paraplan.runtime.split.search import BlockSplit, find_split, own_plan
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.meta import attributes_kept, give_random_values

@@ -1,0 +1,59 @@
+"""Every bundled model, made small, trains under a plan of each kind as it does in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_harness import RankHarness
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.model.reader import bundled_models, read_model
+from paraplan.model.shrink import Smaller
+from paraplan.plan.check import CheckRequest
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.check_rank import check
+from paraplan.runtime.small_model import build_small, check_batch, token_loss
+
+PLANS = (ParallelPlan(dp=2), ParallelPlan(tp=2))
+LEAVE_GROUPS_TO_DEFAULTS = ["deepseek-v3", "moonlight-16b-a3b"]
+
+
+def findings(names: list[str]) -> dict[str, str]:
+    """Return what differs or fails, by model and plan; nothing where all is equal, or refused as it is in planning."""
+    wrong = {}
+    for name in names:
+        for plan in PLANS:
+            request = CheckRequest(model=name, plan=plan, folder="", max_layers=2, seq_length=8, num_steps=1)
+            try:
+                gaps = check(request).gaps
+            except UnsupportedPlanError as error:
+                if read_model(name).tensor_split_reason(plan.tp) is None:
+                    wrong[f"{name} {plan.describe()}"] = str(error)
+            except (RuntimeError, ValueError) as error:
+                wrong[f"{name} {plan.describe()}"] = f"{type(error).__name__}: {error}"
+            else:
+                wrong |= {f"{name} {plan.describe()}": str(gap) for gap in gaps[:1]}
+    return wrong
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_every_bundled_model_is_made_small_and_runs(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_small(name, Smaller(num_layers=2, tp=2, seq_length=8))
+    inputs, targets = check_batch(model, num_sequences=2, seq_length=8, seed=0)
+    assert token_loss(model(**inputs), targets).isfinite()
+
+
+@pytest.mark.ranks
+def test_models_whose_files_leave_groups_of_experts_to_the_library_are_equal_over_dp_and_over_tp(
+    ranks: RankHarness,
+) -> None:
+    for found in ranks.run(findings, LEAVE_GROUPS_TO_DEFAULTS, size=2):
+        assert found == {}
+
+
+@pytest.mark.ranks
+@pytest.mark.with_all
+def test_every_bundled_model_is_equal_over_dp_and_over_tp(ranks: RankHarness) -> None:
+    for found in ranks.run(findings, list(bundled_models()), size=2, timeout_s=900):
+        assert found == {}
