@@ -252,8 +252,7 @@ def _frozen_block(
             traffic += _adapter_traffic(layer, adapter, storage.input_copies)
     shares = adapter is not None and storage.input_copies in ("shared", "fused") and not adapter.dropout
     readers = targets if shares and adapter is not None and adapter.kind != "ia3" else frozenset()
-    if storage.keeps_inputs:
-        readers = frozenset(one.name for one in block.matmuls)
+    readers = frozenset(one.name for one in block.matmuls) if storage.keeps_inputs else readers
     dropped = frozenset() if storage.keeps_inputs else _unread_inputs(block, readers)
     saved, fused = (
         tuple(_kept(tensors, dropped, readers, trains_norms=trains_norms)) + more
