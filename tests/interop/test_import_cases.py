@@ -236,3 +236,19 @@ def test_a_command_of_ms_swift_may_name_a_file_with_its_keys(read: Any, tmp_path
     assert (setup.plan.describe()[:11], setup.seq_length) == ("dp2, ZeRO-2", 256)
     text = "accelerate launch --config_file acc.yaml swift/cli/sft.py --model m --tuner_type full --max_length 64\n"
     assert read(text, "train.sh", num_gpus=4).plan.zero_stage == 3
+
+
+def test_generated_answers_count_beside_their_prompts(read: Any) -> None:
+    swift = read(
+        "model: m\ntuner_type: lora\nrlhf_type: grpo\nmax_length: 300\nmax_completion_length: 700\n", num_gpus=2
+    )
+    assert (swift.task, swift.seq_length) == ("grpo:completion=700", 1000)
+    trl = read("model_name_or_path: m\nuse_peft: true\nnum_generations: 4\nmax_completion_length: 100\n", num_gpus=2)
+    assert (trl.task, trl.seq_length) == ("grpo:completion=100", 612)
+    assert any(note.startswith("prompts of 512 tokens assumed") for note in trl.notes)
+
+
+def test_megatrons_programs_that_generate_are_refused(read: Any) -> None:
+    text = "torchrun tools/run_text_generation_server.py --micro-batch-size 1 --num-layers 2 --seq-length 64\n"
+    with pytest.raises(PlanError, match=r"run_text_generation_server\.py trains nothing"):
+        read(text, "serve.sh", num_gpus=2)

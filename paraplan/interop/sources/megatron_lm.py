@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from itertools import pairwise
 
 from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
@@ -15,6 +16,8 @@ from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.training import AttentionKind, Fp8Recipe, LinearPrecision, TrainingPrecision
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_TRAINS_NOTHING = re.compile(r"generat|inference|eval|export|convert|preprocess|prompt|server")
+"""Programs of Megatron-LM's examples and tools that are no training, by their files."""
 _MISSPELT = 0.93
 """An option as near to one that is read as this (difflib's ratio) is that one misspelt.
 
@@ -180,6 +183,11 @@ def _dispatched(fields: Fields, kind: str | None) -> list[str]:
 def _options(arguments: str, source: str) -> tuple[dict[str, object], list[str]]:
     """Return the options of a command line or of a script's command with their values, and notes."""
     command = command_of(arguments, source)
+    programs = [word.rpartition("/")[2] for word in command.words if word.endswith(".py")]
+    programs += [word for before, word in pairwise(command.words) if before == "-m"]
+    if any(map(_TRAINS_NOTHING.search, programs)) and not any("train" in name for name in programs):
+        named = " ".join(programs)
+        raise PlanError(f"{source}: {named} trains nothing", hint="give a script that starts a training")
     options = options_of(command.words)
     if not options:
         raise PlanError(f"{source} holds no option", hint='for example "--tensor-model-parallel-size 2 ..."')

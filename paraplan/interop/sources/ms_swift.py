@@ -68,7 +68,7 @@ _FSDP2: dict[str, object] = {
     "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True},
 }
 _LAUNCHER = ("nproc_per_node", "nproc", "nnodes")
-_RANK, _DROPOUT, _BATCH = 8, 0.05, 16
+_RANK, _DROPOUT, _BATCH, _COMPLETION = 8, 0.05, 16, 512
 
 
 def read_ms_swift(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
@@ -113,6 +113,10 @@ def _values(text: str, source: str, read_file: ReadFile) -> tuple[dict[str, obje
     values: dict[str, object] = {}
     for before, word in pairwise(command.words):
         if word.endswith((".yaml", ".yml", ".json")) and before in (*_TRAINS, "--config"):
+            if "$" in word or any("$(" in one for one in command.words):
+                raise PlanError(
+                    f"{source}: the shell finds the file that its command names", hint="give that file itself"
+                )
             values |= _document(read_file(word), word)
     options = _listed(command.words)
     options.pop("config", None)
@@ -205,7 +209,7 @@ def _trainer(fields: Fields, given: Given, read_file: ReadFile) -> Setup:
         base_weights=_weights(fields) if train is not None else None,
         loss="liger" if uses_liger(fields) else "plain",
         compiled=fields.flag("torch_compile"),
-        seq_length=_length(fields, notes),
+        seq_length=_length(fields, objective, notes),
         model_name=fields.text("model") or fields.text("model_id_or_path"),
         task=objective.task,
         notes=(*setup.notes, *objective.notes, *notes),
@@ -230,7 +234,7 @@ def _megatron(fields: Fields, given: Given) -> Setup:
         linear_precision=setup.linear_precision if precision != "fp32" else None,
         train=train,
         base_weights=("bf16" if precision == "bf16" else None) if train is not None else None,
-        seq_length=_length(fields, notes),
+        seq_length=_length(fields, objective, notes),
         model_name=fields.text("model"),
         task=objective.task,
         notes=(*setup.notes, *key_table("megatron-lm").notes(options), *objective.notes, *notes),
@@ -312,11 +316,14 @@ def _precision(fields: Fields) -> TrainingPrecision:
     return "bf16"
 
 
-def _length(fields: Fields, notes: list[str]) -> int | None:
+def _length(fields: Fields, objective: Objective, notes: list[str]) -> int | None:
+    """Return the tokens of a sequence: of a prompt and its answer where answers are generated."""
     length = fields.count("max_length")
     is_packed = not is_off(fields.value("packing"))
     fields.value("padding_free")
     packed = fields.count("packing_length")
     if length is None and packed is None:
         notes.append("max_length is not named, which is the model's own longest then: --seq-len says how long they are")
+    if objective.task is not None and objective.task.startswith("grpo") and length is not None:
+        return length + (fields.count("max_completion_length") or _COMPLETION)
     return packed if is_packed and packed is not None else length

@@ -26,6 +26,7 @@ from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
 
 _LENGTH, _RANK, _DROPOUT, _MICRO_BATCH = 1024, 16, 0.05, 8
+_PROMPT, _COMPLETION = 512, 512
 _PAIRS = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "apo_zero", "apo_down", "sppo_hard")
 _LOSSES: dict[str, LossKernel] = {"chunked_nll": "cut"}
 
@@ -77,10 +78,20 @@ def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Se
         task=objective.task,
         compiled=fields.flag("torch_compile"),
         offloads_activations=fields.flag("activation_offloading"),
-        seq_length=fields.count("max_length") or fields.count("max_seq_length") or _LENGTH,
+        seq_length=_length(fields, objective, notes),
         model_name=fields.text("model_name_or_path"),
     )
     return setup.replace(notes=(*notes, *found, *tf32_note(fields, setup.precision), *key_table("trl").notes(fields)))
+
+
+def _length(fields: Fields, objective: Objective, notes: list[str]) -> int:
+    """Return the tokens of a sequence: of a prompt and its answer where answers are generated."""
+    if objective.task is None or not objective.task.startswith("grpo"):
+        return fields.count("max_length") or fields.count("max_seq_length") or _LENGTH
+    prompt = fields.count("max_prompt_length")
+    if prompt is None:
+        notes.append(f"prompts of {_PROMPT} tokens assumed, --seq-len says how long they are with their answers")
+    return (prompt or _PROMPT) + (fields.count("max_completion_length") or _COMPLETION)
 
 
 def _objective(fields: Fields) -> Objective:
@@ -100,7 +111,8 @@ def _objective(fields: Fields) -> Objective:
     else:
         name = next((task for task, keys in signs.items() if any(key in fields for key in keys)), None)
     key = "its keys are those of" if name else "loss_type"
-    completion, beta = (fields.count("max_completion_length"), fields.value("beta")) if name == "grpo" else (None, None)
+    completion = (fields.count("max_completion_length") or _COMPLETION) if name == "grpo" else None
+    beta = fields.value("beta") if name == "grpo" else None
     precomputed = bool(fields.flag("precompute_ref_log_probs"))
     is_full = not fields.flag("use_peft")
     return objective_of(name, key=key, precomputed=precomputed, completion=completion, beta=beta, is_full=is_full)
