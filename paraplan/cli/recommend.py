@@ -331,10 +331,11 @@ def recommend(
     old.require(html, output, trace)
     started = time.perf_counter()
     search.require(model)
+    named = None if model is None else search.model(model, training, plan, hardware)  # before what else is missing
     clusters = [each.cluster() for each in hardware.each()]
     if len(clusters) > 1:
         search.require_comparable(model, output, trace)
-    spec = search.model(model, training, plan, hardware)
+    spec = named or search.model(model, training, plan, hardware)
     cluster = max(clusters, key=lambda each: each.num_gpus)
     batch = training.global_batch or SEQUENCES_PER_GPU * cluster.num_gpus
     if training.global_batch is None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
-from paraplan.cost.blocks.matmuls import effective_peak
+from paraplan.cost.blocks.matmuls import counted_peak
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.memory.parts import StageMemory
 from paraplan.cost.memory.peak import cached_bytes, host_bytes, peak_bytes, peak_of
@@ -354,5 +354,5 @@ def _step_record(workload: Workload, plan: ParallelPlan, time: StepTime, row: in
         data_parallel_wire_s=float(time.data_parallel_wire_s[row]),
         tokens_per_s_per_gpu=tokens_per_s,
         model_flops_per_s_per_gpu=flops_per_s,
-        mfu=flops_per_s / effective_peak(workload.cluster.gpu, training),
+        mfu=flops_per_s / counted_peak(workload.cluster.gpu, training, uses_tf32=workload.framework.kernels.uses_tf32),
     )

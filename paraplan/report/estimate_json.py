@@ -17,7 +17,7 @@ from paraplan.cost.notes import workload_notes
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import training_reason, unsupported_reason
-from paraplan.report.short_text import samples_rates
+from paraplan.report.short_text import memory_verdict, samples_rates
 
 
 def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
@@ -95,6 +95,7 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "parameters": {"total": parameters.total} | parameters.model_dump(),
         "memory": [stage.model_dump() for stage in estimate.memory],
         "fits": estimate.fits,
+        "memory_verdict": memory_verdict(workload, estimate)[0],
         "peak_memory_bytes": estimate.peak_memory_bytes,
         "usable_memory_bytes": estimate.usable_memory_bytes,
         "device_peak_bytes": max(stage.device_bytes for stage in estimate.memory),

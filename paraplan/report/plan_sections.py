@@ -14,7 +14,7 @@ from paraplan.report.charts import MEMORY_PARTS, memory_chart, shown_stages
 from paraplan.report.page import Column, Row, details, facts, figure, paragraph, section, table
 from paraplan.report.plan_words import cautions, step_parts
 from paraplan.report.rank_map import axis_groups, map_table
-from paraplan.report.short_text import basis_in_words
+from paraplan.report.short_text import basis_in_words, memory_verdict
 from paraplan.report.timeline_chart import shown_rows, timeline_chart
 from paraplan.report.topology_svg import GroupRow, render_svg
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_flops, format_seconds, format_share
@@ -52,6 +52,9 @@ def plan_remarks(workload: Workload, estimate: PlanEstimate) -> str:
     if interval is not None:
         ends = f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)}"
         lines.append(paragraph(f"Step {ends}: {basis}.", style="soft"))
+    words, tone = memory_verdict(workload, estimate)
+    if tone != "good":
+        lines.append(paragraph(f"Memory: {words}.", style="bad"))
     lines += [paragraph(f"Caution: {words}.", style="bad") for words in cautions(workload, estimate)]
     return "\n".join(lines)
 

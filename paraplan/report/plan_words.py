@@ -11,10 +11,9 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.model.trainable import ALL_LINEAR, module_name
 from paraplan.plan.parallel import AXES, ParallelPlan
-from paraplan.units import format_bytes
 
-LOW_MFU, LARGE_BUBBLE, FULL_MEMORY = 0.15, 0.30, 0.95
-"""What is said aloud: a poor use of the GPUs, a pipeline that waits, memory that leaves no room for fragmentation."""
+LOW_MFU, LARGE_BUBBLE = 0.15, 0.30
+"""What is said aloud: a poor use of the GPUs, a pipeline that waits."""
 AS_FAST = 0.8
 """Of a plan's tokens a second: plain FSDP is worth a word from there."""
 
@@ -80,13 +79,14 @@ def _schedule(plan: ParallelPlan) -> str:
 
 
 def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
-    """Return what to worry about, a sentence each with its cause: GPUs that idle, memory that is full, the batch."""
+    """Return what to worry about beside memory, a sentence each with its cause: GPUs that idle, the batch."""
     step, found = estimate.step, []
     unpriced = lower_bound_reason(workload, estimate.plan)
     if unpriced is not None:
         found.append(unpriced)
     cause, share = _largest_waste(step)
-    if step.mfu < LOW_MFU and workload.cluster.gpu.vendor != "cpu":
+    narrow = 1.0 if workload.training.linear_precision == "16bit" else workload.cluster.gpu.shared.fp8_speedup
+    if step.mfu * narrow < LOW_MFU and workload.cluster.gpu.vendor != "cpu":
         waited = host_share(workload, estimate.plan)
         why = f"{share:.0%} of the step is {cause}" if share > 0.25 else "kernels this small do not fill the GPU"
         if waited > max(share, 0.25):
@@ -98,17 +98,6 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
     elif step.pipeline_bubble_s > LARGE_BUBBLE * step.step_time_s:
         bubble = step.pipeline_bubble_s / step.step_time_s
         found.append(f"{bubble:.0%} of the step is waiting in the pipeline{_scarcity(workload)}")
-    used = estimate.peak_memory_bytes / estimate.usable_memory_bytes
-    if estimate.fits and used > FULL_MEMORY:
-        left = format_bytes(estimate.usable_memory_bytes - estimate.peak_memory_bytes)
-        found.append(f"{used:.0%} of the usable memory is taken, {left} are left: fragmentation may exceed that")
-    cached = max(stage.cached_device_bytes for stage in estimate.memory)
-    if estimate.fits and cached > workload.cluster.gpu_memory_bytes:
-        found.append(
-            f"torch's allocator would take {format_bytes(cached)} of the GPU's "
-            f"{format_bytes(workload.cluster.gpu_memory_bytes)} and has to give some back: most published runs that "
-            "had to ran out of memory"
-        )
     if any(run.block.loops_over_tokens for run in workload.model.runs):
         found.append(
             "the model's code loops over the tokens, and keeps what a fused kernel would not: with one (mamba_ssm and "

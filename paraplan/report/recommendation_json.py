@@ -33,6 +33,8 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "plan": best.pop("plan"),
         "placement": answer.placement.model_dump(),
         "remark": result.remark,
+        "reason": result.reason.model_dump() if result.reason else None,
+        "guide_reason": result.guide_reason.model_dump() if result.guide_reason else None,
         "warnings": [*best.pop("warnings"), *([answer.offload] if answer.offload else [])],
         "estimate": best,
         "found": answer.found,

@@ -305,7 +305,7 @@ def _levers(offers: Sequence[LeverOffer], framework: str) -> str:
         Column("plan"),
     ]
     caption = "Cheapest first; * trains other parameters, with other arithmetic, or on other data"
-    lacking = [words for words in offers_beside(offers, framework=framework) if " lacks " in words]
+    lacking = [words for words in offers_beside(offers, framework=framework) if words.startswith("not in ")]
     return section(
         "What makes it fit" if not finds else "What finds more",
         table(columns, rows, caption=caption) if rows else "",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
-from paraplan.cost.estimate import PlanEstimate, evaluate_plan
+from paraplan.cost.estimate import FULL_MEMORY, PlanEstimate, allocator_holds, evaluate_plan
 from paraplan.cost.loading import loading_of
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
-from paraplan.report.plan_words import FULL_MEMORY, cautions, plan_in_words
+from paraplan.report.plan_words import cautions, plan_in_words
 from paraplan.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:  # the search, which an estimate does without
@@ -23,6 +23,8 @@ ROOMY = 0.9
 """Of usable memory: a plan that takes less leaves room for fragmentation."""
 WORTH_SAYING = 0.02
 """A risk below this goes unsaid."""
+MUCH_ATTENTION = 0.25
+"""Share of the FLOPs from which it is said how attention is counted: some publish half of it."""
 
 
 class Line(NamedTuple):
@@ -46,32 +48,51 @@ def workload_lines(workload: Workload) -> tuple[Line, ...]:
     )
 
 
-def verdict(estimate: PlanEstimate) -> str:
-    """Return whether a plan fits, and else by how much it does not."""
-    over = estimate.peak_memory_bytes - estimate.usable_memory_bytes
-    if estimate.fits:
-        return "fits"
-    return f"does not fit, {format_bytes(over)} too much on a GPU" if over > 0 else "does not fit in the host's memory"
+def memory_verdict(workload: Workload, estimate: PlanEstimate) -> tuple[str, str]:
+    """Return whether a plan fits, by its peak, its risk and torch's allocator in one verdict, and the tone of that."""
+    peak, usable = estimate.peak_memory_bytes, estimate.usable_memory_bytes
+    memory = f"{format_bytes(peak)} of {format_bytes(usable)} usable per GPU"
+    if peak > usable:
+        return f"does not fit, {format_bytes(peak - usable)} too much on a GPU: {memory}", "bad"
+    if not estimate.fits:
+        return f"does not fit in the host's memory: {memory}", "bad"
+    if not allocator_holds(workload, estimate):
+        taken, there = format_bytes(estimate.cached_device_bytes), format_bytes(workload.cluster.gpu_memory_bytes)
+        return (
+            f"may not fit: {memory}, and torch's allocator would take {taken} of the GPU's {there} and has to give "
+            "some back: most published runs that had to ran out of memory",
+            "caution",
+        )
+    risk = out_of_memory_probability(workload, estimate)
+    words = f", {risk:.0%} risk of running out" if risk is not None and risk >= WORTH_SAYING else ""
+    if peak > FULL_MEMORY * usable:
+        return f"fits only just: {memory}, {format_bytes(usable - peak)} left{words}", "caution"
+    return f"fits: {memory}{words}", "good"
+
+
+def mfu_in_words(workload: Workload, estimate: PlanEstimate) -> str:
+    """Return the utilization, the peak that it counts against, and how it counts masked attention where that weighs."""
+    training, model = workload.training, workload.model
+    peak = "" if training.linear_precision == "16bit" else " of the 8-bit peak"
+    whole = model.flops_per_token(training.attended_length)
+    share = 1 - model.flops_per_token(training.attended_length, with_attention=False) / whole if whole else 0.0
+    counted = ", masked attention counted in full" if share >= MUCH_ATTENTION else ""
+    return f"MFU {estimate.step.mfu:.1%}{peak}{counted}"
 
 
 def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     """Return a plan in words and in short, its memory and speed."""
-    step, peak, usable = estimate.step, estimate.peak_memory_bytes, estimate.usable_memory_bytes
+    step = estimate.step
     tone = "good" if estimate.fits else "bad"
     rate = format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))
     return (
         Line("Plan", plan_in_words(estimate.plan), tone),
         Line("", estimate.plan.describe(), "dim"),
-        Line(
-            "Memory",
-            f"{verdict(estimate)}: {format_bytes(peak)} of {format_bytes(usable)} usable per GPU"
-            + _risk(workload, estimate),
-            tone,
-        ),
+        Line("Memory", *memory_verdict(workload, estimate)),
         Line(
             "Speed",
             f"{format_seconds(step.step_time_s)} a step{_range(workload, estimate)}, {rate} tokens/s per GPU, "
-            f"MFU {step.mfu:.1%}"
+            f"{mfu_in_words(workload, estimate)}"
             if lower_bound_reason(workload, estimate.plan) is None
             else f"at least {format_seconds(step.step_time_s)} a step, at most {rate} tokens/s per GPU",
         ),
@@ -129,12 +150,6 @@ def _range(workload: Workload, estimate: PlanEstimate) -> str:
     if interval is None:
         return ""
     return f" ({format_seconds(interval.low_s)} to {format_seconds(interval.high_s)})"
-
-
-def _risk(workload: Workload, estimate: PlanEstimate) -> str:
-    """Return the probability of running out of memory, where the plan is predicted to fit and it is worth a word."""
-    risk = out_of_memory_probability(workload, estimate)
-    return f", {risk:.0%} risk of running out" if estimate.fits and risk is not None and risk >= WORTH_SAYING else ""
 
 
 def basis_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:

@@ -8,6 +8,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
+from paraplan.search.reasons import Reason
 from paraplan.search.results import SearchResult
 from paraplan.units import format_bytes_apart, format_seconds
 
@@ -40,12 +41,9 @@ class Explanation(Record):
     because: str
 
 
-def explain(best: PlanEstimate, second: PlanEstimate, *, by_memory: bool = False) -> Explanation:
-    """Return why `best` beats `second`, part by part; `by_memory` says that the ranking went by memory."""
-    names = [name for name in StepEstimate.model_fields if name.endswith("_s") and name not in _NOT_PARTS]
-    parts = tuple(
-        ComparedPart(name=name, best_s=getattr(best.step, name), second_s=getattr(second.step, name)) for name in names
-    )
+def explain(best: PlanEstimate, second: PlanEstimate, reason: Reason) -> Explanation:
+    """Return why `best` beats `second`, part by part; `reason` is what decided where that is not the time."""
+    parts = compared_parts(best, second)
     return Explanation(
         best=best.plan.describe(),
         second=second.plan.describe(),
@@ -54,7 +52,15 @@ def explain(best: PlanEstimate, second: PlanEstimate, *, by_memory: bool = False
         parts=parts,
         best_memory_bytes=best.peak_memory_bytes,
         second_memory_bytes=second.peak_memory_bytes,
-        because=_because(parts, best, second, by_memory=by_memory),
+        because=_because(parts, best, second, reason),
+    )
+
+
+def compared_parts(best: PlanEstimate, second: PlanEstimate) -> tuple[ComparedPart, ...]:
+    """Return the parts of both steps beside each other."""
+    names = [name for name in StepEstimate.model_fields if name.endswith("_s") and name not in _NOT_PARTS]
+    return tuple(
+        ComparedPart(name=name, best_s=getattr(best.step, name), second_s=getattr(second.step, name)) for name in names
     )
 
 
@@ -63,13 +69,12 @@ def part_words(name: str) -> str:
     return name.removesuffix("_s").replace("_", " ")
 
 
-def _because(parts: tuple[ComparedPart, ...], best: PlanEstimate, second: PlanEstimate, *, by_memory: bool) -> str:
+def _because(parts: tuple[ComparedPart, ...], best: PlanEstimate, second: PlanEstimate, reason: Reason) -> str:
     gap = second.step.step_time_s - best.step.step_time_s
     saved = sorted((part for part in parts if part.difference_s > 0), key=lambda part: -part.difference_s)
     spent = sorted((part for part in parts if part.difference_s < 0), key=lambda part: part.difference_s)
     if gap <= 0:
-        why = "it needs less memory" if by_memory else "it is simpler"
-        return f"it is {format_seconds(-gap)} slower, and chosen because {why}"
+        return f"it is {format_seconds(-gap)} slower, and chosen because {reason.because}"
     words = f"it saves {_listed(saved, 'of')}"
     if spent:
         words += f" and spends {_listed(spent, 'more on')}"

@@ -10,7 +10,7 @@ from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import Executor
 from paraplan.search.cluster_sizes import counts_between, least_time_s, part_of, smaller_clusters
-from paraplan.search.comparison import explain, part_words
+from paraplan.search.comparison import compared_parts, part_words
 from paraplan.search.constraints import Constraints
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
@@ -87,5 +87,5 @@ def _in_words(workload: Workload, part: Workload, result: SearchResult | None, f
     step += f", {format_seconds(result.best.step.step_time_s)} with all {count}"
     if batch % count and not batch % used:
         return f"{step} ({divides})"
-    part_of_step = max(explain(fewer.best, result.best).parts, key=lambda one: one.difference_s)
+    part_of_step = max(compared_parts(fewer.best, result.best), key=lambda one: one.difference_s)
     return f"{step} ({part_words(part_of_step.name)} takes {format_seconds(part_of_step.difference_s)} longer there)"

@@ -102,5 +102,5 @@ def offers_beside(offers: Sequence[LeverOffer], *, framework: str) -> list[str]:
     lacking = [one.in_words for one in offers if one.lacking is not None]
     return [
         *([f"not enough: {', '.join(short)}"] if short else []),
-        *([f"{framework} lacks {', '.join(lacking)}"] if lacking else []),
+        *([f"not in {framework}: {', '.join(lacking)}"] if lacking else []),
     ]

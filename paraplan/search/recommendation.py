@@ -238,11 +238,11 @@ def _searched(
 
 
 def _explanation(result: SearchResult) -> Explanation | None:
-    if result.second is None:
+    if result.second is None or result.second_reason is None:
         return None
     from paraplan.search.comparison import explain
 
-    return explain(result.best, result.second, by_memory=result.objective == "memory")
+    return explain(result.best, result.second, result.second_reason)
 
 
 def _offload(

@@ -11,6 +11,7 @@ from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.plan_table import Floats, Ints, RecomputeCode
 from paraplan.plan.parallel import AXES, ParallelPlan
 from paraplan.records import Record
+from paraplan.search.reasons import Reason
 
 Objective = Literal["throughput", "fastest", "memory", "simplicity"]
 Baseline = Literal["DDP", "FSDP", "guide"]
@@ -79,14 +80,20 @@ class SearchResult(Record):
     """The fastest plan without offload that leaves `SPARE` of the memory, where the recommended one does not."""
     second: PlanEstimate | None = None
     """The best of those with other axes or ZeRO stage, where it was asked for."""
+    second_reason: Reason | None = None
+    """Why the recommended plan is chosen over that."""
     front: tuple[Candidate, ...] = ()
     """The plans that no other one beats in both time and memory, where they were asked for."""
     cloud: tuple[Candidate, ...] = ()
     """Some of all that were priced, where they were asked for."""
     is_partial: bool = False
     """Whether it was ended early, with the best of what was priced until then."""
+    reason: Reason | None = None
+    """Why the recommended plan is chosen over the fastest, None where it is that."""
+    guide_reason: Reason | None = None
+    """Why it is chosen over the guide's plan, None where it is of the guide's families."""
     remark: str | None = None
-    """Why a plan that is not the fastest is recommended, and what the guide would choose."""
+    """Both reasons in words, and what else is to know of the choice."""
     objective: Objective = "throughput"
     """What the ranking went by."""
     is_runnable: bool = True
@@ -101,6 +108,11 @@ closer cannot be told apart.
 """
 
 
+RANGE = 0.27
+"""The 80 % range above a predicted step time over all frameworks (`profiles/accuracy.json`): on small rigs plans beyond
+plain data parallelism have to be faster by more."""
+SMALL_RIG = 8
+"""GPUs of one node on which that holds for all trainings; for adapters it does on any."""
 FEW_TOKENS = 4096
 """Of one sequence, on a rank of cp: published runs leave more (8,192 in Llama 3, arXiv:2407.21783, table 4)."""
 

@@ -6,8 +6,9 @@ from paraplan.cost.cost_model import CostModel
 from paraplan.cost.workload import Workload
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.progress import doing, is_stopped, stoppable
-from paraplan.search.choice import Choice, EvaluatedPlans, price_the_choice
+from paraplan.search.choice import Choice, price_the_choice
 from paraplan.search.constraints import FREE, Constraints
+from paraplan.search.evaluated_plans import EvaluatedPlans
 from paraplan.search.evaluation import Plans, Survey
 from paraplan.search.failure import nothing_fits
 from paraplan.search.front import pareto_front, spread
@@ -38,13 +39,8 @@ def search(
     space = PlanSpace(workload, executor, fixed)
     answer = decide(tree_facts(workload))
     with doing("counting plans"), stoppable():
-        survey = Survey(
-            workload,
-            Plans.of(workload, space),
-            num_kinds=num_candidates,
-            smallest_first=objective == "memory",
-            fronts=with_front,
-        )
+        found, is_memory = Plans.of(workload, space), objective == "memory"
+        survey = Survey(workload, found, num_kinds=num_candidates, smallest_first=is_memory, fronts=with_front)
         survey.run()
         if survey.num_timed:
             price_the_choice(survey, objective, lambda plan: family(plan) in answer.families)
@@ -55,12 +51,14 @@ def search(
         if is_partial:  # nobody knows whether something fits
             raise KeyboardInterrupt
         raise nothing_fits(workload, space, survey.too_large)
+    second, second_reason = chosen.second if with_second else (None, None)
     return SearchResult(
         decisions=answer.decisions,
         families=answer.families,
         best=chosen.best,
-        second=chosen.second if with_second else None,
-        fastest=None if objective == "memory" else chosen.fastest,
+        second=second,
+        second_reason=second_reason,
+        fastest=None if is_memory else chosen.fastest,
         guide=chosen.guide,
         roomier=chosen.roomier,
         candidates=chosen.candidates(num_candidates),
@@ -72,7 +70,9 @@ def search(
         times_priced=survey.num_timed,
         front=plans.fitting_candidates(pareto_front(plans.priced)) if with_front else (),
         cloud=plans.fitting_candidates(spread(plans.priced)) if with_front else (),
-        remark="; ".join(filter(None, [STOPPED if is_partial else None, chosen.remark])) or None,
+        remark="; ".join(filter(None, [STOPPED * is_partial, chosen.remark])) or None,
+        reason=chosen.reason,
+        guide_reason=chosen.guide_reason,
         objective=objective,
         is_runnable=executor.is_own,
     )

@@ -90,7 +90,8 @@ def test_what_a_plan_wastes_is_said_with_its_cause() -> None:
     assert "6 GPUs do not divide 64 sequences; a global batch of 60 or 66 allows plain data parallelism" in words
     full = ["estimate", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096", "--dp", "8", "--zero", "3"]
     words = " ".join(run(*full, "--micro-batch", "2")[1].split())
-    assert "97% of the usable memory is taken, 2.02 GiB are left" in words
+    assert "fits only just: " in words
+    assert "2.02 GiB left, 33% risk of running out" in words
 
 
 def test_the_plan_file_holds_plan_model_training_cluster_and_estimate(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_levers_that_a_framework_lacks_are_said_in_a_line(workload: MakeWorkload
     lacking = _by_options(one for one in caught.value.offers if one.lacking is not None)
     assert options in lacking
     line = (caught.value.hint or "").splitlines()[-1].strip()
-    assert line.startswith(f"{made.framework.title} lacks ")
+    assert line.startswith(f"not in {made.framework.title}: ")
     assert all(words in line for words in lacking)
 
 

@@ -230,7 +230,7 @@ def test_a_plan_that_is_clearly_faster_is_recommended_whatever_the_guide_says(wo
     assert result.best.plan.pp == 2
     assert result.guide is not None
     assert result.guide.step.step_time_s > 1.25 * result.best.step.step_time_s
-    assert result.remark == "Hugging Face's guide would choose dp2, DDP, micro-batch 4 x 1, predicted 28% slower"
+    assert result.remark == "Hugging Face's guide would choose dp2, DDP, micro-batch 4 x 1, predicted 28.3% slower"
 
 
 def test_complexity_counts_what_makes_a_plan_hard_to_run() -> None:

@@ -28,6 +28,18 @@ def effective_peak(gpu: GpuProfile, training: TrainingSpec) -> float:
     return next(gpu.peak_flops_per_s[name] for name in wanted if name in gpu.peak_flops_per_s)
 
 
+def counted_peak(gpu: GpuProfile, training: TrainingSpec, *, uses_tf32: bool = False) -> float:
+    """Return the peak that model FLOPs utilization counts against: that of the numbers that linear layers multiply.
+
+    8 bits have the architecture's multiple of the 16-bit peak, 4 bits are taken for 8; fp32 on TF32 cores has theirs.
+    """
+    if training.linear_precision != "16bit":
+        return effective_peak(gpu, training) * gpu.shared.fp8_speedup
+    if training.compute_precision == "fp32" and uses_tf32 and "tf32" in gpu.peak_flops_per_s:
+        return gpu.peak_flops_per_s["tf32"]
+    return effective_peak(gpu, training)
+
+
 _THIN = 16
 """Rows, columns or inner size up to which a product is one of vectors: tiles of tensor cores have 16 or more (PTX)."""
 

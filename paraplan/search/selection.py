@@ -1,0 +1,162 @@
+"""The plan that is chosen among evaluated ones, and the cause that decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.plan_table import Floats, Ints, Mask
+from paraplan.cost.workload import Workload
+from paraplan.search.evaluated_plans import EvaluatedPlans, complexities
+from paraplan.search.known_runs import is_known
+from paraplan.search.reasons import Cause, Reason, allocator_words, memory_words, offload_words
+from paraplan.search.results import (
+    RANGE,
+    ROOMY,
+    SMALL_RIG,
+    TOLERANCE,
+    Objective,
+)
+
+TRIED = 15
+"""Of the simplest plans so many more are asked for one that leaves the allocator room."""
+MUCH_ROOM = 0.8
+"""Share of the usable memory with which torch's allocator has room as a rule."""
+NO_ROOM = 2.0
+"""Times as long a plan may take that leaves it room, as one that leaves memory to spare (`results.faults`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The plan that is chosen, and what decided it: whatever says why asks here."""
+
+    plans: EvaluatedPlans
+    objective: Objective
+    row: int
+    levels: Ints
+    """How complex each plan is."""
+    values: Floats
+    """What the choice went by: time with what a plan's faults are worth, or memory."""
+    most: float
+    """The most of that within the tolerance."""
+    is_known: Mask
+    """Which plans are of a kind that somebody ran at such a scale."""
+    kept: Mask
+    """The plans that were left to choose from: of known kinds, and data parallelism alone, where these are near."""
+    passed_over: frozenset[int]
+    """Those that were simpler, and for which torch's allocator has no room."""
+
+    @classmethod
+    def of(cls, plans: EvaluatedPlans, objective: Objective) -> Selection:
+        """Return the simplest plan within the tolerance of the best, of equally simple ones the best.
+
+        Where the framework's known runs are near, or small rigs' plain data parallelism, others are left out first.
+        One for which torch's allocator has to give back what it keeps is taken where no other is within twice its time.
+        """
+        priced, values = plans.priced, plans.settled(objective)
+        columns = partial(getattr, priced.table)
+        levels = complexities(plans.workload, columns)
+        known = is_known(plans.workload, columns)
+        kept = np.ones(len(priced), dtype=bool)
+        weighs = objective != "memory" and bool(TOLERANCE[objective])
+        if weighs:
+            kept = _near(kept, known, values)
+            if is_small_rig(plans.workload):
+                kept = _near(kept, kept & is_data_parallel(columns), values)
+        left = np.where(kept, values, np.inf)
+        most = (1 + TOLERANCE[objective]) * left.min()
+        order = np.lexsort((left, levels))
+        found = plans.first_fitting(order[left[order] <= most].tolist(), TRIED)
+        values = plans.values(objective)  # of all stages now
+        found = [row for row in found if values[row] <= most]
+        passed = set[int]()
+        if not found:
+            row = plans.first_fitting(np.argsort(np.where(kept, values, np.inf), kind="stable").tolist(), 0)[0]
+        elif not weighs:
+            row = found[0]
+        else:
+            row = _with_room(plans, found, np.where(kept, values, np.inf), passed)
+        return cls(plans, objective, row, levels, values, float(most), known, kept, frozenset(passed))
+
+    def reason(self, other: int) -> Reason:
+        """Return the cause that decided for the plan that is chosen, against another row."""
+        plans, row, by_memory = self.plans, self.row, self.objective == "memory"
+        own, others = plans.estimate(row), plans.estimate(other)
+        if by_memory:
+            gain = own.peak_memory_bytes / others.peak_memory_bytes - 1
+        else:
+            gain = own.step.step_time_s / others.step.step_time_s - 1
+        cause, because = self._cause(other, own, others, gain)
+        return Reason(cause=cause, over=others.plan.describe(), gain=gain, because=because, by_memory=by_memory)
+
+    def _cause(self, other: int, own: PlanEstimate, others: PlanEstimate, gain: float) -> tuple[Cause, str]:
+        row, share = self.row, others.peak_memory_bytes / others.usable_memory_bytes
+        own_share = own.peak_memory_bytes / own.usable_memory_bytes
+        if gain <= 0:
+            return ("memory", "it needs less memory") if self.objective == "memory" else ("faster", "it is faster")
+        if not self.kept[other]:
+            if self.is_known[row] and not self.is_known[other]:
+                return "unknown", "no public run of a mixture under such a plan at that scale is known"
+            if gain <= TOLERANCE[self.objective] and self.levels[row] < self.levels[other]:
+                return "simplicity", f"it is simpler ({self._tolerance} is within the error)"
+            words = "up to 8 GPUs of one node" if self.plans.workload.training.trainable.adapter is None else "adapters"
+            return "range", f"data parallelism alone is within the 80% range of it, which comes first for {words}"
+        is_first = (self.levels[other], self.values[other]) < (self.levels[row], self.values[row])
+        beyond = self.values[other] > self.most
+        if self.objective != "memory" and (other in self.passed_over or (is_first and not beyond)):
+            gpu = self.plans.workload.cluster.gpu_memory_bytes
+            if not self.plans.allocator_holds(other):
+                return "allocator", allocator_words(others, gpu)
+        if self.objective != "memory" and (beyond or self.levels[row] >= self.levels[other]):
+            if share > ROOMY and own_share < share:
+                return "risk", memory_words(others)
+            if others.plan.offload != "none" and own.plan.offload != others.plan.offload:
+                return "offload", offload_words(others)
+            if not self.plans.allocator_holds(other):
+                return "allocator", allocator_words(others, self.plans.workload.cluster.gpu_memory_bytes)
+        if self.levels[row] < self.levels[other]:
+            error = "nearly equal" if self.objective == "memory" else f"{self._tolerance} is within the error"
+            return "simplicity", f"it is simpler ({error})"
+        return "error", f"{self._tolerance} is within the error"
+
+    @property
+    def _tolerance(self) -> str:
+        return f"a difference under {TOLERANCE[self.objective]:.0%}"
+
+
+def is_small_rig(workload: Workload) -> bool:
+    """Return whether data parallelism comes first: for adapters, and up to 8 GPUs of one node."""
+    cluster = workload.cluster
+    return workload.training.trainable.adapter is not None or (cluster.num_nodes == 1 and cluster.num_gpus <= SMALL_RIG)
+
+
+def _near(kept: Mask, wanted: Mask, values: Floats) -> Mask:
+    """Return the plans that are wanted, where the best of them is within the 80 % range of the best that is kept."""
+    best = np.where(kept, values, np.inf).min()
+    near = np.where(kept & wanted, values, np.inf).min(initial=np.inf) <= (1 + RANGE) * best
+    return kept & wanted if near else kept
+
+
+def _with_room(plans: EvaluatedPlans, found: list[int], values: Floats, passed: set[int]) -> int:
+    """Return the first plan that torch's allocator has room for: of `found`, else of all up to `NO_ROOM` times as slow.
+
+    Those without room on the way go into `passed`.
+    """
+    by_value = np.argsort(values, kind="stable")
+    rest = [int(row) for row in by_value[values[by_value] <= NO_ROOM * values[found[0]]]]
+    roomy = [row for row in rest if plans.priced.peak_bytes[row] <= MUCH_ROOM * plans.usable[row]]
+    for row in (*found, *rest[:TRIED], *roomy[:TRIED]):
+        if plans.estimate(row).fits and plans.allocator_holds(row):
+            return row
+        passed.add(row)
+    return found[0]
+
+
+def is_data_parallel(column: Callable[[str], Ints]) -> Mask:
+    """Return which plans spread data alone, with or without shards, and offload nothing."""
+    axes = [column(name) == 1 for name in ("tp", "pp", "cp", "ep")]
+    return np.asarray(np.logical_and.reduce([*axes, *(column(name) == 0 for name in ("offload", "shards"))]))

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paraplan.accuracy.intervals import ALL, load_accuracy
+from paraplan.api.executors import executor_of
+from paraplan.cost.estimate import allocator_holds, estimate_plan
+from paraplan.cost.plan_table import PlanTable
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.report.short_text import memory_verdict, recommendation_lines
+from paraplan.search.evaluated_plans import complexities
+from paraplan.search.known_runs import is_known, mixture_runs
+from paraplan.search.reasons import speed_in_words
+from paraplan.search.recommendation import SearchRequest, recommendation
+from paraplan.search.results import RANGE, SearchResult
+from paraplan.search.search import search
+
+MakeWorkload = Callable[..., Workload]
+CASES: tuple[dict[str, Any], ...] = (
+    {"model": "gpt2", "profile": "titan-rtx-x2", "seq_length": 512, "global_batch_size": 8, "precision": "fp32"},
+    {"model": "llama-3-8b", "profile": "dgx-h100", "seq_length": 4096},
+    {"model": "llama-3-8b", "profile": "dgx-h100", "seq_length": 32_768},
+    {"model": "qwen2.5-7b", "profile": "dgx-h100", "num_nodes": 2, "seq_length": 20_480, "global_batch_size": 128},
+    {"model": "qwen3-32b", "profile": "dgx-h100", "num_nodes": 2, "seq_length": 20_480, "global_batch_size": 128},
+    {"model": "llama-2-7b", "profile": "a40-x4-bridged", "seq_length": 4096},
+    {"model": "llama-3-8b", "profile": "rtx-4090-x4", "seq_length": 2048, "train": "lora:r=16"},
+    {"model": "qwen3-30b-a3b", "profile": "dgx-h100", "seq_length": 4096, "train": "lora:r=16"},
+    {"model": "mixtral-8x7b", "profile": "dgx-a100", "num_nodes": 4, "seq_length": 4096, "global_batch_size": 256},
+    {"model": "llama-3-70b", "profile": "dgx-h100", "num_nodes": 4, "seq_length": 8192, "global_batch_size": 256},
+)
+
+
+def _level(made: Workload, plan: ParallelPlan) -> int:
+    table = PlanTable.of_plans([plan])
+    return int(complexities(made, lambda name: getattr(table, name))[0])
+
+
+def _plan_named(result: SearchResult, words: str) -> ParallelPlan | None:
+    guide = () if result.guide is None else (result.guide,)
+    fastest = () if result.fastest is None else (result.fastest,)
+    known = [*(one.plan for one in result.candidates), *(one.plan for one in (*guide, *fastest))]
+    return next((plan for plan in known if plan.describe() == words), None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['model']}-{case['profile']}-{case['seq_length']}")
+def test_a_reason_is_true_of_the_plan_that_it_names(workload: MakeWorkload, case: dict[str, Any]) -> None:
+    made = workload(**case)
+    result = search(made)
+    best = result.best
+    assert (result.reason is None) == (result.fastest is None or result.fastest.plan.describe() == best.plan.describe())
+    assert not re.search(r"-\d+(\.\d+)?% (slower|faster)|(slower|faster) by -", result.remark or "")
+    for reason in (result.reason, result.guide_reason):
+        if reason is None:
+            continue
+        other = _plan_named(result, reason.over)
+        assert other is not None, "it names a plan of the answer"
+        assert other != best.plan
+        estimate = estimate_plan(made, other)
+        assert reason.gain == pytest.approx(best.step.step_time_s / estimate.step.step_time_s - 1)
+        assert (reason.gain <= 0) == (reason.cause == "faster")
+        if reason.cause == "simplicity":
+            assert _level(made, best.plan) < _level(made, other)
+            assert 0 < reason.gain <= 0.1001
+        if reason.cause == "allocator":
+            assert not allocator_holds(made, estimate)
+            assert allocator_holds(made, best)
+        if reason.cause == "risk":
+            share = estimate.peak_memory_bytes / estimate.usable_memory_bytes
+            assert share > max(0.97, best.peak_memory_bytes / best.usable_memory_bytes)
+        if reason.cause == "offload":
+            assert other.offload != "none"
+        if reason.cause == "range":
+            assert 0.1 < reason.gain <= RANGE + 1e-6
+            assert (best.plan.tp, best.plan.pp, best.plan.cp, best.plan.ep) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(1.0912, "9.1% faster"), (1 / 1.08, "8.0% slower"), (1, "under 0.1% slower"), (0.4, "2.5 times as slow")],
+)
+def test_no_speed_is_negative(ratio: float, words: str) -> None:
+    assert speed_in_words(ratio) == words
+
+
+def test_one_line_judges_memory_and_the_allocator_decides_it(workload: MakeWorkload) -> None:
+    stored = {"base_weights": "nf4:double", "quantizer": "axolotl", "train": "lora:r=16"}
+    made = workload("gpt-oss-20b", profile="1xrtx-4090", seq_length=2048, global_batch_size=8, **stored)
+    result = search(made)
+    assert allocator_holds(made, result.best), "where the allocator says no, the roomier plan is recommended"
+    plain = estimate_plan(made, ParallelPlan(micro_batch_size=2, num_microbatches=4, recompute="full"))
+    assert plain.fits
+    assert not allocator_holds(made, plain)
+    assert plain.step.step_time_s < result.best.step.step_time_s
+    words, tone = memory_verdict(made, plain)
+    assert words.startswith("may not fit: ")
+    assert "risk" not in words
+    assert tone == "caution"
+    labels = [line.label for line in recommendation_lines(recommendation(made, SearchRequest()))]
+    assert labels.count("Memory") == 1
+
+
+def test_small_rigs_and_adapters_get_data_parallelism_within_the_range(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="rtx-4090-x4", seq_length=2048, global_batch_size=16, train="lora:r=16")
+    result = search(made)
+    assert (result.best.plan.dp, result.best.plan.world_size) == (4, 4)
+    assert result.reason is not None
+    assert result.reason.cause in ("range", "simplicity")
+    far = search(workload("gpt2", profile="titan-rtx-x2", seq_length=512, global_batch_size=8, precision="fp32"))
+    assert far.best.plan.pp == 2, "1.28 times as fast is outside"
+
+
+def test_the_range_of_small_rigs_is_that_of_measured_runs() -> None:
+    assert load_accuracy().step_time[ALL].interval[1] - 1 == pytest.approx(RANGE, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "num_nodes", "framework"),
+    [("qwen3-235b-a22b", "8xh100", 32, "megatron-bridge"), ("deepseek-v3", "8xb200", 32, "torchtitan")],
+)
+def test_clusters_of_mixtures_get_a_kind_of_plan_that_somebody_ran(
+    workload: MakeWorkload, model: str, profile: str, num_nodes: int, framework: str
+) -> None:
+    plain = workload(model, profile=profile, num_nodes=num_nodes, seq_length=4096, global_batch_size=2048)
+    made = Workload.of(plain.model, plain.training, plain.cluster, plain.links, framework=framework)
+    best = search(made, executor=executor_of(made)).best.plan
+    assert best.ep > 1
+    table = PlanTable.of_plans([best, ParallelPlan(dp=256, zero_stage=3, num_microbatches=8)])
+    assert is_known(made, lambda name: getattr(table, name)).tolist() == [True, False]
+
+
+def test_published_runs_of_mixtures_name_their_source() -> None:
+    assert {run.family for run in mixture_runs()} >= {"megatron", "fsdp", "deepspeed"}
+    assert all(run.source and run.gpus >= 1 for run in mixture_runs())
+    plain = [run.gpus for run in mixture_runs() if run.axes == () and run.shards == "full"]
+    assert max(plain) == 16
