@@ -13,8 +13,15 @@ Fields = dict[str, Any]
 
 
 def known_configs() -> dict[str, Fields]:
-    """Return the fields of each bundled model's configuration, by its name without punctuation."""
-    return {plain_name(name): json.loads(path.read_text(encoding="utf-8")) for name, path in bundled_models().items()}
+    """Return the fields of each bundled model's configuration, by its name without punctuation.
+
+    Of models of the same layers it is the first: Llama 3 for Llama 3.1.
+    """
+    known: dict[str, Fields] = {}
+    for name, path in bundled_models().items():
+        if (plain := plain_name(name)) not in known:
+            known[plain] = json.loads(path.read_text(encoding="utf-8"))
+    return known
 
 
 def named_config(known: Mapping[str, Fields], name: str, *, num_layers: int | None) -> Fields | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
     return read_fields(config).replace(source=reference)
 
 
+def _bundled_by_id(repository: str) -> Path | None:
+    """Return the bundled configuration of a hub id, however its letters are written; None where it is not bundled."""
+    wanted = repository.lower()
+    for path in bundled_models().values():
+        if str(json.loads(path.read_text(encoding="utf-8")).get("hub_id", "")).lower() == wanted:
+            return path
+    return None
+
+
 def is_factory(reference: str) -> bool:
     """Return whether `reference` has the form `file.py:factory` or `package.module:factory`."""
     where, colon, name = reference.rpartition(":")
@@ -71,6 +81,9 @@ def find_config(reference: str) -> Path:
     if reference in bundled:
         return bundled[reference]
     if _looks_like_hub_id(reference):
+        same = _bundled_by_id(reference)
+        if same is not None:
+            return same
         return _download_config(reference)
     what = f"{reference!r} is neither a file, a folder nor a bundled model"
     if not _OWNERLESS_ID.fullmatch(reference):

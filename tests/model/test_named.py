@@ -63,7 +63,7 @@ def test_a_layer_for_multi_token_prediction_is_a_block_a_projection_and_the_head
         ("llama-3.3-70b", "llama-3-70b"),
         ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
         ("Qwen/Qwen3-32B", "qwen3-32b"),
-        ("Qwen/Qwen3-14B", None),
+        ("Qwen/Qwen3-9B", None),
     ],
 )
 def test_a_model_on_the_hub_has_the_layers_of_a_bundled_one(name: str, expected: str | None) -> None:

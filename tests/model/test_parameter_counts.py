@@ -117,3 +117,39 @@ def test_tensor_parallel_dimensions_exist_and_cut_heads_and_widths() -> None:
     assert cut["self_attn.q_proj.weight"] == 0
     assert cut["self_attn.o_proj.weight"] == 1
     assert cut["input_layernorm.weight"] is None
+
+
+MODELS_BY_TOTAL = {
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-14b": 14_768_307_200,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.3-70b": 70_553_706_496,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "phi-4": 14_659_507_200,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+}
+
+
+@pytest.mark.parametrize("name", MODELS_BY_TOTAL)
+def test_models_that_people_fine_tune_have_their_published_number_of_parameters(name: str) -> None:
+    assert read_model(name).parameters.total == MODELS_BY_TOTAL[name]
+
+
+def test_a_bundled_model_is_found_by_its_hub_id_however_its_letters_are_written() -> None:
+    assert read_model("qwen/qwen3-14b").parameters.total == read_model("qwen3-14b").parameters.total
+    assert read_model("meta-llama/Llama-3.2-3B").parameters.total == 3_212_749_824
