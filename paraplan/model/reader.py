@@ -81,9 +81,9 @@ def find_config(reference: str) -> Path:
     if reference in bundled:
         return bundled[reference]
     if _looks_like_hub_id(reference):
-        same = _bundled_by_id(reference)
-        if same is not None:
-            return same
+        known = _bundled_by_id(reference)
+        if known is not None:
+            return known
         return _download_config(reference)
     what = f"{reference!r} is neither a file, a folder nor a bundled model"
     if not _OWNERLESS_ID.fullmatch(reference):
