@@ -28,6 +28,7 @@ from paraplan.runtime.checks.forward_state import BatchStatistics
 from paraplan.runtime.checks.references import Reference, Verify, reference_of
 from paraplan.runtime.data.batches import StepShape, TargetCount
 from paraplan.runtime.data.packing import Packing, check_keeps_apart
+from paraplan.runtime.data.passes import DataPasses
 from paraplan.runtime.data.sharding import (
     ShardedBatches,
     SizedDataset,
@@ -87,6 +88,7 @@ class Job:
     _agreements: list[Agreement] = field(default_factory=list, repr=False)
     _streams: Iterator[int] = field(default_factory=count, repr=False)
     _packings: list[Packing] = field(default_factory=list, repr=False)
+    _passes: DataPasses = field(default_factory=DataPasses, repr=False)
 
     def __enter__(self) -> Self:
         """Return the job; leaving the context closes it."""
@@ -299,7 +301,8 @@ class Job:
         `dataset` is a map-style data set of (inputs, targets). `batch_size` is the global batch in samples: by default
         the plan's, and with a plan made on the spot one sample for each rank. The order depends on `seed` and the epoch
         alone, so it is the same under every plan. The last samples of an epoch that fill no global batch are left out,
-        without `drop_last` they make a short one. `skip` leaves out the first steps: the engine's `num_steps`, to go on
+        without `drop_last` they make a short one. Each loop over the same `dataset` is the next pass: over the next
+        epoch, or the next `epochs`. `skip` leaves out the first steps of all passes: the engine's `num_steps`, to go on
         where a checkpoint was written.
         A data set without numbered samples (`IterableDataset`, generator) is read from start to end by every rank,
         which takes its share of each global batch: all ranks must be given the same samples. It is not shuffled;
@@ -335,6 +338,7 @@ class Job:
             collate=collate,
             check=self._same_stream() if is_stream(dataset) or pack is not None else None,
             pack=pack,
+            passes=self._passes,
         )
 
     def _same_stream(self) -> Callable[[list[Any]], None]:

@@ -19,6 +19,7 @@ from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, TokenPairs, Transfo
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.data.passes import DataPasses
 from paraplan.runtime.data.sharding import ShardedBatches, shard_dataset
 from paraplan.runtime.data.streams import StreamBatches
 
@@ -145,9 +146,70 @@ def test_numbered_samples_have_a_state_too(num_done: int) -> None:
         next(steps)
     again.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert numbers_of(again) == whole[num_done:]
-    assert numbers_of(again) == whole  # the state was for one loop
+    assert len(numbers_of(again)) == len(whole)  # the state was for one loop
     with pytest.raises(UsageError, match="read with seed=0, and this is read with seed=5"):
         batches(seed=5).load_state_dict(first.state_dict())
+
+
+def numbered(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count), torch.arange(count))
+
+
+def batches_of(data: Any, **options: Any) -> ShardedBatches | StreamBatches:
+    return shard_dataset(data, dp=1, dp_rank=0, device=CPU, **options)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [(numbered, 0), (numbered, 1), (Numbers, 0), (Numbers, 1)])
+@pytest.mark.parametrize("num_done", [0, 3, 4, 6, 8])
+def test_a_loop_over_epochs_goes_on_exactly_after_a_checkpoint(kind: Any, num_workers: int, num_done: int) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers}
+    whole = numbers_of(batches_of(kind(18), epochs=3, **options))
+    assert len(whole) == 12
+    assert whole[:4] != whole[4:8] != whole[8:]
+
+    first, given, state = batches_of(kind(18), **options), [], None
+    for _ in range(3):
+        for batch in first:
+            given += numbers_of([batch])
+            if len(given) == num_done:
+                state = json.loads(json.dumps(first.state_dict()))
+    assert given == whole, "one object"
+
+    data, passes = kind(18), DataPasses()
+    made = [numbers_of(batches_of(data, passes=passes, **options)) for _ in range(3)]
+    assert list(chain(*made)) == whole, "a new one for each epoch"
+
+    data, passes = kind(18), DataPasses()
+    made = [numbers_of(batches_of(data, passes=passes, skip=num_done, **options)) for _ in range(3)]
+    assert list(chain(*made)) == whole[num_done:], "steps that are done are skipped in all epochs"
+    again = batches_of(kind(18), skip=num_done, **options)
+    assert [one for _ in range(3) for one in numbers_of(again)] == whole[num_done:]
+
+    if state is not None:
+        again = batches_of(kind(18), **options)
+        again.load_state_dict(state)
+        rest = [one for _ in range((num_done - 1) // 4, 3) for one in numbers_of(again)]
+        assert rest == whole[num_done:], "from the epoch of a state on"
+
+
+def test_a_state_behind_an_epoch_begins_the_next_one() -> None:
+    for data in (numbered, Numbers):
+        first = batches_of(data(8), batch_size=4)
+        numbers_of(first)
+        again = batches_of(data(8), batch_size=4)
+        again.load_state_dict(first.state_dict())
+        assert numbers_of(again) == numbers_of(first) != []
+
+
+def test_other_data_and_the_same_data_read_otherwise_have_epochs_of_their_own() -> None:
+    passes, training, evaluation = DataPasses(), numbered(18), numbered(18)
+    first = numbers_of(batches_of(training, passes=passes, batch_size=4))
+    assert numbers_of(batches_of(evaluation, passes=passes, batch_size=4)) == first
+    assert numbers_of(batches_of(training, passes=passes, batch_size=4, shuffle=False))[0] == [0, 1, 2, 3]
+    assert numbers_of(batches_of(training, passes=passes, batch_size=4)) != first
+    texts = [(number, number) for number in range(8)]  # a list cannot be referred to weakly
+    batches = [numbers_of(batches_of(texts, passes=passes, batch_size=4)) for _ in range(2)]
+    assert batches[0] != batches[1]
 
 
 def test_streams_that_cannot_be_dealt_out_are_refused() -> None:

@@ -15,6 +15,7 @@ from paraplan.runtime.data.packing import (
     ShuffledDocuments,
     packed,
 )
+from paraplan.runtime.data.passes import DataPasses, Passes
 from paraplan.runtime.data.streams import (
     DeviceCopies,
     ShareOfBatch,
@@ -41,7 +42,8 @@ class ShareSampler(Sampler[list[int]]):
     and under every plan. Global batch k is entries k * B .. (k + 1) * B - 1 of that order; rank r of `dp` takes the
     r-th of its equal parts. Samples that do not fill a global batch are left out of their epoch; without `drop_last`
     they are a short one, whose parts differ by one sample at most. A rank without a part of it is given the number of
-    a sample inverted (~number): one whose shape counts, and nothing else. The first `skip` steps of all are not given.
+    a sample inverted (~number): one whose shape counts, and nothing else. A pass goes over `epochs` epochs: `number`
+    says which pass it is, and the first `skip` steps of all passes are not given.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ShareSampler(Sampler[list[int]]):
         epochs: int,
         shuffle: bool,
         skip: int = 0,
+        number: int = 0,
         drop_last: bool = True,
     ) -> None:
         self.num_samples = num_samples
@@ -65,6 +68,7 @@ class ShareSampler(Sampler[list[int]]):
         self.epochs = epochs
         self.shuffle = shuffle
         self.skip = skip
+        self.number = number
         self.drop_last = drop_last
 
     @property
@@ -72,19 +76,31 @@ class ShareSampler(Sampler[list[int]]):
         """Global batches of an epoch, a short one counted."""
         return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
 
+    @property
+    def steps_per_pass(self) -> int:
+        """Global batches of all epochs of a pass."""
+        return self.steps_per_epoch * self.epochs
+
+    @property
+    def first_step(self) -> int:
+        """The number of the first step that this pass gives."""
+        return max(self.skip, self.number * self.steps_per_pass)
+
     def __len__(self) -> int:
-        return max(0, self.steps_per_epoch * self.epochs - self.skip)
+        return max(0, (self.number + 1) * self.steps_per_pass - self.first_step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._steps(self.skip)  # as it is now: the loader asks for the first step later
+        return self._steps(self.first_step, len(self))  # as it is now: the loader asks for the first step later
 
-    def _steps(self, skip: int) -> Iterator[list[int]]:
-        per_epoch, share = self.steps_per_epoch, ShareOfBatch(self.batch_size, self.dp, self.dp_rank)
-        for epoch in range(skip // max(1, per_epoch), self.epochs):
-            order = self._order(epoch)
-            for step in range(max(0, skip - epoch * per_epoch), per_epoch):
-                batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-                yield batch[share.of(len(batch))] or [~batch[0]]
+    def _steps(self, first: int, count: int) -> Iterator[list[int]]:
+        share, order, epoch = ShareOfBatch(self.batch_size, self.dp, self.dp_rank), list[int](), -1
+        for step in range(first, first + count):
+            if epoch != step // self.steps_per_epoch:
+                epoch = step // self.steps_per_epoch
+                order = self._order(epoch)
+            start = step % self.steps_per_epoch * self.batch_size
+            batch = order[start : start + self.batch_size]
+            yield batch[share.of(len(batch))] or [~batch[0]]
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -119,7 +135,10 @@ class _Collate:
 
 
 class ShardedBatches:
-    """Batches of this rank, one for each step, on its device. `len` is the number of steps."""
+    """Batches of this rank, one for each step, on its device. `len` is the number of steps of a loop.
+
+    Each loop is the next of `passes`, also of other objects that have these.
+    """
 
     def __init__(
         self,
@@ -129,12 +148,14 @@ class ShardedBatches:
         device: torch.device,
         num_workers: int,
         collate: Callable[[list[Any]], Any] | None,
+        passes: Passes,
     ) -> None:
         self._device = device
         self._sampler = sampler
         self._skip = sampler.skip
-        self._num_steps = sampler.skip
-        self._loaded: int | None = None
+        self._passes = passes
+        self._at: tuple[int, int] | None = None  # the pass, and the steps given of all
+        self._is_loaded = False
         # A generator of its own: the loader would draw from torch's global one, and dropout would then differ by plan.
         self._loader: DataLoader[Any] = DataLoader(
             dataset if sampler.drop_last else _Samples(dataset),  # type: ignore[arg-type]  # any with numbered samples
@@ -145,25 +166,34 @@ class ShardedBatches:
             generator=torch.Generator().manual_seed(sampler.seed),
         )
 
+    def _begin(self) -> tuple[int, int]:
+        """Return the pass and the step that a loop begins with where none has begun."""
+        number = self._passes.number
+        return number, max(self._skip, number * self._sampler.steps_per_pass)
+
     def __len__(self) -> int:
+        self._sampler.number, self._sampler.skip = self._begin()[0] if self._at is None else self._at[0], self._skip
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        skip = self._skip if self._loaded is None else self._loaded
-        self._num_steps, self._loaded, self._sampler.skip = skip, None, skip
-        loaded, copied = iter(self._loader), DeviceCopies(self._device)
-        self._sampler.skip = self._skip
-        for pair in loaded:
-            self._num_steps += 1
+        number, num_steps = self._at if self._at is not None and self._is_loaded else self._begin()
+        self._sampler.number, self._sampler.skip = number, num_steps
+        self._at, self._is_loaded, self._passes.number = (number, num_steps), False, number + 1
+        copied = DeviceCopies(self._device)
+        for pair in iter(self._loader):
+            num_steps += 1
+            self._at = (number, num_steps)
             yield copied(pair)
+        self._at = (number + 1, num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the data is read, the same on every rank and under every plan.
 
         Inside the loop it is the state behind the batch that the loop has been given last.
         """
-        num_steps = self._num_steps if self._loaded is None else self._loaded
-        return {"num_steps": num_steps, "batch_size": self._sampler.batch_size, "seed": self._sampler.seed}
+        number, num_steps = self._begin() if self._at is None else self._at
+        sampler = self._sampler
+        return {"pass": number, "num_steps": num_steps, "batch_size": sampler.batch_size, "seed": sampler.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next loop where `state_dict` was taken; raise `UsageError` where that was other data."""
@@ -174,7 +204,9 @@ class ShardedBatches:
                     f"the saved data was read with {name}={state.get(name)}, and this is read with {name}={own[name]}",
                     hint=f"use the same {name}, or begin the data anew",
                 )
-        self._loaded = int(state["num_steps"])
+        num_steps = int(state["num_steps"])
+        number = int(state.get("pass", max(0, num_steps - 1) // self._sampler.steps_per_pass))
+        self._at, self._is_loaded = (number, num_steps), True
 
 
 def is_stream(dataset: object) -> TypeGuard[Iterable[Any]]:
@@ -200,12 +232,16 @@ def shard_dataset(
     collate: Callable[[list[Any]], Any] | None = None,
     check: Callable[[list[Any]], None] | None = None,
     pack: Packing | None = None,
+    passes: DataPasses | None = None,
 ) -> ShardedBatches | StreamBatches:
     """Return the batches of data-parallel rank `dp_rank`; `batch_size` is the global one. See `Job.shard`.
 
-    `check` is called with the samples of the first global batch of a stream.
+    `check` is called with the samples of the first global batch of a stream. `passes` are those of the job.
     """
     _check_batch_size(batch_size, dp)
+    if epochs < 1:
+        raise UsageError(f"epochs={epochs}", hint="a loop goes over one epoch at least")
+    over = (passes or DataPasses()).of(dataset, batch_size, seed, epochs, shuffle, drop_last, pack)
     if shuffle and is_stream(dataset):
         raise UsageError(
             f"a {type(dataset).__name__} has no numbered samples that job.shard could shuffle",
@@ -224,6 +260,7 @@ def shard_dataset(
             num_workers=num_workers,
             collate=collate,
             check=check,
+            passes=over,
         )
     if not isinstance(dataset, SizedDataset):
         raise _no_data(dataset)
@@ -243,7 +280,7 @@ def shard_dataset(
         skip=skip,
         drop_last=drop_last,
     )
-    return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate)
+    return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate, passes=over)
 
 
 def _rows(

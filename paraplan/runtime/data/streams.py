@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paraplan.errors import UsageError
 from paraplan.runtime.data.batches import to_device
+from paraplan.runtime.data.passes import Passes
 from paraplan.runtime.torch_private import default_store, pytree
 from paraplan.runtime.world import World
 
@@ -84,7 +85,7 @@ class _StreamReader(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.position, left, check = self.start, self.skip, self.check
-        while self.position.epoch < self.epochs:
+        while self.position.epoch < (self.start.epoch // self.epochs + 1) * self.epochs:
             samples = self._samples()
             while batch := self._read(samples):
                 if left:
@@ -96,9 +97,11 @@ class _StreamReader(IterableDataset[Any]):
                 made = self._made(batch)
                 yield (made, asdict(self.position), self.own_state()) if self.sends_state else made
             at = self.position
-            if at.epoch == 0 and not at.num_samples:
+            if at.epoch == self.start.epoch and not at.num_samples:
                 raise UsageError("the stream of job.shard has no samples", hint="a generator can be read once only")
             self.position = StreamPosition(epoch=at.epoch + 1, num_steps=at.num_steps)
+        if self.sends_state:
+            yield None, asdict(self.position), None
 
     def own_state(self) -> Any:
         """Return the stream's own state, None where it keeps none."""
@@ -145,8 +148,10 @@ class StreamBatches:
         num_workers: int = 0,
         check: Callable[[list[Any]], None] | None = None,
         skip: int = 0,
+        passes: Passes | None = None,
     ) -> None:
         self._reader = reader
+        self._passes = passes or Passes()
         self._device = device
         self._check = check
         self._num_workers = num_workers
@@ -157,9 +162,10 @@ class StreamBatches:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         reader, loaded = self._reader, self._loaded
-        reader.start = StreamPosition() if loaded is None else StreamPosition(**loaded["position"])
+        reader.start = self._begin() if loaded is None else StreamPosition(**loaded["position"])
         reader.start_state = None if loaded is None else loaded["stream"]
-        reader.skip = self._skip if loaded is None else 0
+        reader.skip = max(0, self._skip - reader.start.num_steps) if loaded is None else 0
+        self._passes.number = reader.start.epoch // reader.epochs + 1
         reader.position = reader.start
         reader.check = None if self._num_workers else self._check
         loader: DataLoader[Any] = DataLoader(
@@ -171,11 +177,18 @@ class StreamBatches:
         )
         self._loaded, self._given = None, None
         copied = DeviceCopies(self._device)
-        for item in loader:
-            batch, *state = item if reader.sends_state else (item,)
-            if state:
-                self._given = (state[0], state[1])
-            yield copied(batch)
+        try:
+            for item in loader:
+                batch, *state = item if reader.sends_state else (item,)
+                if state:
+                    self._given = (state[0], state[1])
+                if batch is not None:
+                    yield copied(batch)
+        finally:
+            self._passes.num_steps = (asdict(reader.position) if self._given is None else self._given[0])["num_steps"]
+
+    def _begin(self) -> StreamPosition:
+        return StreamPosition(self._passes.number * self._reader.epochs, num_steps=self._passes.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the stream is read, the same on every rank and under every plan.
@@ -188,7 +201,7 @@ class StreamBatches:
         if self._given is not None:
             position, stream = self._given
         elif self._reader.sends_state:  # nothing was given yet, and the worker may be ahead
-            position, stream = asdict(StreamPosition()), None
+            position, stream = asdict(self._begin()), None
         else:
             position, stream = asdict(self._reader.position), self._reader.own_state()
         return {"position": dict(position), "stream": stream}
@@ -231,14 +244,15 @@ def shard_stream(
     num_workers: int = 0,
     collate: Collate | None = None,
     check: Callable[[list[Any]], None] | None = None,
+    passes: Passes | None = None,
 ) -> StreamBatches:
     """Return the batches of one data-parallel rank from `stream`; see `Job.shard` and `check_stream`.
 
-    `check` is called with the samples of the first global batch.
+    `check` is called with the samples of the first global batch. Each loop is the next of `passes`.
     """
     check_stream(stream, epochs=epochs, num_workers=num_workers)
     reader = _StreamReader(stream, share, epochs=epochs, drop_last=drop_last, collate=collate)
-    return StreamBatches(reader, device=device, num_workers=num_workers, check=check, skip=skip)
+    return StreamBatches(reader, device=device, num_workers=num_workers, check=check, skip=skip, passes=passes)
 
 
 def without_sequences(batch: Any) -> Any:
