@@ -22,5 +22,5 @@ def profiles_folder() -> Path:
             return candidate
     raise ParaplanError(
         f"the bundled profiles are neither in {package} nor beside it",
-        hint="install paraplan again: pip install paraplan",
+        hint="install paraplan again: pip install . in a clone of its repository",
     )

@@ -15,6 +15,7 @@ from paraplan.cli.main import COMMANDS, app
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SHOWN = re.findall(r"^ {4}\$ paraplan (.+)$", README, flags=re.MULTILINE)
+FORMATS = (".py", ".md", ".ipynb", ".json", ".sh", ".css", "")
 SCRIPTS = re.findall(r"`?((?:scripts|\.ci)/[\w.]+)`?", README)
 
 
@@ -53,3 +54,12 @@ def test_the_example_of_a_training_script_is_python() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     assert {"init", "prepare", "shard", "step"} <= called
+
+
+def test_nobody_is_told_to_install_a_package_of_this_name_which_is_not_published() -> None:
+    said = re.compile(r"pip\d? install[^\n`]*[ \"']paraplan\b")
+    folders = (ROOT / name for name in ("paraplan", "scripts", "profiles"))
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix in FORMATS]
+    assert [
+        str(path) for path in (*files, *ROOT.glob("*.md"), *ROOT.glob("*.yml")) if said.search(path.read_text())
+    ] == []

@@ -47,7 +47,7 @@ def check(
     Example: paraplan check qwen3-8b --plan plan.json
     """
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("paraplan check needs torch, which is not installed", hint='pip install "paraplan[runtime]"')
+        raise UsageError("paraplan check needs torch, which is not installed", hint="pip install torch")
     if split_by not in ("paraplan", "transformers"):
         raise UsageError(f"--split-by {split_by} is unknown", hint="use paraplan or transformers")
     file = load_plan(plan_path)

@@ -28,7 +28,7 @@ def become_launcher(
             hint="run it in WSL 2 (paraplan explain windows); recommend, estimate and export with --profile run here",
         )
     if find_module("torch") is None:
-        raise UsageError("paraplan launch needs torch, which is not installed", hint='pip install "paraplan[runtime]"')
+        raise UsageError("paraplan launch needs torch, which is not installed", hint="pip install torch")
     entry = Path(__file__).with_name("__main__.py")
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # Python has None for one that is closed

@@ -132,8 +132,9 @@ def _add_own_options(parser: LaunchParser) -> None:
         "--hang-timeout",
         metavar="SECONDS",
         type=float,
-        help="End the job, with the stacks of all ranks, when no rank has moved for so long. Give more than the "
-        "longest call that only computes takes. Default: never.",
+        help="End the job, with the stacks of all ranks, when no rank has made progress for so long: a step, a "
+        "collective, a line of output, data read or written, work. Give more than the longest single call that only "
+        "computes takes. Default: never.",
     )
     ours.add_argument(
         "--metrics",

@@ -32,7 +32,7 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
         if importlib.util.find_spec("torch") is None:
             raise ModelError(
                 f"{reference} is a factory of an nn.Module, and torch is not installed",
-                hint='pip install "paraplan[runtime]", or give a config.json',
+                hint="pip install torch, or give a config.json",
             )
         from paraplan.model.trace import trace_factory  # torch is imported only for a factory
 

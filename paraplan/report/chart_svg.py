@@ -53,7 +53,7 @@ class ChartRenderer:
         except ImportError:
             raise UsageError(
                 "the HTML report needs vl-convert-python, which is not installed",
-                hint="pip install 'paraplan[report]', or pip install vl-convert-python",
+                hint="pip install vl-convert-python",
             ) from None
         self._convert = vl_convert
         self._numbers: Iterator[int] = itertools.count(1)

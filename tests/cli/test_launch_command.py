@@ -105,7 +105,7 @@ def test_a_port_that_is_taken_is_said_to_be_taken_and_by_whom(tmp_path: Path) ->
 def test_without_torch_the_command_says_how_to_install_it() -> None:
     with pytest.raises(UsageError) as caught:
         become_launcher([], find_module=lambda name: None)
-    assert caught.value.hint == 'pip install "paraplan[runtime]"'
+    assert caught.value.hint == "pip install torch"
 
 
 def test_a_launch_on_windows_says_that_ranks_start_on_linux() -> None:

@@ -465,6 +465,19 @@ def test_nodes_become_replicas_and_completions() -> None:
     assert _find(job, "limits") == [{"nvidia.com/gpu": 8}]
 
 
+def test_pods_have_shared_memory_of_the_node_and_what_is_left_to_the_user_is_said() -> None:
+    for target, pods in (("pytorchjob", 2), ("jobset", 1)):
+        job = read(target, "pipeline")
+        assert _find(job, "volumeMounts") == [[{"name": "shared-memory", "mountPath": "/dev/shm"}]] * pods
+        assert _find(job, "volumes") == [[{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]] * pods
+    for target in ("pytorchjob", "trainjob", "jobset"):
+        notes = " ".join(export_plan(subject("pipeline"), target, partial=True).notes)
+        assert all(word in notes for word in ("rdma/", "hostNetwork", "NCCL_SOCKET_IFNAME"))
+        assert ("/dev/shm" in notes) is (target == "trainjob"), "whose pods are its runtime's"
+    one_node = " ".join(export_plan(subject("ddp"), "jobset", partial=True).notes)
+    assert ("rdma/" in one_node) is (subject("ddp").layout.num_nodes > 1)
+
+
 def test_skypilot_asks_for_the_gpus_of_the_plan() -> None:
     task = read("skypilot", "pipeline")
     assert task["resources"] == {"accelerators": "H100:8"}

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits, describe_elsewhere
+from paraplan.launch.faults.activity import Activity, read_activities
+from paraplan.launch.faults.calls import Call, RankCalls
+from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
 from paraplan.launch.ranks.stacks import Frame, main_stack
 
 STACK = """Thread 0x00007f01 (most recent call first):
@@ -24,7 +29,9 @@ class FakeRanks:
 
     def __init__(self, folder: Path, num_ranks: int = 2) -> None:
         self.stacks = {rank: STACK.format(line=41 + rank) for rank in range(num_ranks)}
-        self.waits = dict.fromkeys(self.stacks, 7)
+        self.activities = dict.fromkeys(self.stacks, Activity(0.0, 7, 0.0, 0.0, 0, ()))
+        self.load = dict.fromkeys(self.stacks, 0.0)
+        self.calls: dict[int, RankCalls] = {}
         self.requests = 0
         self.questions = 0
         self.now = 100.0
@@ -36,14 +43,28 @@ class FakeRanks:
         self.requests += 1
         for rank in ranks:
             self.files[rank].write_text(self.stacks[rank])
-            self.waits[rank] += 1
+            self.do(rank, waits=1)
+
+    def do(self, rank: int, **more: int) -> None:
+        """Add to what a rank has done."""
+        done = self.activities[rank]
+        self.activities[rank] = replace(done, **{name: getattr(done, name) + value for name, value in more.items()})
+
+    def read(self, ranks: Sequence[int]) -> dict[int, Activity]:
+        """Return what ranks have done; each has used its `load` of a core since the last time."""
+        for rank in ranks:
+            done = self.activities[rank]
+            cpu_s = done.cpu_s + self.load[rank] * (self.now - done.time_s)
+            self.activities[rank] = replace(done, time_s=self.now, cpu_s=cpu_s)
+        return {rank: self.activities[rank] for rank in ranks}
 
     def watch(self, timeout_s: float = 10.0) -> HangWatch:
         return HangWatch(
             timeout_s=timeout_s,
             stack_files=self.files,
             request_stacks=self.answer,
-            count_waits=lambda rank: self.waits[rank],
+            read_activities=self.read,
+            ask_for_calls=lambda ranks: dict(self.calls),
             count_questions=lambda: self.questions,
             clock=lambda: self.now,
         )
@@ -70,17 +91,66 @@ def test_ranks_that_stand_still_hang_after_the_timeout_and_not_before(tmp_path: 
     assert verdict.stacks[1][1] == Frame("/home/me/train.py", 42, "step")
 
 
-def test_one_rank_that_waits_for_something_new_is_progress_for_all(tmp_path: Path) -> None:
+def test_one_rank_that_computes_and_waits_for_something_new_is_progress_for_all(tmp_path: Path) -> None:
     ranks = FakeRanks(tmp_path)
+    ranks.load[1] = 0.9
     watch = ranks.watch(timeout_s=2.0)
     for _ in range(40):
-        ranks.waits[1] += 1
+        ranks.do(1, waits=10)
         assert ranks.run(watch, 1.5, [0, 1]) is None
     assert ranks.run(watch, 10.0, [0, 1]) is not None
 
 
+@pytest.mark.parametrize("load", [0.0, 0.02])
+def test_a_rank_that_polls_hangs_wherever_it_stands_when_it_is_looked_at(tmp_path: Path, load: float) -> None:
+    ranks = FakeRanks(tmp_path)
+    ranks.load[1] = load
+    watch, verdict = ranks.watch(timeout_s=10.0), None
+    while verdict is None and ranks.now < 130.0:
+        ranks.do(1, waits=5, moved_bytes=200)
+        ranks.stacks[1] = STACK.format(line=int(ranks.now))
+        verdict = ranks.run(watch, 1.0, [0, 1])
+    assert verdict is not None
+    assert 10.0 <= verdict.still_s < 20.0
+
+
+def test_a_rank_that_spins_at_one_place_hangs(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    ranks.load[1] = 1.0
+    assert ranks.run(ranks.watch(timeout_s=10.0), 20.0, [0, 1]) is not None
+
+
+@pytest.mark.parametrize("done", [{"children_cpu_s": 2}, {"moved_bytes": 1 << 20}])
+def test_children_that_work_and_data_that_is_read_are_progress(tmp_path: Path, done: dict[str, int]) -> None:
+    ranks = FakeRanks(tmp_path)
+    watch = ranks.watch(timeout_s=10.0)
+    for _ in range(30):
+        ranks.do(1, **done)
+        assert ranks.run(watch, 2.0, [0, 1]) is None
+    assert ranks.run(watch, 20.0, [0, 1]) is not None
+
+
+def test_steps_and_lines_are_progress_however_rare(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    watch = ranks.watch(timeout_s=10.0)
+    for step in range(10):
+        ranks.activities[0] = replace(ranks.activities[0], shown=(step,))
+        assert ranks.run(watch, 9.0, [0, 1]) is None
+    assert ranks.run(watch, 20.0, [0, 1]) is not None
+
+
+def test_collectives_are_progress_for_ranks_that_do_nothing_else(tmp_path: Path) -> None:
+    ranks = FakeRanks(tmp_path)
+    watch = ranks.watch(timeout_s=10.0)
+    for number in range(30):
+        ranks.calls = {1: RankCalls((Call("0", number, "all_reduce", is_done=True),), {})}
+        assert ranks.run(watch, 4.0, [0, 1]) is None
+    assert ranks.run(watch, 40.0, [0, 1]) is not None
+
+
 def test_a_thread_that_computes_without_waiting_is_seen_by_its_stack(tmp_path: Path) -> None:
     ranks = FakeRanks(tmp_path)
+    ranks.load[1] = 1.0
     watch = ranks.watch(timeout_s=2.0)
     for step in range(400):
         ranks.stacks[1] = STACK.format(line=step)
@@ -94,7 +164,8 @@ def test_a_rank_that_wakes_up_while_it_is_looked_at_does_not_hang(tmp_path: Path
     watch = ranks.watch(timeout_s=2.0)
     while ranks.requests < 2:
         assert ranks.run(watch, 0.1, [0, 1]) is None
-    ranks.waits[0] += 50
+    ranks.load[0] = 1.0
+    ranks.do(0, waits=50)
     assert ranks.run(watch, 2.0, [0, 1]) is None
 
 
@@ -104,7 +175,7 @@ def test_to_be_asked_from_outside_neither_ends_a_job_nor_keeps_one_that_hangs(tm
     for _ in range(30):
         ranks.questions += 2
         ranks.answer([0, 1])
-        ranks.waits[0] += 50
+        ranks.do(0, waits=50)
         assert ranks.run(watch, 0.3, [0, 1]) is None
     verdict = ranks.run(watch, 10.0, [0, 1])
     assert verdict is not None
@@ -126,15 +197,38 @@ def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     assert set(verdict.stacks) == {1}
 
 
-def test_waits_of_a_process_are_counted_by_the_kernel() -> None:
-    before = count_waits(os.getpid())
-    for _ in range(10):
-        time.sleep(0.001)
-    after = count_waits(os.getpid())
-    assert before is not None
-    assert after is not None
-    assert after - before >= 10
-    assert count_waits(2**22 + 1) is None  # above the largest process id
+def test_what_a_process_and_its_children_do_is_counted_by_the_kernel(tmp_path: Path) -> None:
+    code = "import os, time; data = b'x' * (1 << 20)\nfor _ in range(50): time.sleep(0.001)\n"
+    code += "input(); end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
+    code += "open('data', 'wb').write(data); os.system('true'); print(flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        while True:
+            before = read_activities({3: process.pid, 4: 2**22 + 1}, {3: tmp_path})
+            if before[3].waits >= 50:
+                break
+            time.sleep(0.01)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        (tmp_path / "stdout.log").write_text("a line")
+        after = read_activities({3: process.pid}, {3: tmp_path})
+    finally:
+        process.kill()
+        process.communicate()
+    assert set(before) == {3}, "above the largest process id there is none"
+    assert after[3].cpu_s - before[3].cpu_s >= 0.25
+    assert after[3].moved_bytes - before[3].moved_bytes >= 1 << 20
+    assert after[3].shown != before[3].shown
+    assert read_activities({3: process.pid}, {}) == {}
 
 
 def test_the_report_says_who_stands_where_and_the_odd_one_last() -> None:

@@ -426,10 +426,10 @@ def test_a_job_that_hangs_is_ended_with_the_stacks_of_its_ranks(
         def wait_for_others():
             threading.Event().wait()
         def load_data():
-            time.sleep(600)
+            while True: time.sleep(0.2)
         end = time.monotonic() + 3.5
-        while time.monotonic() < end:  # longer than the timeout, always at one line, but it moves
-            time.sleep(0.05)
+        while time.monotonic() < end:  # longer than the timeout, but it tells of progress
+            time.sleep(0.5); print("at work", flush=True)
         load_data() if os.environ["RANK"] == "1" else wait_for_others()
         """
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
+import paraplan
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported, unsupported_reason
-from paraplan.plan.training import TrainingPrecision
+from paraplan.plan.training import TrainingPrecision, TrainingSpec
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,23 @@ def test_stage_blocks_must_sum_to_the_blocks_of_the_model() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_precision_is_executed(precision: TrainingPrecision) -> None:
     assert unsupported_reason(ParallelPlan(dp=2), precision=precision) is None
+
+
+def test_reasons_speak_of_a_training_in_the_words_of_its_options() -> None:
+    fields = "|".join(name for name in TrainingSpec.model_fields if "_" in name)
+    leaked = re.compile(rf"^({fields})(=\{{\}})?: ")
+    found = []
+    for path in Path(paraplan.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(
+                str(part.value)
+                if isinstance(part, ast.Constant)
+                else "{}"
+                if isinstance(part, ast.FormattedValue)
+                else ""
+                for part in parts
+            )
+            if leaked.match(text):
+                found.append(f"{path}:{node.lineno} {text}")  # type: ignore[attr-defined]
+    assert found == []

@@ -231,6 +231,6 @@ def test_without_the_charting_library_the_error_says_what_to_install(tmp_path: P
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=240)
     assert finished.returncode == 2
-    assert "pip install 'paraplan[report]'" in finished.stderr
+    assert "pip install vl-convert-python" in finished.stderr
     assert "Traceback" not in finished.stderr
     assert not path.exists()

@@ -66,7 +66,7 @@ def _check_size(data: object, source: str, hint: str) -> None:
 
 def _load_yaml(text: str, source: str, hint: str) -> object:
     if importlib.util.find_spec("yaml") is None:
-        raise UsageError(f"{source} is YAML, and PyYAML is not installed", hint='pip install "paraplan[export]"')
+        raise UsageError(f"{source} is YAML, and PyYAML is not installed", hint="pip install pyyaml")
     import yaml
 
     try:

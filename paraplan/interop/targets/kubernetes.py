@@ -32,7 +32,7 @@ def to_pytorchjob(subject: Subject) -> Exported:
             "pytorchReplicaSpecs": replicas,
         },
     }
-    return _exported(subject, "pytorchjob", job)
+    return _exported(subject, "pytorchjob", job, left=[])
 
 
 def to_trainjob(subject: Subject) -> Exported:
@@ -51,7 +51,8 @@ def to_trainjob(subject: Subject) -> Exported:
         "metadata": {"name": subject.name},
         "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
     }
-    return _exported(subject, "trainjob", job)
+    shared_memory = "an emptyDir of medium Memory at /dev/shm in the runtime torch-distributed: a pod has 64 MB of it"
+    return _exported(subject, "trainjob", job, left=[f"{shared_memory}, too few for NCCL and data loaders"])
 
 
 def to_jobset(subject: Subject) -> Exported:
@@ -64,7 +65,7 @@ def to_jobset(subject: Subject) -> Exported:
         {"name": "PET_MASTER_ADDR", "value": f"{name}-node-0-0.{name}"},
         {"name": "PET_MASTER_PORT", "value": str(_PORT)},
     ]
-    pod = {"restartPolicy": "Never", "containers": [_container(subject, "trainer", rendezvous)]}
+    pod = {"restartPolicy": "Never", **_pod(subject, "trainer", rendezvous)}
     job = {"parallelism": num_nodes, "completions": num_nodes, "backoffLimit": 0, "template": {"spec": pod}}
     jobset: dict[str, object] = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -72,12 +73,21 @@ def to_jobset(subject: Subject) -> Exported:
         "metadata": {"name": name},
         "spec": {"replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}]},
     }
-    return _exported(subject, "jobset", jobset)
+    return _exported(subject, "jobset", jobset, left=[])
 
 
-def _exported(subject: Subject, target: str, job: dict[str, object]) -> Exported:
+_NETWORK = (
+    "the RDMA resource of your cluster's device plugin (rdma/..., vpc.amazonaws.com/efa) in resources.limits, or "
+    "hostNetwork: true: NCCL takes TCP between nodes without",
+    "NCCL_SOCKET_IFNAME in env, where pods have several network interfaces",
+)
+"""What a pod needs between nodes that the plan does not know."""
+
+
+def _exported(subject: Subject, target: str, job: dict[str, object], *, left: list[str]) -> Exported:
     gaps = runtime_gap(subject)
-    notes = [f"the image has to hold paraplan, torch and {subject.script}"]
+    notes = [f"the image has to hold paraplan, torch and {subject.script}", *left]
+    notes += _NETWORK if subject.layout.num_nodes > 1 else ()
     if subject.gpu is None:
         notes.append("nvidia.com/gpu is asked for; the plan file does not say what GPUs it was made for")
     text = comment(remarks(subject, gaps, notes)) + to_yaml(job)
@@ -98,8 +108,14 @@ def _replicas(subject: Subject, count: int) -> dict[str, object]:
     return {
         "replicas": count,
         "restartPolicy": "Never",
-        "template": {"spec": {"containers": [_container(subject, "pytorch", [])]}},
+        "template": {"spec": _pod(subject, "pytorch", [])},
     }
+
+
+def _pod(subject: Subject, name: str, variables: list[dict[str, object]]) -> dict[str, object]:
+    """Return a pod of one container, whose /dev/shm is memory of the node: 64 MB are too few for NCCL and loaders."""
+    shared_memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
+    return {"containers": [_container(subject, name, variables)], "volumes": [shared_memory]}
 
 
 def _container(subject: Subject, name: str, variables: list[dict[str, object]]) -> dict[str, object]:
@@ -109,6 +125,7 @@ def _container(subject: Subject, name: str, variables: list[dict[str, object]]) 
         "command": _command(subject),
         "env": [_plan_variable(subject), *variables],
         "resources": _resources(subject),
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],  # noqa: S108 (a path of the pod)
     }
 
 

@@ -45,13 +45,17 @@ def to_skypilot(subject: Subject) -> Exported:
     else:
         known = gpu.title if gpu is not None else "the GPUs of this plan"
         gaps.append(Gap(part="machines", reason=f"SkyPilot's name of {known} is not known; set accelerators"))
-    notes = ["paraplan, torch and the packages of the script: install them under setup", "data: under file_mounts"]
+    notes = [
+        "paraplan: put a clone of its repository into ./paraplan, from where setup installs it",
+        "the packages of the script: install them under setup",
+        "data: under file_mounts",
+    ]
     task: dict[str, object] = {
         "name": subject.name,
         "workdir": ".",
         "resources": resources,
         "num_nodes": layout.num_nodes,
-        "setup": 'pip install "paraplan[runtime]"',
+        "setup": 'pip install "./paraplan[runtime]"',
         "run": _run(subject),
     }
     text = comment(remarks(subject, gaps, notes)) + to_yaml(task)

@@ -27,9 +27,10 @@ from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.held_signals import HeldSignals, raise_signal
 from paraplan.launch.elastic.keeping import RankKeeper
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
-from paraplan.launch.faults.calls import ask_for_calls, read_calls
+from paraplan.launch.faults.activity import read_activities
+from paraplan.launch.faults.calls import RankCalls, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
-from paraplan.launch.faults.hang import HangVerdict, HangWatch, count_waits, describe_elsewhere
+from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
 from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
@@ -92,9 +93,14 @@ class RankProcesses(ProcessContext):
             timeout_s=float(self._settings.hang_timeout_s or 0),
             stack_files={rank: folder / STACK_FILE for rank, folder in self._folders().items()},
             request_stacks=self._request_stacks,
-            count_waits=lambda rank: count_waits(self._pids[rank]),
+            read_activities=lambda ranks: read_activities({rank: self._pids[rank] for rank in ranks}, self._folders()),
+            ask_for_calls=self._ask_for_calls,
             count_questions=lambda: self._job.live.num_questions,
         )
+
+    def _ask_for_calls(self, ranks: Sequence[int]) -> dict[int, RankCalls]:
+        folders = {rank: folder for rank, folder in self._folders().items() if rank in ranks}
+        return ask_for_calls(folders, timeout_s=_ANSWER_S)
 
     def _request_stacks(self, ranks: list[int]) -> None:
         with self._signals.held():
@@ -263,8 +269,7 @@ class RankProcesses(ProcessContext):
         verdict = self._watch.check(running) if self._watch is not None else None
         if verdict is None:
             return False
-        folders = {rank: folder for rank, folder in self._folders().items() if rank in running}
-        calls = ask_for_calls(folders, timeout_s=_ANSWER_S)
+        calls = self._ask_for_calls(running)
         hang = replace(
             verdict,
             stacks={
@@ -344,10 +349,7 @@ class RankProcesses(ProcessContext):
         ]
 
     def close_processes(self, death_signal: signal.Signals) -> None:
-        """End the ranks: `death_signal`, the grace time of this job, SIGKILL; then what they have left behind.
-
-        What ranks have left that have all ended well goes on, as under torchrun.
-        """
+        """End the ranks: `death_signal`, the grace time, SIGKILL; then what they left, unless all have ended well."""
         if self._is_closed or not self._pids:
             return
         was_running = self._is_running()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paraplan.launch.faults.activity import Activity
 from paraplan.launch.faults.calls import RankCalls, find_stuck_calls
 from paraplan.launch.faults.collectives import describe_stopped
 from paraplan.launch.ranks.stacks import Stack, describe_place, main_stack
@@ -99,28 +100,13 @@ def describe_elsewhere(mine: Mapping[str, Any], others: Sequence[Mapping[str, An
     return tuple(lines)
 
 
-def count_waits(pid: int, *, proc: Path = Path("/proc")) -> int | None:
-    """Return how often the main thread of a process has begun to wait for something; None where it is gone.
-
-    The kernel's voluntary context switches: locks, sockets, disks, queues and sleeps. A thread that is blocked for
-    good, or spins in a collective that never ends, makes none.
-    """
-    try:
-        for line in (proc / str(pid) / "task" / str(pid) / "status").read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches:"):
-                return int(line.split()[1])
-    except OSError:
-        return None
-    return None
-
-
 class HangWatch:
     """Looks at running ranks every now and then, and gives a verdict once none of them has moved for long.
 
-    A rank moves when its main thread begins to wait for something (each step of a job does, in its collectives). When
-    none has done so for `timeout_s`, their stacks are taken a few times: any change in any thread is movement too. So a
-    rank that waits in slices, or loops for ever, is never taken for one that hangs; nor is a long call that works on a
-    disk. A single call that only computes must be shorter than `timeout_s`.
+    A rank moves when it makes a step or a collective, writes a line, reads or writes data, or its child processes work.
+    One that computes moves too when its main thread begins to wait for something, or its stacks change. One that does
+    nothing but wake up, as to poll for a file, does not. A single call that only computes must be shorter than
+    `timeout_s`.
     """
 
     def __init__(
@@ -129,11 +115,12 @@ class HangWatch:
         timeout_s: float,
         stack_files: Mapping[int, Path],
         request_stacks: Callable[[list[int]], None],
-        count_waits: Callable[[int], int | None],
+        read_activities: Callable[[Sequence[int]], Mapping[int, Activity]],
+        ask_for_calls: Callable[[Sequence[int]], Mapping[int, RankCalls]] = lambda ranks: {},
         count_questions: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch ranks by the keys of `stack_files`; `count_waits` and `request_stacks` take the same keys.
+        """Watch ranks by the keys of `stack_files`; the other functions take the same keys.
 
         `count_questions` counts when others began and ended to ask for stacks: the answers are no movement.
         """
@@ -141,12 +128,13 @@ class HangWatch:
         self._interval_s = min(5.0, timeout_s / 5)
         self._files = dict(stack_files)
         self._request = request_stacks
-        self._count = count_waits
+        self._read, self._ask_for_calls = read_activities, ask_for_calls
         self._count_questions, self._num_questions = count_questions, count_questions()
         self._clock = clock
         self._looked_at = -self._interval_s
         self._quiet_since = clock()
-        self._waits: dict[int, int | None] = {}
+        self._activities: Mapping[int, Activity] = {}
+        self._calls: Mapping[int, RankCalls] | None = None
         self._samples: list[dict[int, str]] = []
         self._is_asked = False
 
@@ -158,16 +146,20 @@ class HangWatch:
         self._looked_at = now
         if self._num_questions != self._count_questions():  # answers move ranks: the samples are taken anew
             self._num_questions, self._samples, self._is_asked = self._count_questions(), [], False
-            self._waits = {rank: self._count(rank) for rank in running}
+            self._activities = self._read(running)
             return None
         if self._has_moved(running):
-            self._quiet_since, self._samples, self._is_asked = now, [], False
+            self._quiet_since, self._samples, self._is_asked, self._calls = now, [], False, None
             return None
-        if now - self._quiet_since < self._timeout_s:
+        quiet_s = now - self._quiet_since
+        if self._calls is None and quiet_s >= self._timeout_s / 2:
+            self._calls = self._ask_for_calls(running)
+            self._activities = self._read(running)  # to answer is no movement
+        if quiet_s < self._timeout_s:
             return None
         if len(self._samples) == _NUM_SAMPLES:
             stacks = {rank: main_stack(text) for rank, text in self._samples[-1].items()}
-            return HangVerdict(still_s=now - self._quiet_since, stacks=stacks)
+            return HangVerdict(still_s=quiet_s, stacks=stacks)
         for rank in running:
             self._files[rank].write_text("")
         self._request(list(running))
@@ -175,14 +167,25 @@ class HangWatch:
         return None
 
     def _has_moved(self, running: Sequence[int]) -> bool:
-        waits = {rank: self._count(rank) for rank in running}
-        before, self._waits = self._waits, waits
-        if waits.keys() != before.keys() or not all(self._files[rank].exists() for rank in running):
+        activities = self._read(running)
+        before, self._activities = self._activities, activities
+        if activities.keys() != before.keys() or not all(self._files[rank].exists() for rank in running):
             return True
+        pairs = {rank: (activities[rank], before[rank]) for rank in activities}
+        if any(now.has_progressed_since(then) for now, then in pairs.values()):
+            return True
+        working = [rank for rank, (now, then) in pairs.items() if now.works_since(then)]
         # to answer for its stack interrupts what a thread waits for, which then begins anew
         allowance = _WAITS_OF_AN_ANSWER if self._is_asked else 0
-        if any((waits[rank] or 0) - (before[rank] or 0) > allowance for rank in running):
+        if any(pairs[rank][0].waits - pairs[rank][1].waits > allowance for rank in working):
             return True
         if self._is_asked:
             self._samples.append({rank: self._files[rank].read_text() for rank in running})
-        return any(sample != self._samples[0] for sample in self._samples)
+        if any(sample[rank] != self._samples[0][rank] for sample in self._samples for rank in working):
+            return True
+        return len(self._samples) == _NUM_SAMPLES and self._have_called(running)
+
+    def _have_called(self, running: Sequence[int]) -> bool:
+        """Whether a rank has made or ended a collective since half of the time without movement."""
+        before, now = self._calls or {}, self._ask_for_calls(running)
+        return any(calls.calls != before[rank].calls for rank, calls in now.items() if rank in before)
