@@ -299,18 +299,15 @@ class Job:
         """Return the batches of this rank: an iterable of (inputs, targets), one pair for each step.
 
         `dataset` is a map-style data set of (inputs, targets). `batch_size` is the global batch in samples: by default
-        the plan's, and with a plan made on the spot one sample for each rank. The order depends on `seed` and the epoch
-        alone, so it is the same under every plan. The last samples of an epoch that fill no global batch are left out,
-        without `drop_last` they make a short one. Each loop over the same `dataset` is the next pass: over the next
-        epoch, or the next `epochs`. `skip` leaves out the first steps of all passes: the engine's `num_steps`, to go on
-        where a checkpoint was written.
+        the plan's, one for each rank of a plan made on the spot. The order depends on `seed` and the epoch alone. The
+        last samples of an epoch that fill no global batch are left out, without `drop_last` they make a short one. Each
+        loop over the same `dataset` is the next epoch, or the next `epochs`. `skip` leaves out the first steps of all
+        of them: the engine's `num_steps`, to go on where a checkpoint was written.
         A data set without numbered samples (`IterableDataset`, generator) is read from start to end by every rank,
-        which takes its share of each global batch: all ranks must be given the same samples. It is not shuffled;
-        `set_epoch` is called where there is one. Skipped steps are read. What is returned has `state_dict` and
-        `load_state_dict`, which go on without that where the stream has its own. With `pack` the samples are documents
-        of either kind of data, all of which every rank reads; batches are of rows, as of a stream of them.
-        Raises `UsageError` for a batch that does not divide over the ranks and for a data set smaller than a batch, and
-        `PlanError` for a `batch_size` that is not the plan's.
+        which takes its share: give all ranks the same samples. It is not shuffled; `set_epoch` is called, and skipped
+        steps are read: `state_dict` and `load_state_dict` go on without where the stream has its own. With `pack` the
+        samples are documents, all of which every rank reads, and batches are of rows.
+        Raises `UsageError` for a batch that does not divide or is never full, `PlanError` for one not the plan's.
         """
         if pack is not None:
             self._packings.append(pack)

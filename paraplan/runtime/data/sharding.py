@@ -238,9 +238,7 @@ def shard_dataset(
 
     `check` is called with the samples of the first global batch of a stream. `passes` are those of the job.
     """
-    _check_batch_size(batch_size, dp)
-    if epochs < 1:
-        raise UsageError(f"epochs={epochs}", hint="a loop goes over one epoch at least")
+    _check_sizes(batch_size, dp, epochs)
     over = (passes or DataPasses()).of(dataset, batch_size, seed, epochs, shuffle, drop_last, pack)
     if shuffle and is_stream(dataset):
         raise UsageError(
@@ -262,15 +260,8 @@ def shard_dataset(
             check=check,
             passes=over,
         )
-    if not isinstance(dataset, SizedDataset):
-        raise _no_data(dataset)
-    if len(dataset) < (batch_size if drop_last else 1):
-        raise UsageError(
-            f"the dataset has {len(dataset)} samples, fewer than one global batch of {batch_size}",
-            hint="use a smaller batch or more data",
-        )
     sampler = ShareSampler(
-        num_samples=len(dataset),
+        num_samples=_num_samples(dataset, least=batch_size if drop_last else 1),
         batch_size=batch_size,
         dp=dp,
         dp_rank=dp_rank,
@@ -281,6 +272,17 @@ def shard_dataset(
         drop_last=drop_last,
     )
     return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate, passes=over)
+
+
+def _num_samples(dataset: object, *, least: int) -> int:
+    if not isinstance(dataset, SizedDataset):
+        raise _no_data(dataset)
+    if len(dataset) < least:
+        raise UsageError(
+            f"the dataset has {len(dataset)} samples, fewer than one global batch of {least}",
+            hint="use a smaller batch or more data",
+        )
+    return len(dataset)
 
 
 def _rows(
@@ -302,7 +304,9 @@ def _no_data(dataset: object) -> UsageError:
     )
 
 
-def _check_batch_size(batch_size: int, dp: int) -> None:
+def _check_sizes(batch_size: int, dp: int, epochs: int) -> None:
+    if epochs < 1:
+        raise UsageError(f"epochs={epochs}", hint="a loop goes over one epoch at least")
     if batch_size < 1 or batch_size % dp:
         raise UsageError(
             f"a global batch of {batch_size} does not divide over dp={dp} ranks",
