@@ -260,8 +260,9 @@ def shard_dataset(
             check=check,
             passes=over,
         )
+    numbered = _numbered(dataset, least=batch_size if drop_last else 1)
     sampler = ShareSampler(
-        num_samples=_num_samples(dataset, least=batch_size if drop_last else 1),
+        num_samples=len(numbered),
         batch_size=batch_size,
         dp=dp,
         dp_rank=dp_rank,
@@ -271,10 +272,10 @@ def shard_dataset(
         skip=skip,
         drop_last=drop_last,
     )
-    return ShardedBatches(dataset, sampler, device=device, num_workers=num_workers, collate=collate, passes=over)
+    return ShardedBatches(numbered, sampler, device=device, num_workers=num_workers, collate=collate, passes=over)
 
 
-def _num_samples(dataset: object, *, least: int) -> int:
+def _numbered(dataset: object, *, least: int) -> SizedDataset:
     if not isinstance(dataset, SizedDataset):
         raise _no_data(dataset)
     if len(dataset) < least:
@@ -282,7 +283,7 @@ def _num_samples(dataset: object, *, least: int) -> int:
             f"the dataset has {len(dataset)} samples, fewer than one global batch of {least}",
             hint="use a smaller batch or more data",
         )
-    return len(dataset)
+    return dataset
 
 
 def _rows(
