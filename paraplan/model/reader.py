@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from paraplan.errors import ModelError, near_names
 from paraplan.model.config_file import MAX_LAYERS, OWN_CODE_HINT, ModelConfig, load_config
 from paraplan.model.family_table import READERS
+from paraplan.model.hub import hub_config
 from paraplan.model.hybrid import is_hybrid, read_hybrid
 from paraplan.model.model_names import same_layers
 from paraplan.model.multi_token import with_prediction_layers
@@ -23,7 +23,7 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
     """Return the model that `reference` names, without importing torch where it is a configuration.
 
     `reference` is a `config.json` or a folder that holds one; a name in `profiles/models`; `file.py:factory` or
-    `package.module:factory`; or a hub id (`owner/name`), where `huggingface_hub` is installed. Code that a config names
+    `package.module:factory`; or a hub id (`owner/name`). Code that a config names
     is never executed; a configuration of a family that no reader knows is built by transformers, where it is installed,
     and traced. So is a factory's module, with `micro_batch_size` sequences of `seq_length` tokens.
     Raises ModelError for a reference that leads nowhere and for a config that cannot be read.
@@ -139,31 +139,9 @@ def _looks_like_hub_id(reference: str) -> bool:
 
 
 def _download_config(repository: str) -> Path:
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise ModelError(
-            f"there is no file or folder {repository!r}, and huggingface_hub is not installed to look on the hub",
-            hint="pip install huggingface_hub, or give the path of a config.json",
-        )
-    import socket
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies
-
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     try:
-        with contextlib.suppress(LocalEntryNotFoundError):  # downloaded before
-            return Path(hf_hub_download(repository, "config.json", local_files_only=True))
-        host = urlsplit(constants.ENDPOINT).hostname
-        if not getproxies():  # else the proxy looks names up
-            socket.getaddrinfo(host, 443)  # fails at once without a network, which the library tries for half a minute
-        return Path(hf_hub_download(repository, "config.json"))
-    except (HfHubHTTPError, OSError, ValueError) as error:
+        return hub_config(repository)
+    except ModelError as error:
         bundled = same_layers(repository, bundled_models())
         same = f"{bundled}, which is bundled, has the same layers; else " if bundled else ""
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"there is no file or folder {repository!r}, and its config.json could not be downloaded from "
-            f"the hub: {first_line}",
-            hint=f"{same}check the name and the network, or give the path of a config.json",
-        ) from error
+        raise ModelError(error.message, hint=f"{same}{error.hint}") from error

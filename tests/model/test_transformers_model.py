@@ -113,17 +113,10 @@ def _read_in_new_process(reference: str, before: str = "", **environment: str) -
     return done.stdout
 
 
-def test_a_hub_id_without_huggingface_hub_says_what_to_install() -> None:
-    told = _read_in_new_process("nobody/no-such-model", before="sys.modules['huggingface_hub'] = None")
-    assert "huggingface_hub is not installed to look on the hub" in told
-    assert "pip install huggingface_hub" in told
-
-
-@pytest.mark.skipif(importlib.util.find_spec("huggingface_hub") is None, reason="huggingface_hub is not installed")
 def test_a_hub_that_cannot_be_reached_is_told() -> None:
     told = _read_in_new_process("nobody/no-such-model", HF_HUB_OFFLINE="1")
-    assert "its config.json could not be downloaded from the hub" in told
-    assert "check the name and the network" in told
+    assert "HF_HUB_OFFLINE is set, and it is not in the cache" in told
+    assert "check the name, the network" in told
 
 
 def test_without_transformers_an_unknown_type_says_that_it_may_help(tmp_path: Path) -> None:
