@@ -230,7 +230,7 @@ def _assemble(
         )
         for scope in (EMBEDDING, *blocks, HEAD)
     }
-    if any(one.tp_limit != 1 for one in specs.values()):  # what the model's plan does not name stays whole
+    if any(specs[name].tp_limit != 1 for name in blocks):  # what the model's plan does not name stays whole
         specs = {scope: one if one.tp_limit != 1 else one.replace(tp_limit=None) for scope, one in specs.items()}
     for scope in specs:  # up to the first that trains there is no backward pass
         if any(parameter.trains for parameter in scopes[scope]):
