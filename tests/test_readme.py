@@ -57,7 +57,7 @@ def test_the_example_of_a_training_script_is_python() -> None:
 
 
 def test_nobody_is_told_to_install_a_package_of_this_name_which_is_not_published() -> None:
-    said = re.compile(r"pip\d? install[^\n`]*[ \"']paraplan\b")
+    said = re.compile(r"pip\d? install[^\n`|]*[ \"']paraplan\b")
     folders = (ROOT / name for name in ("paraplan", "scripts", "profiles"))
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix in FORMATS]
     assert [

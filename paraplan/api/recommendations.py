@@ -40,6 +40,9 @@ if TYPE_CHECKING:  # another search, which most calls do without
     from paraplan.search.machine_comparison import MachineComparison
     from paraplan.search.verification import PlanCheck
 
+SEQUENCES_PER_GPU = 8
+"""Default sequences per GPU when no global batch is given: enough to accumulate or to fill a pipeline."""
+
 
 @dataclass(frozen=True, eq=False)
 class Recommendation:
@@ -197,10 +200,10 @@ def largest_model(
     """Return the bundled model with most parameters that some plan trains on these machines, without offload.
 
     With `money` and a price it is the largest that these train on `tokens`, by default on the compute-optimal 20 for
-    each parameter. `training` are more fields of a `TrainingSpec`; by default a GPU has one sequence, eight with
-    `money`. Raises `NoPlanFitsError` where none fits.
+    each parameter. `training` are more fields of a `TrainingSpec`; by default a GPU has
+    `SEQUENCES_PER_GPU`, as on the command line. Raises `NoPlanFitsError` where none fits.
     """
-    sequences = global_batch_size or cluster.num_gpus * (1 if money is None else 8)
+    sequences = global_batch_size or cluster.num_gpus * SEQUENCES_PER_GPU
     fixed = replace(constraints, offload=constraints.offload or "none")
     for model in sorted(map(load_model, bundled_models()), key=lambda one: one.parameters.total, reverse=True):
         try:

@@ -12,7 +12,7 @@ import typer
 
 from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
-from paraplan.api.recommendations import SearchRequest, largest_model, nothing_fits_dict
+from paraplan.api.recommendations import SEQUENCES_PER_GPU, SearchRequest, largest_model, nothing_fits_dict
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli import completion
 from paraplan.cli.choices import HardwareOptions, TrainingChoices
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
-SEQUENCES_PER_GPU = 8
-"""Of the global batch, where none is given: enough to accumulate or to fill a pipeline."""
 MOST_DAYS = 1e6
 MOST_MONEY = 1e18
 """Tokens, and a price: far beyond any, and finite."""

@@ -11,6 +11,7 @@ from paraplan.cost.stored_weights import storage_notes, wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
 
 
@@ -60,7 +61,7 @@ def test_a_format_that_nobody_trains_over_is_told(workload: MakeWorkload) -> Non
 
 def test_the_search_names_what_stores_experts_where_nothing_fits(workload: MakeWorkload) -> None:
     with pytest.raises(NoPlanFitsError) as caught:
-        search(qlora(workload, "qwen3-30b-a3b"))
+        recommendation(qlora(workload, "qwen3-30b-a3b"), SearchRequest())
     assert "--quantizer axolotl" in (caught.value.hint or "")
     assert search(qlora(workload, "qwen3-30b-a3b", quantizer="axolotl")).best.fits
 

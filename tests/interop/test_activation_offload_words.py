@@ -42,7 +42,7 @@ def test_what_frees_memory_is_not_left_out_in_silence(target: str) -> None:
 def test_the_search_knows_who_has_it() -> None:
     training = TrainingSpec(global_batch_size=8, seq_length=128, offloads_activations=True)
     plan = ParallelPlan(dp=8, zero_stage=2, recompute="full")
-    assert "offloads_activations" in (why_inexpressible("megatron-lm", plan, training, 32) or "")
+    assert "--offload-activations" in (why_inexpressible("megatron-lm", plan, training, 32) or "")
     assert why_inexpressible("accelerate", plan, training, 32) is None
 
 
