@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.model.config_file import ModelConfig
+from paraplan.model.config_file import ModelConfig, load_config
 from paraplan.model.family_table import READERS
 from paraplan.model.reader import bundled_models, read_config, read_fields, read_model
 
@@ -142,7 +142,21 @@ MODELS_BY_TOTAL = {
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-1b": 999_885_952,
+    # Published with the vision tower and its projector: 4,300,079,472, 12,187,325,040 and 27,432,406,640.
+    "gemma-3-4b": 4_300_079_472 - 416_866_032 - (1152 * 2560 + 1152),
+    "gemma-3-12b": 12_187_325_040 - 416_866_032 - (1152 * 3840 + 1152),
+    "gemma-3-27b": 27_432_406_640 - 416_866_032 - (1152 * 5376 + 1152),
+    "phi-4-mini": 3_836_021_760,
+    "phi-3.5-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "olmo-2-32b": 32_234_279_936,
+    "qwen3-coder-480b-a35b": 480_154_875_392,
 }
+
+
+def test_every_bundled_model_says_where_its_figures_are_from() -> None:
+    sources = {name: load_config(path).fields.get("source", "") for name, path in bundled_models().items()}
+    assert not [name for name, source in sources.items() if not source or "memory" in source]
 
 
 @pytest.mark.parametrize("name", MODELS_BY_TOTAL)
