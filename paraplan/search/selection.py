@@ -54,32 +54,43 @@ class Selection:
     def of(cls, plans: EvaluatedPlans, objective: Objective) -> Selection:
         """Return the simplest plan within the tolerance of the best, of equally simple ones the best.
 
-        Where the framework's known runs are near, or small rigs' plain data parallelism, others are left out first.
+        Where what is selected of the framework's known runs is within the 80 % range of that, or small rigs' plain
+        data parallelism, it is taken instead.
         One for which torch's allocator has to give back what it keeps is taken where no other is within twice its time.
         """
-        priced, values = plans.priced, plans.settled(objective)
-        columns = partial(getattr, priced.table)
-        levels = complexities(plans.workload, columns)
-        known = is_known(plans.workload, columns)
-        kept = np.ones(len(priced), dtype=bool)
-        weighs = objective != "memory" and bool(TOLERANCE[objective])
-        if weighs:
-            kept = _near(kept, known, values)
-            if is_small_rig(plans.workload):
-                kept = _near(kept, kept & is_data_parallel(columns), values)
-        left = np.where(kept, values, np.inf)
+        columns = partial(getattr, plans.priced.table)
+        narrow = [is_known(plans.workload, columns)]
+        if is_small_rig(plans.workload):
+            narrow.append(is_data_parallel(columns))
+        selection = cls._among(plans, objective, narrow[0], np.ones(len(plans.priced), dtype=bool))
+        if objective == "memory" or not TOLERANCE[objective]:
+            return selection
+        for wanted in narrow:
+            kept = selection.kept & wanted
+            narrower = cls._among(plans, objective, narrow[0], kept) if kept.any() else selection
+            times = plans.values(objective)[[narrower.row, selection.row]]
+            if kept[narrower.row] and times[0] <= (1 + RANGE) * times[1]:
+                selection = narrower
+        return selection
+
+    @classmethod
+    def _among(cls, plans: EvaluatedPlans, objective: Objective, known: Mask, kept: Mask) -> Selection:
+        """Return the selection from the plans that are kept, or the best of all where none of these fits."""
+        levels = complexities(plans.workload, partial(getattr, plans.priced.table))
+        left = np.where(kept, plans.settled(objective), np.inf)
         most = (1 + TOLERANCE[objective]) * left.min()
         order = np.lexsort((left, levels))
         found = plans.first_fitting(order[left[order] <= most].tolist(), TRIED)
         values = plans.values(objective)  # of all stages now
+        left = np.where(kept, values, np.inf)
         found = [row for row in found if values[row] <= most]
         passed = set[int]()
         if not found:
-            row = plans.first_fitting(np.argsort(np.where(kept, values, np.inf), kind="stable").tolist(), 0)[0]
-        elif not weighs:
+            row = plans.first_fitting(np.argsort(left, kind="stable").tolist(), 0)[0]
+        elif objective == "memory" or not TOLERANCE[objective]:
             row = found[0]
         else:
-            row = _with_room(plans, found, np.where(kept, values, np.inf), passed)
+            row = _with_room(plans, found, left, passed)
         return cls(plans, objective, row, levels, values, float(most), known, kept, frozenset(passed))
 
     def reason(self, other: int) -> Reason:
@@ -132,13 +143,6 @@ def is_small_rig(workload: Workload) -> bool:
     """Return whether data parallelism comes first: for adapters, and up to 8 GPUs of one node."""
     cluster = workload.cluster
     return workload.training.trainable.adapter is not None or (cluster.num_nodes == 1 and cluster.num_gpus <= SMALL_RIG)
-
-
-def _near(kept: Mask, wanted: Mask, values: Floats) -> Mask:
-    """Return the plans that are wanted, where the best of them is within the 80 % range of the best that is kept."""
-    best = np.where(kept, values, np.inf).min()
-    near = np.where(kept & wanted, values, np.inf).min(initial=np.inf) <= (1 + RANGE) * best
-    return kept & wanted if near else kept
 
 
 def _with_room(plans: EvaluatedPlans, found: list[int], values: Floats, passed: set[int]) -> int:

@@ -17,7 +17,7 @@ from paraplan.search.evaluated_plans import complexities
 from paraplan.search.known_runs import is_known, mixture_runs
 from paraplan.search.reasons import speed_in_words
 from paraplan.search.recommendation import SearchRequest, recommendation
-from paraplan.search.results import RANGE, SearchResult
+from paraplan.search.results import RANGE, TOLERANCE, SearchResult
 from paraplan.search.search import search
 
 MakeWorkload = Callable[..., Workload]
@@ -112,6 +112,16 @@ def test_small_rigs_and_adapters_get_data_parallelism_within_the_range(workload:
     assert result.reason.cause in ("range", "simplicity")
     far = search(workload("gpt2", profile="titan-rtx-x2", seq_length=512, global_batch_size=8, precision="fp32"))
     assert far.best.plan.pp == 2, "1.28 times as fast is outside"
+
+
+def test_what_comes_first_is_never_far_slower_than_what_was_left_out(workload: MakeWorkload) -> None:
+    adapted = {"profile": "rtx-4090-x4", "seq_length": 4096, "train": "lora:r=16"}
+    for model, batch in (("qwen3-8b", 16), ("qwen3-8b", 64), ("llama-3-8b", 32), ("mistral-7b", 16)):
+        made = workload(model, global_batch_size=batch, **adapted)
+        result = search(made)
+        roomy = [one for one in result.candidates if allocator_holds(made, estimate_plan(made, one.plan))]
+        fastest = min(one.step_time_s for one in roomy)
+        assert result.best.step.step_time_s <= (1 + RANGE) * (1 + TOLERANCE["throughput"]) * fastest
 
 
 def test_the_range_of_small_rigs_is_that_of_measured_runs() -> None:
