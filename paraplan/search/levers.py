@@ -200,7 +200,8 @@ def _together(usable: list[Lever]) -> Iterator[Lever]:
     """Yield levers as one: those that keep the training, then with 8-bit states, then with 4-bit weights too."""
     keeping = [one for one in usable if one.training and one.keeps_training]
     narrow = [one for one in usable if one.name == "8-bit AdamW"]
-    weights = [one for one in usable if "base_weights" in one.training]
+    reaching = [one for one in usable if "quantizer" in one.training]  # experts are stored in the format too
+    weights = reaching or [one for one in usable if "base_weights" in one.training]
     seen = set[str]()
     trains_adapter = bool(weights) and "train" not in weights[0].training
     with_weights = [*keeping, *weights[:1]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from conftest import MakeWorkload
 
@@ -64,6 +66,14 @@ def test_the_search_names_what_stores_experts_where_nothing_fits(workload: MakeW
         recommendation(qlora(workload, "qwen3-30b-a3b"), SearchRequest())
     assert "--quantizer axolotl" in (caught.value.hint or "")
     assert search(qlora(workload, "qwen3-30b-a3b", quantizer="axolotl")).best.fits
+
+
+def test_what_stores_experts_is_tried_with_a_fused_loss_where_it_alone_is_not_enough(workload: MakeWorkload) -> None:
+    made = qlora(workload, "qwen3-30b-a3b")
+    long = made.trained_as(made.training.replace(seq_length=8192))
+    with pytest.raises(NoPlanFitsError) as caught:
+        recommendation(long, SearchRequest())
+    assert re.search(r"--loss liger --quantizer axolotl: \d", caught.value.hint or "")
 
 
 def test_what_peft_makes_of_all_linear_is_told_where_it_is_more(workload: MakeWorkload) -> None:
