@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from paraplan.model.norm import NormKind, norm
-from paraplan.model.part import KeptBy, Part, dropout, kept, linear
+from paraplan.model.part import KeptBy, Part, dropout, kept, linear, weight
 from paraplan.model.spec import Attention, AttentionKernel, ElementType
 
 FUSED_KERNELS: tuple[AttentionKernel, ...] = ("flash", "sdpa")
@@ -245,6 +245,22 @@ def _qk_norms(heads: Heads, style: AttentionStyle) -> Part:
     return part
 
 
+class Indexer(NamedTuple):
+    """What chooses the `top_k` tokens that a query attends to (DeepSeek-AI 2025, DeepSeek-V3.2, section 2.1).
+
+    Where `is_shared`, a layer takes the choice of the layer before it and has none of its own.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    is_shared: bool = False
+
+    def scores(self) -> Attention:
+        """Return the record of its scores: one key head for all, and a sum over heads in place of values."""
+        return Attention(num_heads=self.num_heads, num_kv_heads=1, qk_head_dim=self.head_dim, v_head_dim=1)
+
+
 class LatentHeads(NamedTuple):
     """Shapes of multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
 
@@ -309,3 +325,16 @@ def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
 def residual_dropout(name: str, rate: float, hidden: int) -> Part:
     """Return the dropout before a residual sum; sequence parallelism divides its mask."""
     return dropout(name, rate, hidden)
+
+
+def index_projections(heads: LatentHeads, indexer: Indexer) -> Part:
+    """Return the projections of an indexer. transformers runs it without gradients, so that nothing is kept.
+
+    Tensor parallelism leaves it whole.
+    """
+    assert heads.query_rank is not None  # it reads the queries' latent
+    part = linear("self_attn.indexer.wq_b", heads.query_rank, indexer.num_heads * indexer.head_dim, bias=False)
+    part += linear("self_attn.indexer.wk", heads.hidden, indexer.head_dim, bias=False)
+    part += weight("self_attn.indexer.k_norm.weight", indexer.head_dim)
+    part += weight("self_attn.indexer.k_norm.bias", indexer.head_dim)
+    return part + linear("self_attn.indexer.weights_proj", heads.hidden, indexer.num_heads, bias=False)

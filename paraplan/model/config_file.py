@@ -118,6 +118,13 @@ class ModelConfig:
             raise self._wrong(name, value, "a list of whole numbers")
         return frozenset(value)
 
+    def switches(self, name: str) -> tuple[bool, ...]:
+        """Return a list of true and false, or 1 and 0, empty where the field is absent or null."""
+        _, value = self._find((name,), [])
+        if not isinstance(value, list) or not all(item in (0, 1) for item in value):
+            raise self._wrong(name, value, "a list of 0 and 1")
+        return tuple(bool(item) for item in value)
+
     def section(self, name: str) -> ModelConfig:
         """Return the object in field `name` as a config of its own, empty where it is absent or null."""
         _, value = self._find((name,), {})

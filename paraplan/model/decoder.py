@@ -7,7 +7,16 @@ from itertools import groupby
 from math import gcd
 from typing import Literal, NamedTuple
 
-from paraplan.model.attention import AttentionStyle, Heads, LatentHeads, attention, latent_attention, residual_dropout
+from paraplan.model.attention import (
+    AttentionStyle,
+    Heads,
+    Indexer,
+    LatentHeads,
+    attention,
+    index_projections,
+    latent_attention,
+    residual_dropout,
+)
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.heads import HeadStyle, read_head
 from paraplan.model.norm import NormKind, norm, norm_output
@@ -20,11 +29,16 @@ input, each through a norm of its own."""
 
 
 class LayerKind(NamedTuple):
-    """What tells one layer of a model from another: its attention window and its feed-forward part."""
+    """What tells one layer of a model from another: its attention window, its feed-forward part, rotary positions.
+
+    `indexer` chooses the tokens that a layer attends to.
+    """
 
     feed_forward: Part
     window: int | None = None
     name: str = "transformer"
+    is_rotary: bool = True
+    indexer: Indexer | None = None
 
 
 class EmbeddingStyle(NamedTuple):
@@ -120,6 +134,7 @@ def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> Bloc
     style = shape.attention
     if kind.window is not None and seq_length is not None and seq_length >= kind.window:
         style = style._replace(is_windowed=True)
+    style = style._replace(rotary=style.rotary and kind.is_rotary)
     for index, name in enumerate(shape.norms):
         keeps_input = index == 0 or shape.residual != "parallel_two_norms"  # both norms read the same input
         part += norm(name, shape.norm_kind, shape.hidden, keeps_input=keeps_input)
@@ -127,6 +142,8 @@ def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> Bloc
     if isinstance(shape.heads, LatentHeads):
         part += latent_attention(shape.heads, style)
         core, limit = shape.heads.attention(), shape.heads.num_heads
+        if kind.indexer is not None and not kind.indexer.is_shared:
+            part += index_projections(shape.heads, kind.indexer)
     else:
         part += attention(shape.heads, style, keeps_input=shape.residual != "parallel")
         core = shape.heads.attention(window=kind.window)
@@ -135,4 +152,5 @@ def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> Bloc
     for where, rate in zip(("attention", "feed-forward"), shape.residual_dropouts, strict=True):
         part += residual_dropout(f"{where} output dropout", rate, shape.hidden)
     output = norm_output(shape.norm_kind)
-    return block_from_part(kind.name, part, attention=core, tp_limit=limit, norm_output=output)
+    scores = kind.indexer.scores() if kind.indexer is not None and not kind.indexer.is_shared else None
+    return block_from_part(kind.name, part, attention=core, index_scores=scores, tp_limit=limit, norm_output=output)

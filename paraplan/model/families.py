@@ -50,6 +50,7 @@ class ModernFamily(NamedTuple):
     `head_dim` is the default of that field, None for hidden_size / num_attention_heads; `reads_head_dim` is False where
     transformers' class does not look at it.
     `kv_heads` is what an absent num_key_value_heads means, None for num_attention_heads.
+    `default_dropout` is what absent rates of dropout mean; `drops_attention` is False where the class has none there.
     `parallel` says that attention and MLP read the same norm's output, the first of `norms`.
     """
 
@@ -68,13 +69,19 @@ class ModernFamily(NamedTuple):
     qk_norm: tuple[Choice, AttentionStyle] | None = None
     parallel: Choice = False
     tied: bool = False
-    head_bias: bool = False
+    head_bias: Choice = False
     final_norm: str = "model.norm"
     dropouts: Mapping[str, tuple[str, ...]] | None = None
+    default_dropout: float = 0.0
+    drops_attention: bool = True
     softmax_in_fp32: bool = True
     has_sinks: bool = False
     copies_output: bool = False
-    layers: Callable[[ModelConfig, ModernFamily, int], tuple[LayerKind, ...]] | None = None
+    layers: Layers | None = None
+
+
+Layers = Callable[[ModelConfig, ModernFamily, int], tuple[LayerKind, ...]]
+"""The layers of a model: from its config, its family, and its hidden size."""
 
 
 def read_modern(config: ModelConfig, family: ModernFamily) -> ModelSpec:
@@ -103,7 +110,8 @@ def modern_shape(config: ModelConfig, family: ModernFamily) -> DecoderShape:
     vocab_size = config.count("vocab_size")
     layers = (family.layers or dense_layers)(config, family, hidden)
     parallel = choose(config, family.parallel)
-    rates = {name: config.fraction(*fields) for name, fields in (family.dropouts or {}).items()}
+    default = family.default_dropout
+    rates = {name: config.fraction(*fields, default=default) for name, fields in (family.dropouts or {}).items()}
     residual_rate = rates.get("residual", 0.0)
     return DecoderShape(
         hidden=hidden,
@@ -119,7 +127,7 @@ def modern_shape(config: ModelConfig, family: ModernFamily) -> DecoderShape:
             width=hidden,
             tied_by_default=family.tied,
             norm=(family.final_norm, family.norm, hidden),
-            bias=family.head_bias,
+            bias=choose(config, family.head_bias),
         ),
         residual="parallel" if parallel else "sequential",
         residual_dropouts=(residual_rate, rates.get("feed_forward", residual_rate)),
@@ -149,7 +157,7 @@ def modern_attention(config: ModelConfig, family: ModernFamily) -> AttentionStyl
         has_sinks=family.has_sinks,
         copies_output=family.copies_output,
         is_capped=config.has("attn_logit_softcapping") and config.model_type != "gemma3_text",
-        dropout=config.fraction("attention_dropout"),
+        dropout=config.fraction("attention_dropout", default=family.default_dropout) if family.drops_attention else 0.0,
     )
     if family.qk_norm is None or not choose(config, family.qk_norm[0]):
         return style
@@ -181,7 +189,8 @@ def windows(config: ModelConfig) -> tuple[int | None, ...]:
     """Return each layer's attention window: `sliding_window` where `layer_types` says so, else the whole sequence.
 
     A config without `layer_types` follows its family: every layer of Mistral, Phi-3 and StarCoder2 has it, every
-    second of Gemma 2 and gpt-oss, all but every sixth of Gemma 3; Qwen's have none unless `use_sliding_window` is set.
+    second of Gemma 2 and gpt-oss, all but every fourth or sixth of others; Qwen's have none unless
+    `use_sliding_window` is set.
     """
     count = config.layers("num_hidden_layers")
     window = config.optional_count("sliding_window") if config.fields.get("sliding_window") != 0 else None
@@ -196,46 +205,54 @@ def windows(config: ModelConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+_WHOLE_EVERY = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "olmo3": 4}
+"""Families of whose layers every so manieth attends to the whole sequence, the others to a window."""
+
+
 def _has_window(config: ModelConfig, index: int) -> bool:
     family = config.model_type
-    if family in ("gemma2", "gpt_oss"):
-        return index % 2 == 0
-    if family == "gemma3_text":
-        return (index + 1) % config.count("sliding_window_pattern", "_sliding_window_pattern", default=6) != 0
-    if not config.flag("use_sliding_window", default=not family.startswith("qwen")):
+    if family in _WHOLE_EVERY:
+        names = ("sliding_window_pattern", "_sliding_window_pattern")
+        return (index + 1) % config.count(*names, default=_WHOLE_EVERY[family]) != 0
+    if family == "dots1":
+        return index >= config.size("max_window_layers", default=62)
+    if not config.flag("use_sliding_window", default=not family.startswith(("qwen", "smollm"))):
         return False
     if family in ("qwen2", "qwen3"):
         return index >= config.size("max_window_layers", default=28)
     return family != "qwen2_moe" or (index % 2 == 0 and index < config.size("max_window_layers", default=28))
 
 
-def _qk(kind: str, norm: NormKind, names: tuple[str, str]) -> AttentionStyle:
+_Q_K = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def qk_norms(kind: str, norm: NormKind, names: tuple[str, str] = _Q_K) -> AttentionStyle:
+    """Return the pattern of an attention whose queries and keys have norms."""
     return AttentionStyle(projections=QKV, qk_norm=kind, qk_norm_kind=norm, qk_norm_names=names)  # type: ignore[arg-type]
 
 
-_Q_K = ("self_attn.q_norm", "self_attn.k_norm")
 _Q_K_LAYER = ("self_attn.q_layernorm", "self_attn.k_layernorm")
-_ATTENTION_BIAS = Flag("attention_bias", default=False)
+ATTENTION_BIAS = Flag("attention_bias", default=False)
 _GELU_TANH = (("hidden_activation", "hidden_act"), "gelu_pytorch_tanh")
 
 MODERN: dict[str, ModernFamily] = {
     "llama": ModernFamily(
-        qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=Flag("mlp_bias", default=False)
+        qkv_bias=ATTENTION_BIAS, output_bias=ATTENTION_BIAS, mlp_bias=Flag("mlp_bias", default=False)
     ),
     "mistral": ModernFamily(kv_heads=8),
     "qwen2": ModernFamily(qkv_bias=True, kv_heads=32),
     "qwen3": ModernFamily(
         kv_heads=32,
-        qkv_bias=_ATTENTION_BIAS,
-        output_bias=_ATTENTION_BIAS,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
         head_dim=128,
-        qk_norm=(True, _qk("per_head", "rms", _Q_K)),
+        qk_norm=(True, qk_norms("per_head", "rms")),
     ),
     "gemma": ModernFamily(
         kv_heads=16,
         norm="rms_in_fp32",
-        qkv_bias=_ATTENTION_BIAS,
-        output_bias=_ATTENTION_BIAS,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
         activation=_GELU_TANH,
         head_dim=256,
         tied=True,
@@ -244,8 +261,8 @@ MODERN: dict[str, ModernFamily] = {
         kv_heads=4,
         norm="rms_in_fp32",
         norms=FOUR_NORMS,
-        qkv_bias=_ATTENTION_BIAS,
-        output_bias=_ATTENTION_BIAS,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
         activation=_GELU_TANH,
         head_dim=256,
         tied=True,
@@ -254,11 +271,11 @@ MODERN: dict[str, ModernFamily] = {
         kv_heads=4,
         norm="rms_in_fp32",
         norms=FOUR_NORMS,
-        qkv_bias=_ATTENTION_BIAS,
-        output_bias=_ATTENTION_BIAS,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
         activation=_GELU_TANH,
         head_dim=256,
-        qk_norm=(True, _qk("per_head", "rms_in_fp32", _Q_K)),
+        qk_norm=(True, qk_norms("per_head", "rms_in_fp32")),
         tied=True,
     ),
     "phi": ModernFamily(
@@ -271,7 +288,7 @@ MODERN: dict[str, ModernFamily] = {
         mlp=("mlp.fc1", "mlp.fc2"),
         is_gated=False,
         activation=(("hidden_act",), "gelu_new"),
-        qk_norm=(Flag("qk_layernorm", default=False), _qk("per_head", "layer", _Q_K_LAYER)),
+        qk_norm=(Flag("qk_layernorm", default=False), qk_norms("per_head", "layer", _Q_K_LAYER)),
         parallel=True,
         head_bias=True,
         final_norm="model.final_layernorm",
@@ -301,7 +318,7 @@ MODERN: dict[str, ModernFamily] = {
         norm="layer",
         reads_head_dim=False,
         qkv_bias=Flag("use_qkv_bias", default=False),
-        qk_norm=(Flag("qk_layernorm", default=False), _qk("weight_per_head", "layer_without_bias", _Q_K_LAYER)),
+        qk_norm=(Flag("qk_layernorm", default=False), qk_norms("weight_per_head", "layer_without_bias", _Q_K_LAYER)),
         parallel=Flag("use_parallel_residual", default=False),
         dropouts={"feed_forward": ("hidden_dropout",)},
         copies_output=True,
@@ -309,16 +326,16 @@ MODERN: dict[str, ModernFamily] = {
     "olmo2": ModernFamily(
         norm="rms_in_fp32",
         norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        qkv_bias=_ATTENTION_BIAS,
-        output_bias=_ATTENTION_BIAS,
-        qk_norm=(True, _qk("all_heads", "rms_in_fp32", _Q_K)),
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        qk_norm=(True, qk_norms("all_heads", "rms_in_fp32")),
     ),
     "cohere": ModernFamily(
         norm="layer_in_fp32",
         norms=("input_layernorm",),
-        qkv_bias=_ATTENTION_BIAS,
-        output_bias=_ATTENTION_BIAS,
-        qk_norm=(Flag("use_qk_norm", default=False), _qk("weight_per_head", "layer_in_fp32", _Q_K)),
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        qk_norm=(Flag("use_qk_norm", default=False), qk_norms("weight_per_head", "layer_in_fp32")),
         parallel=True,
         tied=True,
     ),

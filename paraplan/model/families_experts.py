@@ -1,44 +1,119 @@
-"""Families whose blocks hold mixtures of experts, and DeepSeek's latent attention.
+"""Families whose blocks hold mixtures of experts beside Llama's attention.
 
-Shapes and defaults are those of the transformers library's configuration and model classes, read in version 5.23.
+Shapes and defaults are those of the transformers library's configuration and model classes, read in version 5.24.
 """
 
 from __future__ import annotations
 
-from paraplan.model.attention import AttentionStyle, LatentHeads
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from paraplan.errors import ModelError
 from paraplan.model.config_file import ModelConfig
-from paraplan.model.decoder import DecoderShape, EmbeddingStyle, LayerKind
-from paraplan.model.families import (
-    GATED,
-    QKV,
-    TWO_NORMS,
-    Flag,
-    ModernFamily,
-    dense_mlp,
-    rotary_positions,
-    windows,
-)
-from paraplan.model.feed_forward import ExpertsStyle, MlpStyle, experts, mlp, shared_expert_gate
-from paraplan.model.heads import HeadStyle
+from paraplan.model.decoder import LayerKind
+from paraplan.model.families import ATTENTION_BIAS, MODERN, Choice, Flag, ModernFamily, choose, dense_mlp, qk_norms
+from paraplan.model.families import windows as windows_of
+from paraplan.model.families_dense import EXAONE4, rotary_in_windows
+from paraplan.model.feed_forward import ExpertsStyle, MlpStyle, Router, experts, mlp, shared_expert_gate
 from paraplan.model.part import Part, kept, weight
 
-
-def _activation(config: ModelConfig) -> str:
-    return config.text("hidden_act", default="silu")
+GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def mixtral_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
-    """Mixtral: experts of width intermediate_size in every layer."""
-    part = experts(
-        hidden,
-        ExpertsStyle(
-            num_experts=config.count("num_local_experts", "num_experts", default=8),
-            experts_per_token=config.count("num_experts_per_tok", default=2),
-            inner=config.count("intermediate_size"),
-            activation=_activation(config),
-        ),
+class Mixture(NamedTuple):
+    """How a family's config names its experts, and what stands beside them.
+
+    Fields come with what an absent one means, None where it is required. `num_shared` counts shared experts of the
+    routed ones' width, None where there is none; `shared_width` is the field of the width of one. `dense_layers` is
+    what an absent `first_k_dense_replace` means, None where every layer has experts. `groups` are the groups of
+    experts, and of those the ones that a token may go to. `has_statistics` says that the router's correction is a
+    parameter, `has_linear_router` that the router is an nn.Linear.
+    """
+
+    num_experts: tuple[tuple[str, ...], int | None] = (("n_routed_experts", "num_local_experts"), None)
+    per_token: tuple[tuple[str, ...], int | None] = (("num_experts_per_tok",), None)
+    width: str = "moe_intermediate_size"
+    num_shared: tuple[str, int] | None = None
+    shared_width: tuple[str, int | None] | None = None
+    shared_name: str = "mlp.shared_experts"
+    router: Router = "softmax"
+    router_name: str = "mlp.gate"
+    has_linear_router: bool = False
+    groups: tuple[int, int] = (1, 1)
+    dense_layers: int | None = None
+    reads_dense_layers: bool = True
+    bias: Choice = False
+    has_statistics: bool = False
+
+
+def mixture(config: ModelConfig, hidden: int, fields: Mixture, *, more_readers: int = 0) -> Part:
+    """Return router, routed and shared experts. `more_readers` counts other layers that read the same input."""
+    activation = config.text("hidden_act", default="silu")
+    inner = config.count(fields.width)
+    shared = 0
+    if fields.num_shared is not None:
+        name, default = fields.num_shared
+        shared = inner * config.size(name, default=default)
+    elif fields.shared_width is not None:
+        name, usual = fields.shared_width
+        shared = config.size(name, default=usual)
+    groups, chosen = (
+        config.size(name, default=usual) for name, usual in zip(("n_group", "topk_group"), fields.groups, strict=True)
     )
-    return tuple(LayerKind(part, window, "moe") for window in windows(config))
+    style = ExpertsStyle(
+        num_experts=config.count(*fields.num_experts[0], default=fields.num_experts[1]),
+        experts_per_token=config.count(*fields.per_token[0], default=fields.per_token[1]),
+        inner=inner,
+        activation=activation,
+        router=fields.router,
+        router_name=fields.router_name,
+        has_linear_router=fields.has_linear_router,
+        num_readers=(fields.router != "fp32") + (2 if shared else 0) + more_readers,
+        group_share=chosen / groups if 0 < chosen < groups else 1.0,
+    )
+    part = experts(hidden, style)
+    if fields.has_statistics:
+        part += weight("mlp.gate.moe_statics.e_score_correction_bias", 1, style.num_experts)
+    if shared:
+        names = tuple(f"{fields.shared_name}.{name}" for name in GATED)
+        bias = choose(config, fields.bias)
+        part += mlp(hidden, shared, MlpStyle(names, activation, is_gated=True, bias=bias), keeps_input=False)
+    return part
+
+
+def are_sparse(config: ModelConfig, fields: Mixture) -> tuple[bool, ...]:
+    """Return which layers have experts: by `mlp_layer_types`, else all behind `first_k_dense_replace`."""
+    count, first = config.layers("num_hidden_layers"), fields.dense_layers
+    if first is None:
+        return (True,) * count
+    types = config.names("mlp_layer_types")
+    if not types:
+        first = config.size("first_k_dense_replace", default=first) if fields.reads_dense_layers else first
+        return tuple(index >= first for index in range(count))
+    if len(types) != count:
+        raise ModelError(
+            f"{config.source}: mlp_layer_types names {len(types)} layers, num_hidden_layers is {count}",
+            hint="make both name the same number of layers",
+        )
+    return tuple(kind == "sparse" for kind in types)
+
+
+def mixture_layers(config: ModelConfig, family: ModernFamily, hidden: int, *, fields: Mixture) -> tuple[LayerKind, ...]:
+    """Return layers with experts, the first of them dense where the family has such."""
+    sparse = are_sparse(config, fields)
+    return layers_by_kind(config, family, hidden, sparse=sparse, part=mixture(config, hidden, fields))
+
+
+def layers_by_kind(
+    config: ModelConfig, family: ModernFamily, hidden: int, *, sparse: tuple[bool, ...], part: Part
+) -> tuple[LayerKind, ...]:
+    """Return layers with `part` where they are sparse, dense ones elsewhere."""
+    dense = Part() if all(sparse) else dense_mlp(config, family, hidden)
+    return tuple(
+        LayerKind(part, window, "moe") if has_experts else LayerKind(dense, window)
+        for has_experts, window in zip(sparse, windows_of(config), strict=True)
+    )
 
 
 def gpt_oss_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
@@ -57,123 +132,94 @@ def gpt_oss_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tu
         ),
     )
     part += weight("self_attn.sinks", config.count("num_attention_heads"), tp_dim=0)
-    return tuple(LayerKind(part, window, "moe") for window in windows(config))
+    return tuple(LayerKind(part, window, "moe") for window in windows_of(config))
+
+
+def _every(config: ModelConfig) -> tuple[bool, ...]:
+    dense_only, step = config.indices("mlp_only_layers"), config.count("decoder_sparse_step", default=1)
+    count = config.layers("num_hidden_layers")
+    return tuple(index not in dense_only and (index + 1) % step == 0 for index in range(count))
 
 
 def qwen2_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
     """Qwen2-MoE: routed experts beside one shared expert with a gate of its own, some layers dense."""
-    shared = MlpStyle(
-        tuple(f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-        _activation(config),
-        is_gated=True,
-    )
-    part = _routed(config, hidden, default_experts=60, default_per_token=4, num_readers=4)
-    inner = config.count("shared_expert_intermediate_size", default=5632)
-    part += mlp(hidden, inner, shared, keeps_input=False) + shared_expert_gate(hidden)
+    part = mixture(config, hidden, _QWEN2_MOE, more_readers=1) + shared_expert_gate(hidden)
     part += kept("shared expert output", hidden + 1)
-    return _sparse_layers(config, family, hidden, part)
+    return layers_by_kind(config, family, hidden, sparse=_every(config), part=part)
 
 
 def qwen3_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
     """Qwen3-MoE: routed experts only, some layers dense."""
-    part = _routed(config, hidden, default_experts=128, default_per_token=8)
-    return _sparse_layers(config, family, hidden, part)
+    return layers_by_kind(config, family, hidden, sparse=_every(config), part=mixture(config, hidden, _QWEN3_MOE))
 
 
-def _routed(
-    config: ModelConfig, hidden: int, *, default_experts: int, default_per_token: int, num_readers: int = 1
-) -> Part:
-    return experts(
-        hidden,
-        ExpertsStyle(
-            num_experts=config.count("num_experts", "num_local_experts", default=default_experts),
-            experts_per_token=config.count("num_experts_per_tok", default=default_per_token),
-            inner=config.count("moe_intermediate_size"),
-            activation=_activation(config),
-            num_readers=num_readers,
-        ),
-    )
-
-
-def _sparse_layers(config: ModelConfig, family: ModernFamily, hidden: int, sparse: Part) -> tuple[LayerKind, ...]:
-    dense_only = config.indices("mlp_only_layers")
-    step = config.count("decoder_sparse_step", default=1)
-    dense = dense_mlp(config, family, hidden)
-    return tuple(
-        LayerKind(sparse, window, "moe")
-        if index not in dense_only and (index + 1) % step == 0
-        else LayerKind(dense, window)
-        for index, window in enumerate(windows(config))
-    )
-
-
-def deepseek(config: ModelConfig) -> DecoderShape:
-    """DeepSeek-V2 and V3: latent attention, first layers dense, then shared beside routed experts.
-
-    The multi-token-prediction layers of a V3 checkpoint are no part of the class that transformers builds.
-    """
-    is_v3 = config.model_type == "deepseek_v3"
-    hidden = config.count("hidden_size")
-    num_heads = config.count("num_attention_heads")
-    heads = LatentHeads(
-        hidden=hidden,
-        num_heads=num_heads,
-        query_rank=config.optional_count("q_lora_rank") if "q_lora_rank" in config.fields else 1536,
-        kv_rank=config.count("kv_lora_rank", default=512),
-        nope_head_dim=config.count("qk_nope_head_dim", default=128),
-        rope_head_dim=config.count("qk_rope_head_dim", default=64),
-        v_head_dim=config.count("v_head_dim", default=128),
-    )
-    return DecoderShape(
-        hidden=hidden,
-        vocab_size=config.count("vocab_size"),
-        max_seq_length=rotary_positions(config),
-        heads=heads,
-        attention=AttentionStyle(
-            projections=QKV,
-            output_bias=config.flag("attention_bias", default=False),
-            dropout=config.fraction("attention_dropout"),
-        ),
-        layers=_deepseek_layers(config, hidden, is_v3=is_v3),
-        norm_kind="rms",
-        norms=TWO_NORMS,
-        embedding=EmbeddingStyle("model.embed_tokens", hidden),
-        head=HeadStyle(width=hidden, tied_by_default=False, norm=("model.norm", "rms", hidden)),
-    )
-
-
-def _deepseek_layers(config: ModelConfig, hidden: int, *, is_v3: bool) -> tuple[LayerKind, ...]:
-    activation = _activation(config)
-    bias = False if is_v3 else config.flag("mlp_bias", default=False)
-    dense = mlp(hidden, config.count("intermediate_size"), MlpStyle(GATED, activation, is_gated=True, bias=bias))
-    inner = config.count("moe_intermediate_size")
-    shared = config.size("n_shared_experts", default=1 if is_v3 else 2)
-    groups = config.size("n_group", default=8 if is_v3 else 1)
-    chosen = config.size("topk_group", default=4 if is_v3 else 1)
-    routed = ExpertsStyle(
-        num_experts=config.count("n_routed_experts", "num_local_experts", default=256 if is_v3 else 64),
-        experts_per_token=config.count("num_experts_per_tok", default=8 if is_v3 else None),
-        inner=inner,
-        activation=activation,
-        router="fp32",
-        num_readers=2 if shared else 0,
-        group_share=chosen / groups if 0 < chosen < groups else 1.0,
-    )
-    names = tuple(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-    sparse = experts(hidden, routed)
-    if shared:
-        style = MlpStyle(names, activation, is_gated=True, bias=bias)
-        sparse += mlp(hidden, shared * inner, style, keeps_input=False)
-    first = config.size("first_k_dense_replace", default=3 if is_v3 else 0)
+def ernie_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
+    """ERNIE 4.5: experts in every so manieth layer from one index to another."""
     count = config.layers("num_hidden_layers")
-    return tuple(LayerKind(dense) if index < first else LayerKind(sparse, None, "moe") for index in range(count))
+    first, step = config.size("moe_layer_start_index", default=1), config.count("moe_layer_interval", default=1)
+    last = config.fields.get("moe_layer_end_index")
+    last = count - 1 if last in (None, -1) else config.size("moe_layer_end_index")
+    sparse = tuple(first <= index <= last and (index + 1) % step == 0 for index in range(count))
+    return layers_by_kind(config, family, hidden, sparse=sparse, part=mixture(config, hidden, _ERNIE))
 
 
+def hunyuan_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
+    """Hunyuan: experts in every layer beside a shared one, with a linear layer as router.
+
+    Its files name the experts for each token layer by layer; the class builds all layers with the first number.
+    """
+    chosen = config.fields.get("moe_topk")
+    if isinstance(chosen, list) and len(set(map(str, chosen))) == 1:
+        config = replace(config, fields={**config.fields, "moe_topk": chosen[0]})
+    part = mixture(config, hidden, _HUNYUAN)
+    return layers_by_kind(config, family, hidden, sparse=are_sparse(config, _HUNYUAN), part=part)
+
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
+_QWEN2_MOE = Mixture(
+    num_experts=(_NUM_EXPERTS, 60),
+    per_token=(("num_experts_per_tok",), 4),
+    shared_width=("shared_expert_intermediate_size", 5632),
+    shared_name="mlp.shared_expert",
+)
+_QWEN3_MOE = Mixture(num_experts=(_NUM_EXPERTS, 128), per_token=(("num_experts_per_tok",), 8))
+_ERNIE = Mixture(
+    num_experts=(("moe_num_experts", "num_experts"), 64),
+    per_token=(("moe_k", "num_experts_per_tok"), 6),
+    num_shared=("moe_num_shared_experts", 2),
+    router="fp32",
+    bias=Flag("use_bias", default=False),
+    has_statistics=True,
+)
+_HUNYUAN = Mixture(
+    num_experts=(("num_experts",), 1),
+    per_token=(("moe_topk",), 1),
+    width="intermediate_size",
+    shared_width=("intermediate_size", None),
+    shared_name="mlp.shared_mlp",
+    router_name="mlp.gate.wg",
+    has_linear_router=True,
+)
+_FP32_SHARED = Mixture(num_shared=("n_shared_experts", 1), router="fp32", dense_layers=1)
+_USE_BIAS = Flag("use_bias", default=False)
 _BIAS_ALL = Flag("attention_bias", default=True)
+_PER_HEAD = qk_norms("per_head", "rms")
+_HUNYUAN_NORMS = qk_norms("per_head", "rms", ("self_attn.query_layernorm", "self_attn.key_layernorm"))
+
+
+def _layers(fields: Mixture) -> partial[tuple[LayerKind, ...]]:
+    return partial(mixture_layers, fields=fields)
+
 
 EXPERTS: dict[str, ModernFamily] = {
-    "mixtral": ModernFamily(kv_heads=8, layers=mixtral_layers),
+    "mixtral": ModernFamily(
+        kv_heads=8,
+        layers=_layers(
+            Mixture((("num_local_experts", "num_experts"), 8), (("num_experts_per_tok",), 2), "intermediate_size")
+        ),
+    ),
     "qwen2_moe": ModernFamily(qkv_bias=Flag("qkv_bias", default=True), kv_heads=16, layers=qwen2_moe_layers),
+    "qwen3_moe": MODERN["qwen3"]._replace(head_dim=None, kv_heads=4, layers=qwen3_moe_layers),
     "gpt_oss": ModernFamily(
         norm="rms_in_fp32",
         softmax_in_fp32=False,
@@ -184,5 +230,86 @@ EXPERTS: dict[str, ModernFamily] = {
         kv_heads=8,
         layers=gpt_oss_layers,
     ),
+    "glm4_moe": ModernFamily(
+        kv_heads=8,
+        qkv_bias=ATTENTION_BIAS,
+        qk_norm=(Flag("use_qk_norm", default=False), _PER_HEAD),
+        copies_output=True,
+        layers=_layers(_FP32_SHARED),
+    ),
+    "solar_open": ModernFamily(
+        kv_heads=8,
+        head_dim=128,
+        qkv_bias=ATTENTION_BIAS,
+        layers=_layers(_FP32_SHARED._replace(dense_layers=None)),
+    ),
+    "minimax_m2": ModernFamily(
+        kv_heads=8,
+        head_dim=128,
+        qk_norm=(True, qk_norms("all_heads", "rms")),
+        copies_output=True,
+        layers=_layers(
+            Mixture((("num_local_experts", "num_experts"), 256), (("num_experts_per_tok",), 8), "intermediate_size")
+        ),
+    ),
+    "dots1": ModernFamily(
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        qk_norm=(True, _PER_HEAD),
+        layers=_layers(_FP32_SHARED._replace(num_shared=("n_shared_experts", 0), dense_layers=0)),
+    ),
+    "ernie4_5_moe": ModernFamily(
+        kv_heads=4,
+        qkv_bias=_USE_BIAS,
+        output_bias=_USE_BIAS,
+        mlp_bias=_USE_BIAS,
+        head_bias=_USE_BIAS,
+        tied=True,
+        drops_attention=False,
+        layers=ernie_layers,
+    ),
+    "hunyuan_v1_moe": ModernFamily(
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        qk_norm=(True, _HUNYUAN_NORMS),
+        layers=hunyuan_layers,
+    ),
+    "hy_v3": ModernFamily(
+        kv_heads=8,
+        head_dim=128,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        qk_norm=(True, _PER_HEAD),
+        layers=_layers(
+            _FP32_SHARED._replace(
+                num_experts=(_NUM_EXPERTS, 192),
+                per_token=(("num_experts_per_tok",), 8),
+                num_shared=("num_shared_experts", 1),
+                reads_dense_layers=False,
+            )
+        ),
+    ),
+    "olmoe": ModernFamily(
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        qk_norm=(True, qk_norms("all_heads", "rms")),
+        layers=_layers(Mixture((_NUM_EXPERTS, 64), (("num_experts_per_tok",), 8), "intermediate_size")),
+    ),
+    "flex_olmo": MODERN["olmo2"]._replace(
+        layers=_layers(Mixture((_NUM_EXPERTS, 7), (("num_experts_per_tok",), 5), "intermediate_size"))
+    ),
+    "exaone_moe": EXAONE4._replace(
+        norms=("input_layernorm", "post_attention_layernorm"),
+        layers=partial(
+            rotary_in_windows,
+            layers=_layers(
+                _FP32_SHARED._replace(
+                    num_experts=(_NUM_EXPERTS, 64),
+                    per_token=(("num_experts_per_tok",), 8),
+                    num_shared=("num_shared_experts", 1),
+                )
+            ),
+        ),
+    ),
 }
-"""Mixtures of experts with Llama's attention; Qwen3's comes with its dense sibling's norms in `family_table`."""
+"""Mixtures of experts with Llama's attention."""

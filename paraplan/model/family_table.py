@@ -11,7 +11,9 @@ from paraplan.model.encoder_decoder import t5
 from paraplan.model.encoders import ENCODERS
 from paraplan.model.families import MODERN, ModernFamily, read_modern
 from paraplan.model.families_classic import CLASSIC
-from paraplan.model.families_experts import EXPERTS, deepseek, qwen3_moe_layers
+from paraplan.model.families_dense import DENSE
+from paraplan.model.families_experts import EXPERTS
+from paraplan.model.families_latent import LATENT, LatentFamily, latent_shape
 from paraplan.model.spec import ModelSpec
 
 Reader = Callable[[ModelConfig], ModelSpec]
@@ -28,13 +30,14 @@ def _described(describe: Callable[[ModelConfig], DecoderShape]) -> Reader:
     return read
 
 
-QWEN3_MOE = MODERN["qwen3"]._replace(head_dim=None, kv_heads=4, layers=qwen3_moe_layers)
+def _latent(family: LatentFamily) -> Reader:
+    return _described(partial(latent_shape, family=family))
+
 
 READERS: dict[str, Reader] = {
-    **{name: _modern(family) for name, family in (MODERN | EXPERTS | {"qwen3_moe": QWEN3_MOE}).items()},
+    **{name: _modern(family) for name, family in (MODERN | DENSE | EXPERTS).items()},
     **{name: _described(describe) for name, describe in CLASSIC.items()},
-    "deepseek_v2": _described(deepseek),
-    "deepseek_v3": _described(deepseek),
+    **{name: _latent(family) for name, family in LATENT.items()},
     "t5": t5,
     **ENCODERS,
 }

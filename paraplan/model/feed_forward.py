@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple
 
 from paraplan.errors import ModelError
 from paraplan.model.part import KeptBy, Part, dropout, kept, linear, weight
-from paraplan.model.spec import ElementType, Matmul, Parameter
+from paraplan.model.spec import ElementType, Layer, Matmul, Parameter
 
 # How many tensors of the inner width an activation keeps besides its output, run as transformers writes it: torch's own
 # kernels keep their input (ReLU its output); gelu_new is written out and keeps x, tanh, x/2 and 1 + tanh; gpt-oss keeps
-# gate and up before and the gate behind their clamps, and the sigmoid.
-_KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "relu2": 2, "gpt_oss": 4}
+# gate and up before and the gate behind their clamps, and the sigmoid; a squared ReLU the ReLU's output.
+_KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "gpt_oss": 4}
 # Of these, how many autocast computes in fp32: gelu_new's power, and what is made of it.
 _PROMOTED_BY_ACTIVATION = {"gelu_new": 3}
 
@@ -72,13 +72,17 @@ def activation_saved(
     return part + kept("MLP inner output", inner, element_type=element_type, split="tensor")
 
 
+Router = Literal["softmax", "softmax_in_activations", "softmax_of_chosen", "fp32"]
+"""What is made of a router's logits: a softmax (or sigmoid) of all of them in fp32 or in the activations' type, a
+softmax of the chosen only, or logits computed in fp32 from the cast input."""
+
+
 class ExpertsStyle(NamedTuple):
     """Routed experts of a block: shapes, and how transformers stores and runs them (packed, grouped matmuls).
 
-    `router` says what is made of the router's logits: a softmax of all of them in fp32, one of the chosen only, or
-    logits computed in fp32 from the cast input. `num_readers` counts the matmuls that read the block's normalised
-    input: a router that does not cast it, and shared experts. Experts that are not gated have two matrices.
-    `group_share` is the share of groups of experts to which a token may go.
+    `has_linear_router` says that the router is an nn.Linear, not a parameter of its own. `num_readers` counts the
+    matmuls that read the block's normalised input: a router that does not cast it, and shared experts. Experts that are
+    not gated have two matrices. `group_share` is the share of groups of experts to which a token may go.
     """
 
     num_experts: int
@@ -88,7 +92,8 @@ class ExpertsStyle(NamedTuple):
     bias: bool = False
     input_first: bool = False
     router_name: str = "mlp.gate"
-    router: Literal["softmax", "softmax_of_chosen", "fp32"] = "softmax"
+    router: Router = "softmax"
+    has_linear_router: bool = False
     num_readers: int = 1
     group_share: float = 1.0
     is_gated: bool = True
@@ -110,7 +115,8 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     up_shape = (count, hidden, width) if style.input_first else (count, width, hidden)
     down_shape = (count, inner, hidden) if style.input_first else (count, hidden, inner)
     part = kept("router input", hidden, split="sequence", num_readers=style.num_readers)
-    part += linear(style.router_name, hidden, count, bias=style.bias, layer="other")
+    layer: Layer = "linear" if style.has_linear_router else "other"
+    part += linear(style.router_name, hidden, count, bias=style.bias, layer=layer)
     parameters = [
         _expert_parameter("mlp.experts.gate_up_proj", up_shape, 2 if style.input_first else 1),
         _expert_parameter("mlp.experts.down_proj", down_shape, 1 if style.input_first else 2),
@@ -132,7 +138,8 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     if style.router == "fp32":
         part += kept("router input in fp32", hidden, element_type="cast", split="sequence")
     if style.router != "softmax_of_chosen":
-        part += kept("router probabilities", count, element_type="fp32")
+        narrow = style.router == "softmax_in_activations"
+        part += kept("router probabilities", count, element_type="activation" if narrow else "fp32")
     # Chosen experts, the order of rows by expert and back: four or five 64-bit indices a row; the row's weight twice.
     indices = 5 if style.bias else 4
     part += kept("routing indices", 2 * indices * rows, element_type="fp32", by="modules")

@@ -82,12 +82,12 @@ def products_of(
     """Return the matmuls and attentions of one scope.
 
     Batched products whose output or inner dimension follows the sequence (told by the run at half its length) are the
-    two halves of an eager attention.
+    two halves of an eager attention. Scores that no values follow, as of an indexer, are products of this length.
     """
     tokens = micro_batch_size * seq_length
     matmuls: list[Matmul] = []
     attentions: list[Attention] = []
-    scores: tuple[int, int] | None = None
+    scores: tuple[int, int, Matmul] | None = None
     long_products = whole.products[scope]
     short_products = half.products[scope] if half is not None else []
     if half is not None and loops_over_tokens(scope, whole, half):
@@ -109,13 +109,16 @@ def products_of(
         else:
             batch, m, k, n = product.dims
             if batch > 1 and n != shorter.dims[3]:
-                scores = batch // micro_batch_size, k
+                matmuls += [scores[2]] if scores is not None else []
+                alone = _matmul(f"scores {index}", k, n, batch * m / tokens, product)
+                scores = batch // micro_batch_size, k, alone
             elif batch > 1 and k != shorter.dims[2] and scores is not None and len(attentions) < 2:
-                heads, qk_head_dim = scores
+                heads, qk_head_dim, _ = scores
                 attentions.append(Attention(num_heads=heads, num_kv_heads=heads, qk_head_dim=qk_head_dim, v_head_dim=n))
                 scores = None
             else:
                 matmuls.append(_matmul(f"matmul {index}", k, n, batch * m / tokens, product))
+    matmuls += [scores[2]] if scores is not None else []
     return list(_joined(matmuls)), attentions
 
 

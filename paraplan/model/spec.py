@@ -159,6 +159,8 @@ class BlockSpec(Record):
     matmuls: tuple[Matmul, ...] = ()
     attention: Attention | None = None
     cross_attention: Attention | None = None
+    index_scores: Attention | None = None
+    """Scores by which an indexer chooses the tokens that the attention reads; they have no backward pass."""
     saved: tuple[SavedTensor, ...] = ()
     saved_fused: tuple[SavedTensor, ...] = ()
     tp_limit: int | None = None
@@ -180,7 +182,7 @@ class BlockSpec(Record):
         """Forward FLOPs for one token; without the part that grows with the sequence if `with_attention` is False."""
         flops = sum(matmul.flops_per_token for matmul in self.matmuls)
         if with_attention:
-            attentions = (self.attention, self.cross_attention)
+            attentions = (self.attention, self.cross_attention, self.index_scores)
             flops += sum(attention.flops_per_token(seq_length) for attention in attentions if attention is not None)
         return flops
 
@@ -309,5 +311,7 @@ class ModelSpec(Record):
         for block, count in [(self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)]:
             forward = block.flops_per_token(seq_length)
             frozen = sum(matmul.flops_per_token for matmul in block.matmuls if not matmul.trains)
+            if block.index_scores is not None:
+                frozen += 2 * block.index_scores.flops_per_token(seq_length)
             total += count * (3 * forward - frozen if block.has_backward else forward)
         return total

@@ -45,6 +45,27 @@ _GPT = {
 }
 _GEMMA = {"head_dim": (16, 32), "attention_bias": _FLAG}
 
+_SHARED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": _FLAG,
+    "head_dim": (16, 32),
+    "n_routed_experts": (8, 16),
+    "n_shared_experts": (1, 2),
+    "num_experts_per_tok": (2, 3),
+    "moe_intermediate_size": (32, 48),
+    "first_k_dense_replace": (0, 1),
+    "n_group": (1,),
+    "topk_group": (1,),
+}
+_LATENT = {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"} | {
+    "attention_bias": _FLAG,
+    "q_lora_rank": (None, 24),
+    "kv_lora_rank": (16, 32),
+    "qk_nope_head_dim": (16, 32),
+    "qk_rope_head_dim": (8, 16),
+    "v_head_dim": (16, 24),
+}
+_INDEXED = {"index_n_heads": (2, 4), "index_head_dim": (16, 32), "index_topk": (32, 64)}
+
 # family: (classes, fields with the values to draw from)
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {
     "gpt2": (("GPT2LMHeadModel", "GPT2Model", "GPT2ForSequenceClassification", "GPT2ForQuestionAnswering"), _GPT),
@@ -217,41 +238,126 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {
     "cohere": (("CohereForCausalLM", "CohereModel"), _MODERN | {"use_qk_norm": _FLAG, "attention_bias": _FLAG}),
     "deepseek_v2": (
         ("DeepseekV2ForCausalLM", "DeepseekV2Model"),
-        {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"}
-        | {
-            "attention_bias": _FLAG,
-            "mlp_bias": _FLAG,
-            "q_lora_rank": (None, 24),
-            "kv_lora_rank": (16, 32),
-            "qk_nope_head_dim": (16, 32),
-            "qk_rope_head_dim": (8, 16),
-            "v_head_dim": (16, 24),
-            "n_routed_experts": (4, 8),
-            "n_shared_experts": (1, 2),
-            "num_experts_per_tok": (2, 3),
-            "moe_intermediate_size": (32, 48),
-            "first_k_dense_replace": (0, 1),
-        },
+        _LATENT | _SHARED | {"mlp_bias": _FLAG, "n_routed_experts": (4, 8)},
     ),
     "deepseek_v3": (
         ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
-        {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"}
+        _LATENT | _SHARED | {"n_group": (2, 4), "topk_group": (2,)},
+    ),
+    "smollm3": (
+        ("SmolLM3ForCausalLM", "SmolLM3Model", "SmolLM3ForSequenceClassification"),
+        _MODERN
         | {
             "attention_bias": _FLAG,
-            "q_lora_rank": (None, 24),
-            "kv_lora_rank": (16, 32),
-            "qk_nope_head_dim": (16, 32),
-            "qk_rope_head_dim": (8, 16),
-            "v_head_dim": (16, 24),
-            "n_routed_experts": (8, 16),
+            "mlp_bias": _FLAG,
+            "use_sliding_window": _FLAG,
+            "sliding_window": (None, 256),
+            "no_rope_layer_interval": (2, 4),
+        },
+    ),
+    "glm": (("GlmForCausalLM", "GlmModel"), _MODERN | _GEMMA),
+    "glm4": (("Glm4ForCausalLM", "Glm4Model"), _MODERN | _GEMMA),
+    "ernie4_5": (("Ernie4_5ForCausalLM", "Ernie4_5Model"), _MODERN | {"use_bias": _FLAG, "head_dim": (16, 32)}),
+    "seed_oss": (
+        ("SeedOssForCausalLM", "SeedOssModel"),
+        _MODERN
+        | {
+            "head_dim": (16, 32),
+            "attention_bias": _FLAG,
+            "attention_out_bias": _FLAG,
+            "attention_dropout": (0.0, 0.1),
+            "residual_dropout": (0.0, 0.1),
+        },
+    ),
+    "hunyuan_v1_dense": (
+        ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model"),
+        _MODERN | {"attention_bias": _FLAG, "head_dim": (16, 32)},
+    ),
+    "ministral": (
+        ("MinistralForCausalLM", "MinistralModel"),
+        _MODERN | {"head_dim": (16, 24), "sliding_window": (256,)},
+    ),
+    "ministral3": (("Ministral3ForCausalLM", "Ministral3Model"), _MODERN | {"head_dim": (16, 24)}),
+    "arcee": (("ArceeForCausalLM", "ArceeModel"), _MODERN | {"attention_bias": _FLAG, "mlp_bias": _FLAG}),
+    "olmo3": (("Olmo3ForCausalLM", "Olmo3Model"), _MODERN | {"attention_bias": _FLAG, "sliding_window": (256,)}),
+    "exaone4": (("Exaone4ForCausalLM", "Exaone4Model"), _MODERN | {"head_dim": (16,), "sliding_window": (256,)}),
+    "cohere2": (("Cohere2ForCausalLM", "Cohere2Model"), _MODERN | {"attention_bias": _FLAG, "sliding_window": (256,)}),
+    "glm4_moe": (("Glm4MoeForCausalLM", "Glm4MoeModel"), _MODERN | _SHARED | {"use_qk_norm": _FLAG}),
+    "solar_open": (("SolarOpenForCausalLM", "SolarOpenModel"), _MODERN | _SHARED),
+    "minimax_m2": (
+        ("MiniMaxM2ForCausalLM", "MiniMaxM2Model"),
+        _MODERN
+        | {"head_dim": (16, 32), "num_local_experts": (4, 8), "num_experts_per_tok": (2, 3), "rotary_dim": (8,)},
+    ),
+    "dots1": (
+        ("Dots1ForCausalLM", "Dots1Model"),
+        _MODERN | _SHARED | {"sliding_window": (None, 256), "max_window_layers": (1, 5)},
+    ),
+    "ernie4_5_moe": (
+        ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"),
+        _MODERN
+        | {
+            "use_bias": _FLAG,
+            "moe_num_experts": (4, 6),
+            "moe_k": (2, 3),
+            "moe_intermediate_size": (32, 48),
+            "moe_num_shared_experts": (0, 2),
+            "moe_layer_start_index": (0, 1),
+            "moe_layer_end_index": (-1, 3),
+            "moe_layer_interval": (1, 2),
+        },
+    ),
+    "hunyuan_v1_moe": (
+        ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model"),
+        _MODERN | {"attention_bias": _FLAG, "head_dim": (16, 32), "num_experts": (4, 6), "moe_topk": (1, 2)},
+    ),
+    "hy_v3": (
+        ("HYV3ForCausalLM", "HYV3Model"),
+        _MODERN
+        | {
+            "attention_bias": _FLAG,
+            "head_dim": (16, 32),
+            "num_experts": (4, 6),
+            "num_experts_per_tok": (2, 3),
+            "num_shared_experts": (1, 2),
+            "moe_intermediate_size": (32, 48),
+            "enable_moe_fp32_combine": _FLAG,
+        },
+    ),
+    "olmoe": (
+        ("OlmoeForCausalLM", "OlmoeModel"),
+        _MODERN | {"attention_bias": _FLAG, "num_experts": (4, 6), "num_experts_per_tok": (2, 3)},
+    ),
+    "flex_olmo": (
+        ("FlexOlmoForCausalLM", "FlexOlmoModel"),
+        _MODERN | {"attention_bias": _FLAG, "num_experts": (4, 6), "num_experts_per_tok": (2, 3)},
+    ),
+    "exaone_moe": (
+        ("ExaoneMoeForCausalLM", "ExaoneMoeModel"),
+        _MODERN
+        | {
+            "head_dim": (16,),
+            "sliding_window": (256,),
+            "num_experts": (8, 16),
             "n_group": (2, 4),
             "topk_group": (2,),
-            "n_shared_experts": (1, 2),
             "num_experts_per_tok": (2, 3),
+            "num_shared_experts": (1, 2),
             "moe_intermediate_size": (32, 48),
             "first_k_dense_replace": (0, 1),
         },
     ),
+    "deepseek_v32": (
+        ("DeepseekV32ForCausalLM", "DeepseekV32Model"),
+        _LATENT | _SHARED | _INDEXED | {"q_lora_rank": (24,), "n_group": (2, 4), "topk_group": (2,)},
+    ),
+    "glm_moe_dsa": (
+        ("GlmMoeDsaForCausalLM", "GlmMoeDsaModel"),
+        _LATENT | _SHARED | _INDEXED | {"q_lora_rank": (24,), "index_topk_freq": (1, 2)},
+    ),
+    "glm4_moe_lite": (("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"), _LATENT | _SHARED),
+    "mistral4": (("Mistral4ForCausalLM", "Mistral4Model"), _LATENT | _SHARED),
+    "youtu": (("YoutuForCausalLM", "YoutuModel"), _LATENT),
     "gpt_oss": (
         ("GptOssForCausalLM", "GptOssModel"),
         _MODERN
@@ -340,7 +446,8 @@ def random_config(model_type: str, seed: int) -> dict[str, Any]:
     fields = {name: draw.choice(values) for name, values in (_NO_CACHE_IDS | choices).items()}
     if model_type in ("bert", "roberta", "t5", "opt"):
         fields["pad_token_id"] = 1
-    if model_type.startswith("deepseek"):
+    if "kv_lora_rank" in fields:
+        fields.pop("head_dim", None)
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     if model_type == "falcon" and fields["new_decoder_architecture"]:
         fields["parallel_attn"] = True  # transformers builds these other choices, but cannot run them

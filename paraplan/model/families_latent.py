@@ -1,0 +1,159 @@
+"""Families with multi-head latent attention: DeepSeek's and those that took it over.
+
+Shapes and defaults are those of the transformers library's configuration and model classes, read in version 5.24.
+Layers for multi-token prediction that checkpoints bring are no part of the classes that transformers builds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paraplan.model.attention import AttentionStyle, Indexer, LatentHeads
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.decoder import DecoderShape, EmbeddingStyle, LayerKind
+from paraplan.model.families import GATED, QKV, TWO_NORMS, Choice, Flag, choose, rotary_positions
+from paraplan.model.families_experts import Mixture, are_sparse, mixture
+from paraplan.model.feed_forward import MlpStyle, mlp
+from paraplan.model.heads import HeadStyle
+
+
+class LatentFamily(NamedTuple):
+    """What tells a family with latent attention from DeepSeek-V3.
+
+    `ranks` and `head_dims` are what absent fields mean: q_lora_rank, kv_lora_rank; qk_nope_head_dim, qk_rope_head_dim,
+    v_head_dim. `mixture` is None where every layer is dense. `index_heads` is the default number of an indexer's heads,
+    None where the model has none.
+    """
+
+    mixture: Mixture | None
+    ranks: tuple[int, int] = (1536, 512)
+    head_dims: tuple[int, int, int] = (128, 64, 128)
+    mlp_bias: Choice = False
+    tied: bool = False
+    index_heads: int | None = None
+
+
+def latent_shape(config: ModelConfig, family: LatentFamily) -> DecoderShape:
+    """Return the description of a model with latent attention, its first layers dense."""
+    hidden = config.count("hidden_size")
+    query_rank, kv_rank = family.ranks
+    nope, rope, value = family.head_dims
+    heads = LatentHeads(
+        hidden=hidden,
+        num_heads=config.count("num_attention_heads"),
+        query_rank=config.optional_count("q_lora_rank") if "q_lora_rank" in config.fields else query_rank,
+        kv_rank=config.count("kv_lora_rank", default=kv_rank),
+        nope_head_dim=config.count("qk_nope_head_dim", default=nope),
+        rope_head_dim=config.count("qk_rope_head_dim", default=rope),
+        v_head_dim=config.count("v_head_dim", default=value),
+    )
+    return DecoderShape(
+        hidden=hidden,
+        vocab_size=config.count("vocab_size"),
+        max_seq_length=rotary_positions(config),
+        heads=heads,
+        attention=AttentionStyle(
+            projections=QKV,
+            output_bias=config.flag("attention_bias", default=False),
+            dropout=config.fraction("attention_dropout"),
+            masks_each_layer=family.index_heads is not None,
+        ),
+        layers=_layers(config, family, hidden),
+        norm_kind="rms",
+        norms=TWO_NORMS,
+        embedding=EmbeddingStyle("model.embed_tokens", hidden),
+        head=HeadStyle(width=hidden, tied_by_default=family.tied, norm=("model.norm", "rms", hidden)),
+    )
+
+
+def _layers(config: ModelConfig, family: LatentFamily, hidden: int) -> tuple[LayerKind, ...]:
+    bias = choose(config, family.mlp_bias)
+    activation = config.text("hidden_act", default="silu")
+    dense = mlp(hidden, config.count("intermediate_size"), MlpStyle(GATED, activation, is_gated=True, bias=bias))
+    indexers = _indexers(config, family)
+    if family.mixture is None:
+        return tuple(LayerKind(dense, indexer=one) for one in indexers)
+    part = mixture(config, hidden, family.mixture)
+    sparse = are_sparse(config, family.mixture)
+    return tuple(
+        LayerKind(part, None, "moe", indexer=one) if has_experts else LayerKind(dense, indexer=one)
+        for has_experts, one in zip(sparse, indexers, strict=True)
+    )
+
+
+def _indexers(config: ModelConfig, family: LatentFamily) -> tuple[Indexer | None, ...]:
+    """Return the indexer of each layer; of GLM's some take what the one before them chose."""
+    count = config.layers("num_hidden_layers")
+    if family.index_heads is None:
+        return (None,) * count
+    own = Indexer(
+        num_heads=config.count("index_n_heads", default=family.index_heads),
+        head_dim=config.count("index_head_dim", default=128),
+        top_k=config.count("index_topk", default=2048),
+    )
+    if config.model_type != "glm_moe_dsa":
+        return (own,) * count
+    types = config.names("indexer_types")
+    if not types:
+        every = max(1, config.size("index_topk_freq", default=1))
+        skipped = config.size("index_skip_topk_offset", default=2)
+        pattern = config.text("index_topk_pattern", default="")
+        places = (max(index - skipped + 1, 0) % every == 0 for index in range(count))
+        types = tuple("full" if full else "shared" for full in ((one == "F" for one in pattern) if pattern else places))
+    return tuple(own if one == "full" else own._replace(is_shared=True) for one in types)
+
+
+_MLP_BIAS = Flag("mlp_bias", default=False)
+_SHARED = Mixture(
+    num_experts=(("n_routed_experts", "num_local_experts"), 256),
+    per_token=(("num_experts_per_tok",), 8),
+    num_shared=("n_shared_experts", 1),
+    router="fp32",
+    groups=(8, 4),
+    dense_layers=3,
+)
+_V3 = LatentFamily(_SHARED)
+
+LATENT: dict[str, LatentFamily] = {
+    "deepseek_v2": LatentFamily(
+        _SHARED._replace(
+            num_experts=(("n_routed_experts", "num_local_experts"), 64),
+            per_token=(("num_experts_per_tok",), None),
+            num_shared=("n_shared_experts", 2),
+            groups=(1, 1),
+            dense_layers=0,
+            bias=_MLP_BIAS,
+        ),
+        mlp_bias=_MLP_BIAS,
+    ),
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,
+    "deepseek_v32": _V3._replace(index_heads=64),
+    "glm4_moe_lite": LatentFamily(
+        _SHARED._replace(
+            num_experts=(("n_routed_experts", "num_local_experts"), 64),
+            per_token=(("num_experts_per_tok",), 4),
+            groups=(1, 1),
+            dense_layers=1,
+            reads_dense_layers=False,
+        ),
+        ranks=(768, 512),
+        head_dims=(192, 64, 256),
+    ),
+    "glm_moe_dsa": LatentFamily(
+        _SHARED._replace(groups=(1, 1)), ranks=(2048, 512), head_dims=(192, 64, 256), index_heads=32
+    ),
+    "mistral4": LatentFamily(
+        _SHARED._replace(
+            num_experts=(("n_routed_experts", "num_local_experts"), 128),
+            per_token=(("num_experts_per_tok",), 4),
+            router="softmax_in_activations",
+            groups=(1, 1),
+            dense_layers=0,
+        ),
+        ranks=(1024, 256),
+        head_dims=(64, 64, 128),
+    ),
+    "youtu": LatentFamily(None, tied=True),
+}
+"""Families by `model_type`; Kimi K2 is DeepSeek-V3 under a name of its own."""
