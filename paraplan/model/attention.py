@@ -92,8 +92,9 @@ def attention(heads: Heads, style: AttentionStyle, *, keeps_input: bool = True) 
 
     `keeps_input` is False where another piece of the block keeps the same input (parallel residual).
     """
-    readers = 1 if style.is_fused else 3
-    part = kept("attention input", heads.hidden, split="sequence", num_readers=readers) if keeps_input else Part()
+    part, readers = Part(), style.projections[:-1]
+    if keeps_input:
+        part += kept("attention input", heads.hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     part += _projections(heads, style)
     part += _qk_norms(heads, style)
     part += attention_core(heads.attention(), style)
@@ -139,10 +140,12 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
             by: KeptBy = "fused" if fp32 else "both"
             part += kept(name, width, split="tensor", kernels=kernels, is_turned=style.rotary, by=by)
         part += kept("value", count * core.v_head_dim, split="tensor", kernels=kernels)
-    part += kept("attention output", output_width, split="tensor")
+    reader = style.projections[-1:]  # fused kernels read their own output too
+    part += kept("attention output", output_width, split="tensor", kernels=FUSED_KERNELS)
+    part += kept("attention output", output_width, split="tensor", kernels=EAGER, weights_of=reader)
     if style.copies_output:
         copying: tuple[AttentionKernel, ...] = ("flash",) if style.is_windowed else FUSED_KERNELS
-        part += kept("projection input", output_width, split="tensor", kernels=copying, by="modules")
+        part += kept("projection input", output_width, split="tensor", kernels=copying, weights_of=reader, by="modules")
     part += kept(
         "softmax statistics",
         heads,
@@ -292,20 +295,22 @@ class LatentHeads(NamedTuple):
 
 def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
     """Return projections through low ranks and the core. Tensor parallelism leaves the low-rank projections whole."""
-    part = kept("attention input", heads.hidden, split="sequence", num_readers=2)
+    first = "self_attn.q_proj" if heads.query_rank is None else "self_attn.q_a_proj"
+    readers = (first, "self_attn.kv_a_proj_with_mqa")
+    part = kept("attention input", heads.hidden, split="sequence", num_readers=2, weights_of=readers)
     query_width = heads.num_heads * heads.qk_head_dim
     if heads.query_rank is None:
         part += linear("self_attn.q_proj", heads.hidden, query_width, bias=False, split="column")
     else:
         part += linear("self_attn.q_a_proj", heads.hidden, heads.query_rank, bias=style.output_bias)
         part += norm("self_attn.q_a_layernorm", "rms", heads.query_rank, is_residual=False)
-        part += kept("query latent", heads.query_rank, split="sequence")
+        part += kept("query latent", heads.query_rank, split="sequence", weights_of=("self_attn.q_b_proj",))
         part += linear("self_attn.q_b_proj", heads.query_rank, query_width, bias=False, split="column")
     part += linear(
         "self_attn.kv_a_proj_with_mqa", heads.hidden, heads.kv_rank + heads.rope_head_dim, bias=style.output_bias
     )
     part += norm("self_attn.kv_a_layernorm", "rms", heads.kv_rank, is_residual=False)
-    part += kept("key and value latent", heads.kv_rank, split="sequence")
+    part += kept("key and value latent", heads.kv_rank, split="sequence", weights_of=("self_attn.kv_b_proj",))
     expanded = heads.num_heads * (heads.nope_head_dim + heads.v_head_dim)
     part += linear("self_attn.kv_b_proj", heads.kv_rank, expanded, bias=False, split="column")
     part += attention_core(heads.attention(), style)
@@ -316,7 +321,14 @@ def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
         # Flash attention gives its output the order of the queries, which were put together head by head: the output
         # projection reads a copy in the order of tokens. The other kernel, for unequal sizes, has that order itself.
         width = heads.num_heads * heads.v_head_dim
-        part += kept("attention output by token", width, split="tensor", kernels=FUSED_KERNELS, by="modules")
+        part += kept(
+            "attention output by token",
+            width,
+            split="tensor",
+            kernels=FUSED_KERNELS,
+            weights_of=("self_attn.o_proj",),
+            by="modules",
+        )
     return part + linear(
         "self_attn.o_proj", heads.num_heads * heads.v_head_dim, heads.hidden, bias=style.output_bias, split="row"
     )

@@ -149,6 +149,8 @@ def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> Bloc
         core = shape.heads.attention(window=kind.window)
         limit = gcd(shape.heads.num_heads, shape.heads.num_kv_heads)
     part += kind.feed_forward
+    if shape.residual == "parallel":  # attention reads the MLP's input
+        part = part.read_by("MLP input", style.projections[:-1])
     for where, rate in zip(("attention", "feed-forward"), shape.residual_dropouts, strict=True):
         part += residual_dropout(f"{where} output dropout", rate, shape.hidden)
     output = norm_output(shape.norm_kind)

@@ -47,8 +47,8 @@ class Mixture(NamedTuple):
     has_statistics: bool = False
 
 
-def mixture(config: ModelConfig, hidden: int, fields: Mixture, *, more_readers: int = 0) -> Part:
-    """Return router, routed and shared experts. `more_readers` counts other layers that read the same input."""
+def mixture(config: ModelConfig, hidden: int, fields: Mixture, *, readers: tuple[str, ...] = ()) -> Part:
+    """Return router, routed and shared experts. `readers` are other layers that read the same input."""
     activation = config.text("hidden_act", default="silu")
     inner = config.count(fields.width)
     shared = 0
@@ -61,6 +61,7 @@ def mixture(config: ModelConfig, hidden: int, fields: Mixture, *, more_readers: 
     groups, chosen = (
         config.size(name, default=usual) for name, usual in zip(("n_group", "topk_group"), fields.groups, strict=True)
     )
+    names = tuple(f"{fields.shared_name}.{name}" for name in GATED)
     style = ExpertsStyle(
         num_experts=config.count(*fields.num_experts[0], default=fields.num_experts[1]),
         experts_per_token=config.count(*fields.per_token[0], default=fields.per_token[1]),
@@ -69,14 +70,13 @@ def mixture(config: ModelConfig, hidden: int, fields: Mixture, *, more_readers: 
         router=fields.router,
         router_name=fields.router_name,
         has_linear_router=fields.has_linear_router,
-        num_readers=(fields.router != "fp32") + (2 if shared else 0) + more_readers,
+        readers=(names[:2] if shared else ()) + readers,
         group_share=chosen / groups if 0 < chosen < groups else 1.0,
     )
     part = experts(hidden, style)
     if fields.has_statistics:
         part += weight("mlp.gate.moe_statics.e_score_correction_bias", 1, style.num_experts)
     if shared:
-        names = tuple(f"{fields.shared_name}.{name}" for name in GATED)
         bias = choose(config, fields.bias)
         part += mlp(hidden, shared, MlpStyle(names, activation, is_gated=True, bias=bias), keeps_input=False)
     return part
@@ -143,7 +143,7 @@ def _every(config: ModelConfig) -> tuple[bool, ...]:
 
 def qwen2_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
     """Qwen2-MoE: routed experts beside one shared expert with a gate of its own, some layers dense."""
-    part = mixture(config, hidden, _QWEN2_MOE, more_readers=1) + shared_expert_gate(hidden)
+    part = mixture(config, hidden, _QWEN2_MOE, readers=("mlp.shared_expert_gate",)) + shared_expert_gate(hidden)
     part += kept("shared expert output", hidden + 1)
     return layers_by_kind(config, family, hidden, sparse=_every(config), part=part)
 

@@ -36,11 +36,15 @@ class MlpStyle(NamedTuple):
 def mlp(hidden: int, inner: int, style: MlpStyle, *, keeps_input: bool = True) -> Part:
     """Return an MLP of inner width `inner`. `keeps_input` is False where another piece keeps the same input."""
     *inputs, output = style.projections
-    part = kept("MLP input", hidden, split="sequence", num_readers=len(inputs)) if keeps_input else Part()
+    part, readers = Part(), tuple(inputs)
+    if keeps_input:
+        part += kept("MLP input", hidden, split="sequence", num_readers=len(inputs), weights_of=readers)
     width = 2 * inner if style.is_gated and len(inputs) == 1 else inner
     for name in inputs:
         part += linear(name, hidden, width, bias=style.bias, split="column", input_first=style.input_first)
-    part += activation_saved(style.activation, inner, is_gated=style.is_gated)
+    reads_output = style.activation == "relu" and not style.is_gated and style.inner_dropout == 0  # ReLU does itself
+    reader = None if reads_output else (output,)
+    part += activation_saved(style.activation, inner, is_gated=style.is_gated, weights_of=reader)
     part += dropout("inner dropout", style.inner_dropout, inner, split="tensor")
     if style.inner_dropout > 0 and style.activation == "relu":  # kept as ReLU's own output, beside what is left of it
         part += kept("ReLU output", inner, split="tensor")
@@ -49,12 +53,18 @@ def mlp(hidden: int, inner: int, style: MlpStyle, *, keeps_input: bool = True) -
 
 
 def activation_saved(
-    activation: str, inner: float, *, is_gated: bool, element_type: ElementType = "activation"
+    activation: str,
+    inner: float,
+    *,
+    is_gated: bool,
+    element_type: ElementType = "activation",
+    weights_of: tuple[str, ...] | None = None,
 ) -> Part:
     """Return what the activation of an MLP keeps, its output (the output projection's input) included.
 
     Plain: `8sbh + 8sbh` of Korthikanti et al. 2022, section 4.1, for an inner width of 4h. Gated: gate, up and their
-    product under a fused kernel; torch's own operations keep the activated gate too.
+    product under a fused kernel; torch's own operations keep the activated gate too. `weights_of` names the layer that
+    alone reads the output.
     """
     steps = kept_by_activation(activation)
     fused_steps = 0 if activation == "relu" else 1
@@ -69,7 +79,7 @@ def activation_saved(
         part += kept("up projection", inner, element_type=element_type, split="tensor")
         by: KeptBy = "modules" if fused_steps else "both"
         part += kept("activated gate", inner, element_type=element_type, split="tensor", by=by)
-    return part + kept("MLP inner output", inner, element_type=element_type, split="tensor")
+    return part + kept("MLP inner output", inner, element_type=element_type, split="tensor", weights_of=weights_of)
 
 
 Router = Literal["softmax", "softmax_in_activations", "softmax_of_chosen", "fp32"]
@@ -80,9 +90,9 @@ softmax of the chosen only, or logits computed in fp32 from the cast input."""
 class ExpertsStyle(NamedTuple):
     """Routed experts of a block: shapes, and how transformers stores and runs them (packed, grouped matmuls).
 
-    `has_linear_router` says that the router is an nn.Linear, not a parameter of its own. `num_readers` counts the
-    matmuls that read the block's normalised input: a router that does not cast it, and shared experts. Experts that are
-    not gated have two matrices. `group_share` is the share of groups of experts to which a token may go.
+    `has_linear_router` says that the router is an nn.Linear, not a parameter of its own. `readers` names other layers
+    that read the block's normalised input: those of shared experts. Experts that are not gated have two matrices.
+    `group_share` is the share of groups of experts to which a token may go.
     """
 
     num_experts: int
@@ -94,7 +104,7 @@ class ExpertsStyle(NamedTuple):
     router_name: str = "mlp.gate"
     router: Router = "softmax"
     has_linear_router: bool = False
-    num_readers: int = 1
+    readers: tuple[str, ...] = ()
     group_share: float = 1.0
     is_gated: bool = True
 
@@ -114,7 +124,9 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     width = 2 * inner if style.is_gated else inner
     up_shape = (count, hidden, width) if style.input_first else (count, width, hidden)
     down_shape = (count, inner, hidden) if style.input_first else (count, hidden, inner)
-    part = kept("router input", hidden, split="sequence", num_readers=style.num_readers)
+    own_reader = () if style.router == "fp32" else (style.router_name,)
+    readers = own_reader + style.readers
+    part = kept("router input", hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     layer: Layer = "linear" if style.has_linear_router else "other"
     part += linear(style.router_name, hidden, count, bias=style.bias, layer=layer)
     parameters = [
@@ -136,7 +148,8 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     products = (up, up.replace(name="down_proj", k=inner, n=hidden, split="row"))
     part += Part(parameters=tuple(parameters), matmuls=products)
     if style.router == "fp32":
-        part += kept("router input in fp32", hidden, element_type="cast", split="sequence")
+        reader = (style.router_name,)
+        part += kept("router input in fp32", hidden, element_type="cast", split="sequence", weights_of=reader)
     if style.router != "softmax_of_chosen":
         narrow = style.router == "softmax_in_activations"
         part += kept("router probabilities", count, element_type="activation" if narrow else "fp32")
@@ -144,8 +157,10 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     indices = 5 if style.bias else 4
     part += kept("routing indices", 2 * indices * rows, element_type="fp32", by="modules")
     part += kept("routing weights", 2 * rows, element_type="fp32")
-    own = kept("tokens by expert", rows * hidden, element_type="weights")
-    own += activation_saved(style.activation, rows * inner, is_gated=style.is_gated, element_type="weights")
+    own = kept("tokens by expert", rows * hidden, element_type="weights", weights_of=(up.name,))
+    own += activation_saved(
+        style.activation, rows * inner, is_gated=style.is_gated, element_type="weights", weights_of=("down_proj",)
+    )
     # Fused kernels scale rows by their router's weights before the last product, whose output nobody reads again
     # (Yan et al. 2026, arXiv 2603.07685, memory-efficient permutation); a bias after it forbids that.
     own += kept("expert outputs", rows * hidden, element_type="weights", by="both" if style.bias else "modules")

@@ -8,7 +8,6 @@ pass. Within the first that does, gradients of inputs are counted everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
@@ -251,11 +250,12 @@ def _frozen_block(
             added += _adapter_part(layer, adapter, storage.input_copies)
             traffic += _adapter_traffic(layer, adapter, storage.input_copies)
     shares = adapter is not None and storage.input_copies in ("shared", "fused") and not adapter.dropout
-    readers = targets if shares and adapter is not None and adapter.kind != "ia3" else frozenset()
+    experts = frozenset(one.name for one in block.matmuls if one.num_experts > 1)
+    # Adapters of experts are added to their weights, whose gradients read what a weight's own reads.
+    readers = targets if shares and adapter is not None and adapter.kind != "ia3" else targets & experts
     readers = frozenset(one.name for one in block.matmuls) if storage.keeps_inputs else readers
-    dropped = frozenset() if storage.keeps_inputs else _unread_inputs(block, readers)
     saved, fused = (
-        tuple(_kept(tensors, dropped, readers, trains_norms=trains_norms)) + more
+        tuple(one for one in tensors if not _is_for_weights(one, readers, trains_norms=trains_norms)) + more
         for tensors, more in ((block.saved, added.saved), (block.saved_fused, added.saved_fused))
     )
     return block.replace(
@@ -273,44 +273,6 @@ def _frozen_block(
 
 def _of_experts(each_bytes: dict[str, float], matmul: Matmul) -> float:
     return next((size for name, size in each_bytes.items() if name.endswith(f".{matmul.name}")), 0.0)
-
-
-def _kept(
-    tensors: tuple[SavedTensor, ...], dropped: frozenset[str], readers: frozenset[str], *, trains_norms: bool
-) -> Iterator[SavedTensor]:
-    for one in tensors:
-        if one.name in dropped or _is_for_weights(one, readers, trains_norms=trains_norms):
-            continue
-        if one.name == "attention output" and "projection input" in dropped:  # eager attention does not read it again
-            yield one.replace(kernels=("flash", "sdpa"))
-        else:
-            yield one
-
-
-def _unread_inputs(block: BlockSpec, readers: frozenset[str]) -> frozenset[str]:
-    """Return the kept inputs of linear layers that none of `readers` reads.
-
-    Layers of a block come in groups: those that read the block's stream, then the one that returns to it.
-    """
-    groups: list[list[Matmul]] = [[]]
-    for one in block.matmuls:
-        groups[-1].append(one)
-        if one.split == "row":
-            groups.append([])
-    groups = [group for group in groups if group]
-    if not groups or block.attention is None:
-        return frozenset()
-    names: list[tuple[str, ...]] = [("attention input", "projection input", "attention output by token")]
-    names += [("cross-attention input",)] * (len(groups) - 2) + [("MLP input", "MLP inner output")]
-    by_activation = [one for one in block.saved if one.name in ("activation internals", "up projection", "power")]
-    is_relu = not any(one.elements_per_token for one in by_activation)  # keeps its output itself
-    found: set[str] = set()
-    for group, (entry, *inner) in zip(groups, names, strict=False):
-        if not any(one.name in readers for one in group[:-1]):
-            found.add(entry)
-        if group[-1].name not in readers and not (is_relu and entry == "MLP input"):
-            found.update(inner)
-    return frozenset(found)
 
 
 def _adapter_traffic(matmul: Matmul, adapter: AdapterSpec, copies: InputCopy) -> float:

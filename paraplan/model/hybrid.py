@@ -93,7 +93,7 @@ def _experts(config: ModelConfig, hidden: int) -> Part:
         experts_per_token=config.count("num_experts_per_tok"),
         inner=config.count("moe_intermediate_size"),
         activation="relu2",
-        num_readers=2,
+        readers=("up_proj",),
         is_gated=False,
     )
     part = experts(latent, style)

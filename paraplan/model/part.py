@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from paraplan.model.spec import (
@@ -36,6 +36,17 @@ class Part:
             self.saved_fused + other.saved_fused,
         )
 
+    def read_by(self, tensor: str, layers: tuple[str, ...]) -> Part:
+        """Return the part with layers that a kept tensor is kept for too."""
+        saved, fused = (
+            tuple(
+                one.replace(weights_of=(*(one.weights_of or ()), *layers)) if one.name == tensor else one
+                for one in each
+            )
+            for each in (self.saved, self.saved_fused)
+        )
+        return replace(self, saved=saved, saved_fused=fused)
+
 
 def kept(
     name: str,
@@ -51,6 +62,7 @@ def kept(
     is_powered: bool = False,
     num_readers: int | None = None,
     is_turned: bool = False,
+    weights_of: tuple[str, ...] | None = None,
     by: KeptBy = "both",
 ) -> Part:
     """Return a part that keeps one tensor: `elements` per token and `pairs` per pair of query and key token."""
@@ -67,6 +79,7 @@ def kept(
         is_powered=is_powered,
         num_readers=num_readers,
         is_turned=is_turned,
+        weights_of=weights_of,
     )
     return Part(saved=(tensor,) if by != "fused" else (), saved_fused=(tensor,) if by != "modules" else ())
 

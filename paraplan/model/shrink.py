@@ -138,7 +138,9 @@ def _fewer_heads(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
             small |= {group_name: few, head_name: few * min(2, fields[head_name] // fields[group_name])}
     if _is_count(fields.get("qk_rope_head_dim")):  # latent attention: heads have a part with positions and one without
         rotary = _AT_MOST["qk_rope_head_dim"]
-        small |= _each(fields, ("head_dim",), rotary) | _each(fields, ("qk_head_dim",), 2 * rotary)
+        has_rest = fields.get("head_dim") != fields["qk_rope_head_dim"]  # of Mistral 4 it is that of both parts
+        small |= _each(fields, ("head_dim",), 2 * rotary if has_rest else rotary)
+        small |= _each(fields, ("qk_head_dim",), 2 * rotary)
     return small
 
 

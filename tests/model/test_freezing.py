@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from paraplan.errors import PlanError
+from paraplan.model.config_file import ModelConfig
 from paraplan.model.freezing import FrozenStorage, freeze
-from paraplan.model.reader import read_model
+from paraplan.model.reader import read_fields, read_model
 from paraplan.model.saved import saved_bytes
 from paraplan.model.shapes import TransformerShapes, model_from_shapes
 from paraplan.model.spec import ModelSpec
@@ -89,6 +92,62 @@ def test_older_bitsandbytes_keeps_the_inputs_of_products_in_four_bits() -> None:
 def test_what_a_block_keeps_is_what_torch_keeps_of_a_peft_model(copies: InputCopy, measured: float) -> None:
     frozen = freeze(llama(), parse_trainable("lora:r=16,targets=q|k|v|o"), FrozenStorage(input_copies=copies))
     assert saved_per_token(frozen) / HIDDEN == pytest.approx(measured, rel=0.01)
+
+
+MIXTURE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_experts_per_tok": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 16},
+    "glm4_moe": {"num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 16, "first_k_dense_replace": 0},
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "n_routed_experts": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_mixture_with_adapters_keeps_what_torch_keeps_of_a_peft_model(model_type: str) -> None:
+    pytest.importorskip("transformers", reason="builds the model")
+    peft = pytest.importorskip("peft", reason="puts adapters into the model")
+    from paraplan.model.trace import trace_module
+    from paraplan.model.transformers_model import library_factory
+
+    config = ModelConfig("mixture", {"model_type": model_type} | MIXTURE | MIXTURES[model_type])
+    build, tokens = library_factory(config), 1024
+
+    def adapted() -> Any:
+        targets = ["q_proj", "q_b_proj", "o_proj"]
+        module = peft.get_peft_model(build().to(torch.bfloat16), peft.LoraConfig(r=4, target_modules=targets))
+        module.enable_input_require_grads()
+        return module
+
+    targets = "q|o" if "q_lora_rank" not in config.fields else "q_b_proj|o"
+    ours = freeze(read_fields(config), parse_trainable(f"lora:r=4,targets={targets}"), FrozenStorage())
+    theirs = trace_module(adapted, seq_length=tokens)
+    kept, traced = (
+        saved_bytes(model.blocks[-1].saved, seq_length=tokens, micro_batch_size=1, kernel="sdpa")
+        for model in (ours, theirs)
+    )
+    assert ours.num_trained == theirs.num_trained
+    assert kept == pytest.approx(traced, rel=0.02)
 
 
 def test_frozen_layers_keep_no_inputs_and_adapters_do() -> None:

@@ -151,6 +151,20 @@ MODELS_BY_TOTAL = {
     "phi-3-medium": 13_960_238_080,
     "olmo-2-32b": 32_234_279_936,
     "qwen3-coder-480b-a35b": 480_154_875_392,
+    # Without layers for multi-token prediction, which transformers' classes leave out.
+    "smollm3-3b": 3_075_098_624,
+    "minimax-m2": 228_689_748_992,
+    "ernie-4.5-21b-a3b": 21_825_437_888,
+    "glm-4-9b": 9_400_279_040,
+    "glm-4.5-air": 106_852_245_504,
+    "glm-4.5": 352_797_814_784,
+    "glm-4.6": 352_797_814_784,
+    "glm-4.7-flash": 29_943_390_976,
+    "glm-5": 743_911_199_232,
+    "deepseek-v3.1": 671_026_404_352,
+    "deepseek-v3.2": 671_877_929_216,
+    "ministral-3-8b": 8_489_553_920,
+    "mistral-small-4": 118_972_826_624,
 }
 
 
