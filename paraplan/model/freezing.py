@@ -249,11 +249,7 @@ def _frozen_block(
         if adapter is not None and layer.name in targets and layer.num_experts == 1:
             added += _adapter_part(layer, adapter, storage.input_copies)
             traffic += _adapter_traffic(layer, adapter, storage.input_copies)
-    shares = adapter is not None and storage.input_copies in ("shared", "fused") and not adapter.dropout
-    experts = frozenset(one.name for one in block.matmuls if one.num_experts > 1)
-    # Adapters of experts are added to their weights, whose gradients read what a weight's own reads.
-    readers = targets if shares and adapter is not None and adapter.kind != "ia3" else targets & experts
-    readers = frozenset(one.name for one in block.matmuls) if storage.keeps_inputs else readers
+    readers = _readers_of_inputs(matmuls, storage, adapter, targets)
     saved, fused = (
         tuple(one for one in tensors if not _is_for_weights(one, readers, trains_norms=trains_norms)) + more
         for tensors, more in ((block.saved, added.saved), (block.saved_fused, added.saved_fused))
@@ -269,6 +265,20 @@ def _frozen_block(
         adapter_traffic_per_token=traffic,
         before_freezing=block,
     )
+
+
+def _readers_of_inputs(
+    matmuls: list[Matmul], storage: FrozenStorage, adapter: AdapterSpec | None, targets: frozenset[str]
+) -> frozenset[str]:
+    """Return the frozen layers whose inputs are kept.
+
+    They are those that adapters share, those of experts with adapters, which are added to their weights, and those that
+    are multiplied by weights in four bits where storage says so.
+    """
+    shares = storage.input_copies in ("shared", "fused") and adapter is not None and not adapter.dropout
+    readers = targets if shares and adapter is not None and adapter.kind != "ia3" else frozenset[str]()
+    readers |= {one.name for one in matmuls if one.num_experts > 1 and one.name in targets}
+    return readers | {one.name for one in matmuls if storage.keeps_inputs and one.quantized_bytes}
 
 
 def _of_experts(each_bytes: dict[str, float], matmul: Matmul) -> float:

@@ -8,7 +8,7 @@ random numbers than one process.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -22,7 +22,11 @@ _OTHER_INNER = (
     *("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_latent_size"),
 )
-_SCANS = (("n_groups", "mamba_num_heads"), ("linear_num_key_heads", "linear_num_value_heads"))
+_SCANS = (
+    ("n_groups", "mamba_num_heads"),
+    ("linear_num_key_heads", "linear_num_value_heads"),
+    ("linear_num_heads", "linear_num_heads"),
+)
 """Fields of layers whose state is carried from token to token: groups, and the heads that share them."""
 _VOCABULARY = ("vocab_size", "vocabulary_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length", "seq_length")
@@ -51,6 +55,7 @@ _AT_MOST = {
     "state_size": 8,
     "ssm_state_size": 8,
     "mamba_head_dim": 8,
+    "linear_head_dim": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "chunk_size": 8,
@@ -67,7 +72,8 @@ _HEAD_DIM, _NO_HEADS_WIDTH, _SMALL_VOCABULARY, _SMALL_EXPERTS = 16, 64, 128, 4
 class Smaller:
     """What a smaller model is made for: at most `num_layers` layers, `tp` ranks that share one, short sequences.
 
-    Each of these shares its heads with `cp` ranks that have other tokens.
+    Each of these shares its heads with `cp` ranks that have other tokens. `depth` is the number of layers of the model
+    that a part of its configuration belongs to, None for the whole.
     """
 
     num_layers: int
@@ -75,29 +81,42 @@ class Smaller:
     seq_length: int
     keeps_width: bool = False
     cp: int = 1
+    depth: int | None = None
 
 
 def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
     """Return the fields of a configuration, as transformers names them, of a smaller model of the same structure."""
     small = dict(fields)
-    depth = _first(fields, (*_LAYERS, *_STACKS))
+    depth = _first(fields, (*_LAYERS, *_STACKS)) or to.depth
     for name in (*_LAYERS, *_STACKS):
         if _is_count(fields.get(name)):
             small[name] = min(fields[name], to.num_layers)
     if depth is not None and depth > to.num_layers:
-        for name, value in fields.items():
-            if isinstance(value, list) and len(value) == depth:
-                small[name] = _every_kind(value, to.num_layers)
-            elif isinstance(value, list) and name.endswith("_layers") and all(_is_index(item) for item in value):
-                small[name] = [item for item in value if item < to.num_layers]
+        small |= _fewer_layers(fields, depth, to.num_layers)
     if not to.keeps_width:
         small |= _narrower(fields, to)
     for name, value in fields.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and _is_dropout(name):
             small[name] = type(value)(0)
         if isinstance(value, dict) and name.endswith("_config"):
-            small[name] = shrink_fields(value, to)
+            small[name] = shrink_fields(value, replace(to, depth=depth))
     return small
+
+
+def _fewer_layers(fields: Mapping[str, Any], depth: int, count: int) -> dict[str, Any]:
+    """Return the lists that say something of each of `depth` layers, or name some by index, for `count` layers."""
+    lists = {name: value for name, value in fields.items() if isinstance(value, list)}
+    small = {name: _every_kind(value, count) for name, value in lists.items() if len(value) == depth}
+    named = {
+        name: value
+        for name, value in lists.items()
+        if name not in small and name.endswith("_layers") and all(_is_index(item) for item in value)
+    }
+    if sorted(place for places in named.values() for place in places) == list(range(1, depth + 1)):
+        kinds = [next(name for name, places in named.items() if place in places) for place in range(1, depth + 1)]
+        few = _every_kind(kinds, count)
+        return small | {name: [place + 1 for place, kind in enumerate(few) if kind == name] for name in named}
+    return small | {name: [place for place in places if place < count] for name, places in named.items()}
 
 
 def _narrower(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
@@ -112,8 +131,15 @@ def _narrower(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
     for names, limit in ((_POSITIONS, 4 * to.seq_length), (_WINDOWS, to.seq_length // 2), (_EXPERTS, _SMALL_EXPERTS)):
         small |= _each(fields, names, limit)
     small |= {name: min(fields[name], limit) for name, limit in _AT_MOST.items() if _is_count(fields.get(name))}
-    small |= {name: _plain_rope(fields[name]) for name in _ROPE if fields.get(name) is not None}
+    head_dim = small.get("head_dim") or _ratio({**fields, **small})
+    small |= {name: _plain_rope(fields[name], head_dim) for name in _ROPE if fields.get(name) is not None}
     return small
+
+
+def _ratio(fields: Mapping[str, Any]) -> int | None:
+    """Return the width of a head that follows from that of all, None where the fields do not say."""
+    hidden, heads = _first(fields, _HIDDEN), _first(fields, _HEADS)
+    return hidden // heads if hidden and heads else None
 
 
 def _fewer_heads(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
@@ -170,13 +196,17 @@ def _every_kind(values: list[Any], count: int) -> list[Any]:
     return [values[index] for index in sorted([*first, *rest][:count])]
 
 
-def _plain_rope(value: Any) -> Any:
-    """Return the settings of rotary positions without scaling to long sequences."""
+def _plain_rope(value: Any, head_dim: int | None) -> Any:
+    """Return the settings of rotary positions without scaling to long sequences, sections in proportion."""
     if not isinstance(value, dict):
         return value
     if value and all(isinstance(item, dict) for item in value.values()):  # one for each kind of layer
-        return {name: _plain_rope(item) for name, item in value.items()}
+        return {name: _plain_rope(item, head_dim) for name, item in value.items()}
     kept = {name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value}
+    sections = value.get("mrope_section")
+    if sections and head_dim:  # of half the features of a head: time, height, width
+        few = [section * head_dim // (2 * sum(sections)) for section in sections]
+        kept["mrope_section"] = [few[0] + head_dim // 2 - sum(few), *few[1:]]
     return {"rope_type": "default", **kept} if kept else None
 
 
