@@ -22,6 +22,10 @@ from paraplan.plan.training import TrainingSpec
 
 MakeWorkload = Callable[..., Workload]
 
+# Threads of libgomp spin while they wait for each other. In ranks whose library asks for more than one thread that was
+# two thirds of the processors' time. Read when libgomp is loaded: here, and in all processes of tests.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 # Examples are not timed: a busy machine is no finding. Every run tries the same examples, so that a failure comes with
 # the change that caused it; HYPOTHESIS_PROFILE=explore looks for others, and for more of them.
 settings.register_profile(

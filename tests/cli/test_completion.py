@@ -9,11 +9,11 @@ import select
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from paraplan.cli.main import app
 
@@ -76,12 +76,17 @@ def test_zsh_completes_a_machine_on_a_terminal(tmp_path: Path) -> None:
         os.close(side)
 
 
-def read_until(terminal: int, wanted: str, *, seconds: float = 20) -> str:
-    """Return what a terminal shows up to a text, or in so many seconds."""
-    shown, deadline = "", time.monotonic() + seconds
-    while wanted not in shown and time.monotonic() < deadline:
-        if select.select([terminal], [], [], 0.1)[0]:
+def read_until(terminal: int, wanted: str) -> str:
+    """Return what a terminal shows up to a text."""
+    shown = ""
+
+    def is_shown() -> bool:
+        nonlocal shown
+        if select.select([terminal], [], [], 0)[0]:
             shown += os.read(terminal, 65536).decode(errors="replace")
+        return wanted in shown
+
+    wait_until(is_shown, told=lambda: shown)
     return shown
 
 

@@ -8,13 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from free_ports import free_port
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from paraplan.cli.main import app
 
@@ -139,12 +139,11 @@ def test_nodes_with_addresses_of_their_own_meet_and_listen_on_the_one_asked_for_
 
 def wait_for_listeners(space: str, awaited: str) -> set[str]:
     """Return all addresses on which somebody listens, once the awaited one is among them."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        command = [IP, "netns", "exec", space, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
-        rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        found = {row.split()[1] for row in rows if len(row.split()) > 3 and row.split()[3] == "0A"}
-        if awaited in found:
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"nobody listens on {awaited}: {found}")
+    wait_until(lambda: awaited in listeners(space), told=lambda: f"nobody listens on {awaited}: {listeners(space)}")
+    return listeners(space)
+
+
+def listeners(space: str) -> set[str]:
+    command = [IP, "netns", "exec", space, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {row.split()[1] for row in rows if len(row.split()) > 3 and row.split()[3] == "0A"}

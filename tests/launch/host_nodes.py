@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from forked_launcher import ForkedLauncher
-from launching import PATIENCE_S, launcher_command
+from launching import launcher_command
 from nodes import Hosts
 from rank_harness import RankHarness
+from waiting import PATIENCE_S, wait_until
 
 MEETING_S = 3 * PATIENCE_S
 """Nodes start, meet, plan and train for some steps within this time, however busy the machine."""
@@ -53,11 +55,18 @@ class Node:
         return status, self.output.read_text()
 
     def wait_for(self, word: str) -> None:
-        deadline = time.monotonic() + MEETING_S
-        while word not in self.output.read_text():
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.05)
+        """Return once it has written the word; it must not end before."""
+        self.wait_for_pattern(re.escape(word))
+
+    def wait_for_pattern(self, pattern: str) -> None:
+        """Return once it has written what matches; it must not end before."""
+        wait_until(
+            lambda: re.search(pattern, self.output.read_text()) or self.process.poll() is not None,
+            told=self.output.read_text,
+            timeout_s=MEETING_S,
+        )
+        text = self.output.read_text()
+        assert re.search(pattern, text), text
 
 
 StartNode = Callable[..., Node]

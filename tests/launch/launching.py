@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -13,6 +12,7 @@ from typing import IO
 from forked_launch import Ended
 from forked_launcher import ForkedLauncher
 from free_ports import free_port as free_port
+from waiting import PATIENCE_S, wait_until
 
 import paraplan
 
@@ -21,9 +21,6 @@ ForkedLaunch = Callable[..., Ended]
 Start = Callable[..., "subprocess.Popen[str]"]
 StartForked = Callable[..., ForkedLauncher]
 WriteScript = Callable[[str], Path]
-
-PATIENCE_S = 120
-"""How long a test waits for what is bound to happen: far longer than it takes on the busiest machine."""
 
 NEVER_S = 100 * PATIENCE_S
 """What a launcher is told to wait at most where the test says that it does not wait: the test's own end comes first."""
@@ -55,12 +52,9 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def wait_until_dead(*pids: int) -> list[int]:
-    """Return those of `pids` that are still alive after a long while."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and any(map(is_alive, pids)):
-        time.sleep(0.02)
-    return [pid for pid in pids if is_alive(pid)]
+def wait_until_dead(*pids: int) -> None:
+    """Return once none of `pids` is alive."""
+    wait_until(lambda: not any(map(is_alive, pids)), told=lambda: [pid for pid in pids if is_alive(pid)])
 
 
 def read_until(stream: IO[str], is_enough: Callable[[str], bool]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,8 +10,8 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import PATIENCE_S
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.launch.elastic.movable import MovableRendezvous
 from paraplan.launch.nodes.doors import Doors
@@ -166,10 +165,7 @@ def test_a_new_host_of_the_endpoint_sees_nodes_of_the_job_as_it_was(two_doors: t
     guest.enter(endpoint, again=True)
     assert host.members_at() == [guest.facts["host"]]
     guest.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while host.members_at() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert host.members_at() == []
+    wait_until(lambda: not host.members_at())
 
 
 def test_a_job_that_has_moved_is_found_at_any_of_its_nodes(two_doors: tuple[Doors, Doors, list[str]]) -> None:

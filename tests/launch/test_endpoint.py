@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from launching import PATIENCE_S, free_port
+from launching import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from waiting import PATIENCE_S
 
 from paraplan.errors import UsageError
 from paraplan.launch.nodes.doors import Doors

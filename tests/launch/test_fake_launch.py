@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from factory_script import FACTORY
 from forked_launch import Ended, launch_forked
-from launching import PATIENCE_S, Launch, StartForked, names_in, wait_until_dead
+from launching import Launch, StartForked, names_in, wait_until_dead
 from rank_harness import RankHarness
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.fake.estimate import StageEstimate
@@ -423,15 +423,12 @@ def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start_forked: Start
         "time.sleep(600)\n"
     )
     process = start_forked("--fake", 2, script)
-    deadline = time.monotonic() + PATIENCE_S
-    while not here.exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: here.exists() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     process.terminate()
     process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143
-    assert wait_until_dead(int(here.read_text())) == []
+    wait_until_dead(int(here.read_text()))
     assert names_in(scratch) == []
 
 

@@ -17,8 +17,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE_S
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.endpoint import Endpoint
@@ -160,9 +160,7 @@ def test_a_launcher_without_the_token_is_refused_on_both_sides(host: Host) -> No
     other = Doors(b"another token")
     with pytest.raises(RefusedError, match="it does not know this job's token"):
         other.enter(host.endpoint)
-    deadline = time.monotonic() + PATIENCE_S
-    while not host.said and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: host.said)
     assert host.said == ["refused a connection from 127.0.0.1: it does not know this job's token"]
 
 
@@ -172,9 +170,7 @@ def test_a_launcher_that_proves_itself_learns_how_far_the_clocks_are_apart(host:
     assert other.clock_offset_s == pytest.approx(0, abs=0.5)
     assert host.doors.clock_offset_s is None  # it has entered nowhere, and hosts ranks alone
     other.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while not host.doors.left and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: host.doors.left)
     assert set(host.doors.left) == {socket.gethostname()}
 
 
@@ -183,10 +179,7 @@ def test_a_launcher_that_is_lost_is_out_of_the_round_at_once_unless_it_comes_bac
     other.enter(host.endpoint)
     assert not host.doors.is_gone(name, os.getpid())
     other.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while not host.doors.is_gone(name, os.getpid()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert host.doors.is_gone(name, os.getpid())
+    wait_until(lambda: host.doors.is_gone(name, os.getpid()))
     assert host.doors.is_gone(f"{name}.cluster.example", os.getpid())
     assert not host.doors.is_gone(name, os.getpid() + 1), "another launcher of the host, in its place"
     assert not host.doors.is_gone("elsewhere", os.getpid())
@@ -198,8 +191,7 @@ def test_a_launcher_that_is_lost_is_out_of_the_round_at_once_unless_it_comes_bac
     assert now - read.last_seen[mine] < timedelta(minutes=1)
     again = Doors(TOKEN)
     again.enter(host.endpoint)
-    while (host.doors.left or host.doors.gone) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not (host.doors.left or host.doors.gone))
     assert not host.doors.is_gone(name, os.getpid())
     assert host.doors.left == {}
     again.close()

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE_S, WriteScript, launcher_command, launcher_environment, names_in
+from launching import WriteScript, launcher_command, launcher_environment, names_in
 from test_restart_in_process import TRAIN, processes
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.ranks
 

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from textwrap import dedent
 from typing import IO
@@ -16,7 +15,6 @@ from typing import IO
 import pytest
 from case_selection import with_all
 from launching import (
-    PATIENCE_S,
     ForkedLaunch,
     Launch,
     StartForked,
@@ -28,6 +26,7 @@ from launching import (
     read_until,
     wait_until_dead,
 )
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.launch.ranks.step_marks import MARKS_VARIABLE
 from paraplan.plan.files import PlanFile
@@ -291,11 +290,8 @@ def test_ranks_that_ignore_signals_end_with_the_launcher_and_so_do_their_childre
         assert process.wait(timeout=PATIENCE_S) == status
         assert process.stdout.read() == ""  # ends only when nobody holds the pipe any more
         assert "Traceback" not in (process.stderr.read() if process.stderr else "")
-    assert wait_until_dead(*pids) == []  # a process closes its pipes before it is gone
-    deadline = time.monotonic() + PATIENCE_S
-    while names_in(scratch) and time.monotonic() < deadline:
-        time.sleep(0.05)  # after SIGKILL the spawner cleans up by itself
-    assert names_in(scratch) == []
+    wait_until_dead(*pids)  # a process closes its pipes before it is gone
+    wait_until(lambda: not names_in(scratch))  # after SIGKILL the spawner cleans up by itself
 
 
 def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
@@ -408,10 +404,10 @@ def test_what_ranks_have_begun_in_the_background_goes_on_after_a_job_that_ended_
     named = f"paraplan: the ranks have ended and leave running what they started in the background: {upload} (sh -c "
     assert (named in done.stderr) is not fails
     if fails:
-        assert wait_until_dead(upload) == []
+        wait_until_dead(upload)
         return
     (tmp_path / "go").write_text("\n")
-    assert wait_until_dead(upload) == []
+    wait_until_dead(upload)
     assert (tmp_path / "uploaded").read_text() == "uploaded\n"
 
 

@@ -10,8 +10,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE_S
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from waiting import PATIENCE_S
 
 from paraplan.launch.live.answers import LiveJob
 from paraplan.launch.live.channel import VERSION, answer, ask, launchers, listen, receive

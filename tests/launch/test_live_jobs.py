@@ -8,18 +8,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 from forked_launcher import ForkedLauncher
 from host_nodes import StartNode
-from launching import PATIENCE_S, StartForked, WriteScript, launcher_environment, names_in, wait_until_dead
+from launching import StartForked, WriteScript, launcher_environment, names_in, wait_until_dead
 from nodes import Hosts
 from rank_harness import RankHarness
 from typer.testing import CliRunner, Result
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.api.live_runs import Run, live_runs
 from paraplan.cli.main import app
@@ -60,13 +61,12 @@ def ask(*words: object) -> Result:
 
 def wait_for(folder: Path, is_ready: Callable[[Run], bool]) -> Run:
     """Return the run in `folder`, or with this launcher, once it is ready."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        for run in live_runs():
-            if run.folder is not None and run.folder.is_relative_to(folder) and is_ready(run):
-                return run
-        time.sleep(0.05)
-    raise AssertionError(f"{[run.id for run in live_runs()]} after {PATIENCE_S} s")
+
+    def ready() -> list[Run]:
+        of_folder = [run for run in live_runs() if run.folder is not None and run.folder.is_relative_to(folder)]
+        return [run for run in of_folder if is_ready(run)]
+
+    return wait_until(ready, told=lambda: [run.id for run in live_runs()])[0]
 
 
 def has_ranks(run: Run) -> bool:
@@ -157,21 +157,26 @@ def test_attach_follows_all_ranks_and_ctrl_c_leaves_the_job_alone(training: Run)
     assert training.id in [run.id for run in live_runs()]
 
 
+def stacks_once_rank_0_waits(training: Run) -> Any:
+    found = json.loads(ask("stacks", training.id, "--json").stdout)
+    is_seen = found["stopped"] and found["waiting"]  # a signal is there once the rank was to run again
+    return found if is_seen and "train.py:14" in place_of_rank_0(found) else None
+
+
+def place_of_rank_0(stacks: Any) -> str:
+    # Where py-spy is, it reads the stopped rank as well, which may stand at the same place.
+    (place,) = (place["place"] for place in stacks["places"] if 0 in place["ranks"])
+    return str(place)
+
+
 def test_stacks_name_the_rank_that_others_wait_for_and_those_that_do_not_answer(training: Run) -> None:
     stopped = training.ranks[1]
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            found = json.loads(ask("stacks", training.id, "--json").stdout)
-            # Where py-spy is, it reads the stopped rank as well, which may stand at the same place.
-            (place,) = (place["place"] for place in found["places"] if 0 in place["ranks"])
-            is_seen = found["stopped"] and found["waiting"]  # a signal is there once the rank was to run again
-            if (is_seen and "train.py:14" in place) or time.monotonic() > deadline:
-                break
+        found = wait_until(lambda: stacks_once_rank_0_waits(training))
         assert found["stopped"] == [1]
         assert re.match(r"rank 0 in all_reduce number \d+ of ranks 0-1", found["waiting"][0])
-        assert "called from <module> (train.py:14)" in place
+        assert "called from <module> (train.py:14)" in place_of_rank_0(found)
         done = paraplan("stacks", training.id, "-v")
         assert "rank 1 is stopped, by SIGSTOP or a debugger" in done.stdout.splitlines()
         assert re.search(r"(?m)train\.py:14 in <module>$", done.stdout)
@@ -213,12 +218,9 @@ def test_attach_ends_with_the_run_and_its_status_and_no_question_ends_a_rank(
 ) -> None:
     job = start_forked("--nproc-per-node", 2, script(OTHER))
     run = wait_for(tmp_path, lambda run: has_ranks(run) and run.ranks[1].state == "running")
-    while Path(f"/proc/{run.ranks[1].pid}/comm").read_text() != "sleep\n":
-        time.sleep(0.02)
-    patience_s = time.monotonic() + PATIENCE_S
-    while "rank 1 does not answer" not in (said := ask("stacks", run.id).stdout):
-        assert "ranks 0-1 do not answer" in said  # a busy machine keeps rank 0 from it for once
-        assert time.monotonic() < patience_s
+    wait_until(lambda: Path(f"/proc/{run.ranks[1].pid}/comm").read_text() == "sleep\n")
+    # "ranks 0-1 do not answer" where a busy machine keeps rank 0 from it for once
+    wait_until(lambda: "rank 1 does not answer" in ask("stacks", run.id).stdout)
     assert has_ranks(wait_for(tmp_path, has_ranks))  # the signal would have ended it
     with subprocess.Popen(
         [sys.executable, "-u", "-m", "paraplan", "attach", run.id],
@@ -251,7 +253,7 @@ def test_nothing_is_left_of_a_launcher_that_was_killed(
     assert silent.stderr.startswith(f"error: the launcher of process {job.pid} does not answer\n")
     job.kill()
     job.communicate(timeout=PATIENCE_S)
-    assert wait_until_dead(*(rank.pid for rank in run.ranks)) == []
+    wait_until_dead(*(rank.pid for rank in run.ranks))
     assert job.pid not in [other.pid for other in live_runs()]
     assert names_in(scratch) == []
     assert [path for path in tmp_path.rglob("*") if path.is_socket() or path.is_fifo()] == []

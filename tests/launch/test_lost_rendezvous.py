@@ -14,7 +14,6 @@ from launching import WriteScript, free_port, names_in
 from nodes import IP, Hosts
 from rank_harness import RankHarness
 from recovery_script import SCRIPT, losses
-from test_neighbour_copies import wait_for_pattern
 from test_several_nodes import run_script
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
@@ -73,12 +72,12 @@ def test_node_after_node_holds_the_rendezvous_and_those_that_come_back_find_the_
     first, second, third = (start_node(index, *words) for index in range(3))
     first.wait_for("step 4 ")
     first.stop()
-    wait_for_pattern(second, GOES_ON)
+    second.wait_for_pattern(GOES_ON)
     first = start_node(0, *words)
     second.wait_for("a node joined")
-    wait_for_pattern(first, r"the nodes meet at 10\.231\.7\.2(?s:.*)from the copy in memory")
+    first.wait_for_pattern(r"the nodes meet at 10\.231\.7\.2(?s:.*)from the copy in memory")
     second.stop()
-    wait_for_pattern(first, r"the node with the rendezvous, node1, is gone: the nodes meet at 10\.231\.7\.1")
+    first.wait_for_pattern(r"the node with the rendezvous, node1, is gone: the nodes meet at 10\.231\.7\.1")
     second = start_node(1, *words)  # it comes while the others meet, or later
     said = require_exact([first, second, third], train, steps, ranks)
     assert "begins after 0 steps" not in said.partition("from the copy in memory")[2], "nobody begins anew"
@@ -93,10 +92,10 @@ def test_a_first_node_that_is_cut_off_waits_and_joins_the_others_when_the_networ
     first, second, third = (start_node(index, *words) for index in range(3))
     first.wait_for("step 4 ")
     three_hosts.set_link(0, "down")
-    wait_for_pattern(second, GOES_ON)
-    wait_for_pattern(first, "1 of 3 nodes are left, and those of node1, node2 may go on without them: waiting")
+    second.wait_for_pattern(GOES_ON)
+    first.wait_for_pattern("1 of 3 nodes are left, and those of node1, node2 may go on without them: waiting")
     three_hosts.set_link(0, "up")
-    wait_for_pattern(first, r"the job goes on elsewhere: the nodes meet at 10\.231\.7\.2")
+    first.wait_for_pattern(r"the job goes on elsewhere: the nodes meet at 10\.231\.7\.2")
     require_exact([second, third, first], train, steps, ranks)
 
 
@@ -121,7 +120,7 @@ def test_a_new_node_joins_while_the_endpoints_host_is_away_and_that_host_joins_o
     first.stop()
     fourth = start_node(3, *words)  # without which the others are too few
     fourth.wait_for(f"the job of {three_hosts.addresses[0]}:{port} is at {three_hosts.addresses[1]}:{port} now")
-    wait_for_pattern(second, GOES_ON)
+    second.wait_for_pattern(GOES_ON)
     three_hosts.set_link(0, "up")
     again = start_node(0, *words)
     again.wait_for(f"is at {three_hosts.addresses[1]}:{port} now")
@@ -190,7 +189,7 @@ def test_of_two_halves_of_a_network_the_one_with_the_rendezvous_goes_on(
     nodes = [start_node(index, *words) for index in range(num_hosts)]
     nodes[0].wait_for("step 4 ")
     with cut_between(three_hosts, 2, 3):
-        wait_for_pattern(nodes[0], r"restarting the other nodes without it(?s:.*)begins after \d+ steps(?s:.*)\nstep ")
+        nodes[0].wait_for_pattern(r"restarting the other nodes without it(?s:.*)begins after \d+ steps(?s:.*)\nstep ")
         nodes[2].wait_for("2 of the 4 nodes that may still run are here, and the others may go on")
     said = require_exact(nodes, train, steps, ranks)
     assert "the nodes meet at" not in said, "nobody else has held the rendezvous"
@@ -205,9 +204,9 @@ def test_a_node_that_comes_back_to_a_job_of_one_node_does_not_begin_another(
     first, second = (start_node(index, *words) for index in range(2))
     first.wait_for("step 4 ")
     first.stop()
-    wait_for_pattern(second, GOES_ON)
+    second.wait_for_pattern(GOES_ON)
     again = start_node(0, *words)
-    wait_for_pattern(second, "a node joined")
+    second.wait_for_pattern("a node joined")
     again.wait_for("the job goes on elsewhere: the nodes meet at 10.231.7.2")
     said = require_exact([second, again], train, steps, ranks)
     assert "begins after 0 steps" not in said.partition("is gone")[2]

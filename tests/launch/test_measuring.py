@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from paraplan.errors import UsageError
 from paraplan.hardware.measurement.links import MeasureRequest
@@ -50,10 +50,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, 
         _, said = asking.communicate(timeout=120)
         assert asking.returncode != 0
         assert "Traceback" not in said
-        deadline = time.monotonic() + 120
-        while any(is_running(rank) for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(is_running(rank) for rank in ranks)
+        wait_until(lambda: not any(map(is_running, ranks)))
     finally:
         asking.kill()
         asking.communicate()
@@ -73,18 +70,11 @@ def test_ranks_end_with_the_process_that_has_forked_them() -> None:
             asking.kill()
     assert asking.returncode == 1
     assert "the process that starts ranks was ended by signal 9" in said
-    deadline = time.monotonic() + 120
-    while any(map(is_running, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, ranks))
+    wait_until(lambda: not any(map(is_running, ranks)))
 
 
 def wait_for_children(pid: int, *, count: int) -> set[int]:
-    deadline = time.monotonic() + 120
-    while len(found := children_of(pid)) < count:
-        assert time.monotonic() < deadline, "no ranks were started"
-        time.sleep(0.05)
-    return found
+    return wait_until(lambda: len(found := children_of(pid)) >= count and found, told=lambda: "no ranks were started")
 
 
 def children_of(pid: int) -> set[int]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
-from host_nodes import MEETING_S, Node, StartNode
+from host_nodes import StartNode
 from launching import WriteScript, free_port, names_in
 from nodes import Hosts
 from rank_harness import RankHarness
@@ -35,7 +34,7 @@ def test_a_node_that_dies_and_one_that_comes_back_take_their_parts_from_memory(
     stays, leaves = start_node(0, *words), start_node(1, *words)
     stays.wait_for("step 4 ")
     leaves.stop()
-    wait_for_pattern(stays, r"begins after \d+ steps(?s:.*)begins after \d+ steps(?s:.*)\nstep ")
+    stays.wait_for_pattern(r"begins after \d+ steps(?s:.*)begins after \d+ steps(?s:.*)\nstep ")
     comes_back = start_node(1, *words)
     (status, said), (other_status, other) = stays.end(), comes_back.end()
     assert (status, other_status) == (0, 0), said + other
@@ -48,12 +47,3 @@ def test_a_node_that_dies_and_one_that_comes_back_take_their_parts_from_memory(
     alone = ranks.run_alone(run_script, str(train), f"folder={folder}", f"steps={steps}", "dropout=0")
     assert losses(said) == pytest.approx(losses(alone), abs=1e-6)
     assert [name for name in names_in(scratch) if name.startswith("paraplan")] == []
-
-
-def wait_for_pattern(node: Node, pattern: str) -> None:
-    """Return once a node has written the pattern; it must not end before."""
-    deadline = time.monotonic() + MEETING_S
-    while re.search(pattern, node.output.read_text()) is None:
-        assert node.process.poll() is None, node.output.read_text()
-        assert time.monotonic() < deadline, node.output.read_text()
-        time.sleep(0.05)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import pytest
-from launching import PATIENCE_S, free_port
+from launching import free_port
+from waiting import PATIENCE_S
 
 from paraplan.errors import UsageError
 from paraplan.launch.nodes.endpoint import Endpoint

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
-from launching import NEVER_S, PATIENCE_S
+from launching import NEVER_S
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from waiting import PATIENCE_S
 
 from paraplan.errors import PlanError
 from paraplan.launch.faults.failures import Cause, NodeFailure, first_node_failure

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE_S, StartForked, WriteScript, free_port, names_in, read_until
+from launching import StartForked, WriteScript, free_port, names_in, read_until
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.rendezvous import (
@@ -149,9 +149,7 @@ def test_ctrl_c_while_other_nodes_are_waited_for_ends_the_launch_in_one_line(
     ):
         assert guest.stderr is not None
         read_until(guest.stderr, lambda text: f"waiting for 127.0.0.1:{silent_port}: connection refused" in text)
-        deadline = time.monotonic() + PATIENCE_S
-        while not is_listened_on(port) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: is_listened_on(port))
         for process in (host, guest):
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=PATIENCE_S) == 130

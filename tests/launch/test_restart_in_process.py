@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from case_selection import with_all
-from launching import PATIENCE_S, ForkedLaunch, Launch, StartForked, WriteScript, names_in, read_until, wait_until_dead
+from launching import ForkedLaunch, Launch, StartForked, WriteScript, names_in, read_until, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses
+from waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -209,10 +209,13 @@ def test_workers_of_data_loaders_end_with_the_run_and_begin_with_the_next(launch
 @pytest.mark.parametrize(
     ("stuck", "said"),
     [
-        ("ctypes.PyDLL(None).sleep(600)", "it has not left its script within 5 s, and is killed"),
+        ("is_stuck.touch(); ctypes.PyDLL(None).sleep(600)", "it has not left its script within 5 s, and is killed"),
         ("swallow()", "it has not left its script within 5 s, and is killed"),
-        ("threading.Thread(target=spin, name='feeder', daemon=True).start(); time.sleep(600)", "feeder, does not end"),
-        ("import jax; time.sleep(600)", "jax keeps state of a run"),
+        (
+            "threading.Thread(target=spin, name='feeder', daemon=True).start(); is_stuck.touch(); time.sleep(600)",
+            "feeder, does not end",
+        ),
+        ("import jax; is_stuck.touch(); time.sleep(600)", "jax keeps state of a run"),
     ],
     ids=["native code", "swallows", "thread", "library"],
 )
@@ -222,6 +225,7 @@ def test_a_rank_that_cannot_stay_begins_anew_and_it_is_said_why(
     path = script(
         f"""
         import ctypes, os, signal, sys, threading, time, types
+        from pathlib import Path
         import torch.distributed as dist
 
         def spin():
@@ -231,6 +235,7 @@ def test_a_rank_that_cannot_stay_begins_anew_and_it_is_said_why(
         def swallow():
             while True:
                 try:
+                    is_stuck.touch()
                     time.sleep(600)
                 except BaseException:
                     pass
@@ -238,9 +243,11 @@ def test_a_rank_that_cannot_stay_begins_anew_and_it_is_said_why(
         dist.init_process_group("gloo")
         rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         sys.modules["jax" if "jax" in {stuck!r} else "none"] = types.ModuleType("jax")
+        is_stuck = Path({str(tmp_path / "stuck")!r})
         dist.barrier()
         if attempt == 0 and rank == 1:
-            time.sleep(0.5)
+            while not is_stuck.exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         elif attempt == 0 and rank == 0:
             {stuck}
@@ -305,14 +312,13 @@ def test_nothing_is_left_of_ranks_that_stayed_and_of_spares(
     process = start_forked(*STAYS, "--spare-ranks", 2, "--nproc-per-node", 2, path)
     assert process.stdout is not None
     read_until(process.stdout, lambda text: text.count("attempt 1 of rank") == 2 and text.endswith("\n"))
-    deadline = time.monotonic() + PATIENCE_S
-    while len(family := [process.pid, *descendants(process.pid)]) < 6 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(family) >= 6  # launcher, spawner, two ranks, two spares, one of which has just begun
+    # launcher, spawner, two ranks, two spares, one of which has just begun
+    wait_until(lambda: len([*descendants(process.pid)]) >= 5)
+    family = [process.pid, *descendants(process.pid)]
     process.send_signal(number)
     process.communicate(timeout=PATIENCE_S)
     assert process.wait() == (130 if number == signal.SIGINT else -9)
-    assert wait_until_dead(*family) == []
+    wait_until_dead(*family)
     assert names_in(scratch) == []
 
 
@@ -321,7 +327,8 @@ def test_an_interruption_waits_for_imports_that_cannot_be_begun_again(
 ) -> None:
     package = tmp_path / "site-packages" / "half_imported"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("import time\ntime.sleep(1.5)\nwhole = True\n")
+    begun = tmp_path / "begun"
+    (package / "__init__.py").write_text(f"import time\nopen({str(begun)!r}, 'w')\ntime.sleep(1.5)\nwhole = True\n")
     path = script(
         f"""
         import os, signal, sys, time
@@ -331,7 +338,8 @@ def test_an_interruption_waits_for_imports_that_cannot_be_begun_again(
         rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         dist.barrier()
         if attempt == 0 and rank == 1:
-            time.sleep(0.3)
+            while not os.path.exists({str(begun)!r}):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if attempt == 1:
             sys.stdout.write("whole " if "half_imported" in sys.modules else "new ")

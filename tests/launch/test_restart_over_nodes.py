@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 from host_nodes import MEETING_S, Node, StartNode
 from launching import WriteScript, free_port
 from nodes import Hosts
+from waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
@@ -33,11 +33,8 @@ TRAIN = """
 
 def said_after(node: Node, position: int, words: str) -> str:
     """Return what a node says up to the line with `words`, from a position on."""
-    deadline = time.monotonic() + MEETING_S
-    while words not in (text := node.output.read_text()[position:]):
-        assert time.monotonic() < deadline, node.output.read_text()
-        time.sleep(0.05)
-    return text
+    wait_until(lambda: words in node.output.read_text()[position:], told=node.output.read_text, timeout_s=MEETING_S)
+    return node.output.read_text()[position:]
 
 
 def test_ranks_stay_in_their_processes_while_a_node_is_lost_and_another_comes(

@@ -10,13 +10,11 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from host_nodes import MEETING_S, StartNode
 from launching import (
-    PATIENCE_S,
     WriteScript,
     free_port,
     is_alive,
@@ -28,6 +26,7 @@ from launching import (
 )
 from nodes import IP, Hosts
 from rank_harness import RankHarness
+from waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]  # rendezvous of nodes, each of them patient
 
@@ -119,7 +118,7 @@ def test_a_host_file_starts_every_host_with_the_same_words_and_ends_them_all(
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=PATIENCE_S) == 143
     process.stdout.close()
-    assert wait_until_dead(*pids) == []
+    wait_until_dead(*pids)
     assert not (tmp_path / "broken").exists()
     kept = [path for path in (tmp_path / "paraplan-runs").rglob("*") if path.is_file()]
     assert kept
@@ -232,10 +231,11 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
     three_hosts.set_link(1, "up")
     position = len(stays.output.read_text())
     comes_back = start_node(1, *words)
-    deadline = time.monotonic() + MEETING_S
-    while "of 2 ranks" not in stays.output.read_text()[position:]:
-        assert time.monotonic() < deadline, stays.output.read_text() + comes_back.output.read_text()
-        time.sleep(0.05)
+    wait_until(
+        lambda: "of 2 ranks" in stays.output.read_text()[position:],
+        told=lambda: stays.output.read_text() + comes_back.output.read_text(),
+        timeout_s=MEETING_S,
+    )
     (tmp_path / "stop").touch()
     (status, said), (other_status, _) = stays.end(), comes_back.end()
     assert (status, other_status) == (0, 0), said

@@ -11,7 +11,6 @@ from nodes import Hosts
 from rank_harness import RankHarness
 from recovery_script import SCRIPT
 from test_lost_rendezvous import require_exact, words_of
-from test_neighbour_copies import wait_for_pattern
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paraplan.launch.nodes.job_token import Seal
@@ -90,6 +89,6 @@ def test_a_node_that_waits_finds_the_job_when_the_first_node_is_lost(
     third = start_node(2, *words)
     third.wait_for(WAITS)
     first.stop()
-    wait_for_pattern(second, r"node0, is gone(?s:.*)step ")
+    second.wait_for_pattern(r"node0, is gone(?s:.*)step ")
     said = require_exact([second, third], train, steps, ranks)
     assert "begins after 0 steps" not in said.partition("is gone")[2]

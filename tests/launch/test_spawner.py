@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE_S, is_alive, wait_until_dead
+from launching import is_alive, wait_until_dead
+from waiting import wait_until
 
 from paraplan.launch.ranks.spawning import (
     RankCommand,
@@ -54,19 +55,18 @@ def start(spawner: SpawnerHandle, *programs: str, folder: Path | None = None, **
 
 def wait_for_exits(spawner: SpawnerHandle, number: int) -> dict[int, RankExit]:
     ends: dict[int, RankExit] = {}
-    deadline = time.monotonic() + PATIENCE_S
-    while len(ends) < number and time.monotonic() < deadline:
-        ends |= {end.local_rank: end for end in spawner.exits(timeout_s=0.2)}
+
+    def have_come() -> bool:
+        ends.update({end.local_rank: end for end in spawner.exits(timeout_s=0.2)})
+        return len(ends) >= number
+
+    wait_until(have_come, told=lambda: ends)
     return ends
 
 
 def wait_for_line(path: Path) -> str:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text().endswith("\n"):
-            return path.read_text().strip()
-        time.sleep(0.01)
-    raise TimeoutError(path)
+    wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
+    return path.read_text().strip()
 
 
 def test_exits_come_with_their_codes_and_the_order_in_which_they_happened(
@@ -148,7 +148,7 @@ def test_what_a_rank_leaves_behind_is_ended_after_it(spawner: SpawnerHandle, tmp
     wait_for_exits(spawner, 1)
     assert is_alive(child)
     assert spawner.clear(grace_s=1.0) == 1
-    assert wait_until_dead(child) == []
+    wait_until_dead(child)
 
 
 @pytest.mark.parametrize("daemon", [False, True])
@@ -184,7 +184,7 @@ time.sleep(600)
         pids = [int(word) for word in lines.pop().split()]
         assert all(map(is_alive, pids))
         process.kill()
-        assert wait_until_dead(*pids) == []
+        wait_until_dead(*pids)
         assert process.stdout.read() == ""  # the child of the second rank held it open
     assert not (tmp_path / "logs").exists()
 
@@ -195,7 +195,7 @@ def test_ranks_die_with_a_killed_spawner_and_the_launcher_is_told() -> None:
     os.kill(handle._pid, signal.SIGKILL)
     with pytest.raises(SpawnerLostError):
         wait_for_exits(handle, 2)
-    assert wait_until_dead(*pids.values()) == []
+    wait_until_dead(*pids.values())
     handle.close()
 
 
@@ -203,4 +203,4 @@ def test_closing_kills_ranks_that_still_run() -> None:
     handle = open_spawner()
     pids = start(handle, STUBBORN)
     handle.close()
-    assert wait_until_dead(*pids.values()) == []
+    wait_until_dead(*pids.values())
