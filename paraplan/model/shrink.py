@@ -65,6 +65,8 @@ SIZES = frozenset(
     | {*_EXPERTS, *_AT_MOST, *(name for names in _SCANS for name in names), "head_dim"}
 )
 """Fields that a smaller model has other values of: where a file leaves them out, the library's own are to be given."""
+SECTIONS = "mrope_section"
+"""How rotary positions share a head's features among time, height and width."""
 _HEAD_DIM, _NO_HEADS_WIDTH, _SMALL_VOCABULARY, _SMALL_EXPERTS = 16, 64, 128, 4
 
 
@@ -203,10 +205,10 @@ def _plain_rope(value: Any, head_dim: int | None) -> Any:
     if value and all(isinstance(item, dict) for item in value.values()):  # one for each kind of layer
         return {name: _plain_rope(item, head_dim) for name, item in value.items()}
     kept = {name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value}
-    sections = value.get("mrope_section")
+    sections = value.get(SECTIONS)
     if sections and head_dim:  # of half the features of a head: time, height, width
         few = [section * head_dim // (2 * sum(sections)) for section in sections]
-        kept["mrope_section"] = [few[0] + head_dim // 2 - sum(few), *few[1:]]
+        kept[SECTIONS] = [few[0] + head_dim // 2 - sum(few), *few[1:]]
     return {"rope_type": "default", **kept} if kept else None
 
 

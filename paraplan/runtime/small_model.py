@@ -15,7 +15,7 @@ from torch import nn
 from paraplan.errors import ModelError, UsageError
 from paraplan.model.factory import call_user_code, load_factory
 from paraplan.model.reader import find_config, is_factory
-from paraplan.model.shrink import SIZES, Smaller, shrink_fields
+from paraplan.model.shrink import SECTIONS, SIZES, Smaller, shrink_fields
 from paraplan.runtime.structure.blocks import find_blocks
 
 _MOST_PARAMETERS = 200_000_000  # what several ranks train on a CPU in a minute
@@ -76,7 +76,9 @@ def _from_config(reference: str, to: Smaller) -> nn.Module:
 def _with_defaults(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return the fields of a file with the sizes that it leaves to the library, those of its towers too."""
     own = {name: value for name, value in vars(config).items() if name in SIZES or name.endswith("_token_id")}
-    fields = {name: value for name, value in own.items() if isinstance(value, int)} | dict(given)
+    fields: dict[str, Any] = {name: value for name, value in own.items() if isinstance(value, int)}
+    fields |= {name: value for name, value in vars(config).items() if isinstance(value, dict) and SECTIONS in value}
+    fields |= dict(given)
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if hasattr(part, "sub_configs"):

@@ -101,6 +101,27 @@ def test_heads_that_tp_and_cp_share_out_are_shared_out_in_the_smaller_model(
         assert shrink_fields(alike, to)["n_head"] % (tp * cp) == 0
 
 
+def test_layers_that_a_part_names_by_number_stay_of_every_kind() -> None:
+    whole = [4, 8, 12]
+    part = {"full_attn_layers": whole, "kda_layers": [place for place in range(1, 14) if place not in whole]}
+    small = shrink_fields({"num_hidden_layers": 13, "linear_attn_config": part}, TO)["linear_attn_config"]
+    assert sorted(small["full_attn_layers"] + small["kda_layers"]) == [1, 2, 3]
+    assert small["full_attn_layers"]
+
+
+def test_sections_of_rotary_positions_share_a_smaller_head() -> None:
+    fields = GROUPED | {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}
+    small = shrink_fields(fields, TO)
+    assert sum(small["rope_parameters"]["mrope_section"]) == small["head_dim"] // 2
+
+
+def test_a_head_with_positions_in_a_part_of_it_keeps_that_part() -> None:
+    fields = {"num_attention_heads": 32, "hidden_size": 4096, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64}
+    for head_dim, parts in ((64, 1), (128, 2)):
+        small = shrink_fields(fields | {"head_dim": head_dim}, TO)
+        assert small["head_dim"] == parts * small["qk_rope_head_dim"]
+
+
 @pytest.mark.parametrize("path", sorted((profiles_folder() / "models").glob("*.json")), ids=lambda path: path.stem)
 def test_bundled_models_become_small(path: object) -> None:
     fields = json.loads(path.read_text())  # type: ignore[attr-defined]

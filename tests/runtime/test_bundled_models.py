@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from model_variants import VARIANTS, random_config
 from rank_harness import RankHarness
 
 from paraplan.errors import UnsupportedPlanError
@@ -16,6 +20,11 @@ from paraplan.runtime.small_model import build_small, check_batch, token_loss
 
 PLANS = (ParallelPlan(dp=2), ParallelPlan(tp=2))
 LEAVE_GROUPS_TO_DEFAULTS = ["deepseek-v3", "moonlight-16b-a3b"]
+
+
+READ = ["glm", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "arcee", "olmo3", "exaone4"]
+READ += ["cohere2", "solar_open", "dots1", "hy_v3", "olmoe", "flex_olmo", "exaone_moe", "youtu"]
+"""Families that are read from their configurations, and of which no model is bundled."""
 
 
 def findings(names: list[str]) -> dict[str, str]:
@@ -56,4 +65,17 @@ def test_models_whose_files_leave_groups_of_experts_to_the_library_are_equal_ove
 @pytest.mark.with_all
 def test_every_bundled_model_is_equal_over_dp_and_over_tp(ranks: RankHarness) -> None:
     for found in ranks.run(findings, list(bundled_models()), size=2, timeout_s=900):
+        assert found == {}
+
+
+@pytest.mark.ranks
+@pytest.mark.with_all
+def test_families_without_a_bundled_model_are_equal_over_dp_and_over_tp(ranks: RankHarness, tmp_path: Path) -> None:
+    names = []
+    for family in READ:
+        path = tmp_path / f"{family}.json"
+        fields = random_config(family, 0) | {"architectures": VARIANTS[family][0][:1]}
+        path.write_text(json.dumps(fields), encoding="utf-8")
+        names.append(str(path))
+    for found in ranks.run(findings, names, size=2, timeout_s=900):
         assert found == {}
