@@ -16,6 +16,7 @@ class DispatcherValues(Record):
 
     sends_tokens_once: bool
     row_moves: float
+    padding_row_moves: float
     link_efficiency: dict[str, float]
     host_s_per_layer: float
 
@@ -118,7 +119,7 @@ class RecipeTable(Record):
             if values.exchange_wait_s is not None:
                 experts["exchange_wait_s"] = values.exchange_wait_s
             if values.fuses_experts:
-                experts |= {"bias_bytes": (0.0, 0.0), "clamp_bytes": (0.0, 0.0)}
+                experts |= {"bias_bytes": (0.0, 0.0), "clamp_bytes": (0.0, 0.0), "product_start_s": 0.0}
         if run.capacity_factor:  # all know how many rows come
             experts["exchange_wait_s"] = 0.0
         if run.overlaps_experts is not None:

@@ -104,8 +104,10 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
     if run.deterministic:
         constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
     training = training_of_run(run, framework)
-    if run.fp8_recipe:
-        constants = constants.with_fp8_recipe(run.fp8_recipe, compiled=training.compiled)
+    if "fp8" in run.precision:
+        is_by_block = bool(re.search("mx", run.nonstandard_features.lower()))
+        recipe = run.fp8_recipe or (None if is_by_block else framework.kernels.fp8_recipe)
+        constants = constants.with_fp8_recipe(recipe, compiled=training.compiled)
     if is_fine_tuning(run):
         training = training.replace(**fine_tuning_fields(run, framework))
     else:

@@ -13,7 +13,7 @@ from paraplan.cost.framework_packing import PackingProfile
 from paraplan.cost.framework_storage import StorageProfile
 from paraplan.model.trainable import InputCopy
 from paraplan.plan.parallel import ScheduleName
-from paraplan.plan.training import AttentionKind, TrainingSpec
+from paraplan.plan.training import AttentionKind, Fp8Recipe, TrainingSpec
 from paraplan.records import Record, Source
 
 OWN_RUNTIME = "paraplan"
@@ -83,6 +83,8 @@ class KernelProfile(_Group):
     keeps_8bit_inputs: bool = False
     """Linear layers that multiply in 8 bits keep their inputs so for the gradients of their weights, as in Transformer
     Engine; torchao casts them again (torchao/float8/float8_linear.py, `save_for_backward`)."""
+    fp8_recipe: Fp8Recipe = "delayed"
+    """How operands in fp8 are scaled where the training does not say it."""
     fuses_adapters: bool = False
     """Adapters run in one operation with their layers, which reads what these read."""
     traffic_per_saved_byte: float = 2.6

@@ -36,6 +36,9 @@ class ExpertsProfile(Record):
     permutations before and after the exchanges, counted as plain copies."""
     sent_row_moves: float = 0.0
     """The same of what stands around exchanges alone: it is added where ranks share out the experts."""
+    padding_row_moves: float = 0.0
+    """The same of filling up the rows of each expert to a multiple that products in 8 bits need, and of taking these
+    out again."""
     bias_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes that a forward and a backward pass move for each element of experts' outputs where these have a bias."""
     clamp_bytes: tuple[float, float] = (0.0, 0.0)

@@ -79,7 +79,8 @@ class Workload:
         constants = self.constants
         if training.linear_precision != "16bit":
             constants = constants.replace(block_matmul_speedup=narrow_speedup(self.cluster.gpu, training))
-            constants = constants.with_fp8_recipe(training.fp8_recipe, compiled=training.compiled)
+            usual = profile.kernels.fp8_recipe if training.linear_precision == "fp8" else None
+            constants = constants.with_fp8_recipe(training.fp8_recipe or usual, compiled=training.compiled)
         elif self.training.linear_precision != "16bit":
             constants = constants.replace(block_matmul_speedup=1.0).with_fp8_recipe(None, compiled=False)
         quantizer = training.quantizer or profile.storage.quantizer

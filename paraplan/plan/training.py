@@ -85,7 +85,7 @@ class TrainingSpec(Record):
     """What the linear layers of blocks multiply in, and keep their inputs in: as `precision` says, in 8 bits scaled by
     tensor or block (fp8) or by 32 elements (mxfp8), or in 4 bits scaled by 16 (nvfp4). All else stays as it is."""
     fp8_recipe: Fp8Recipe | None = None
-    """How operands in fp8 are scaled; None: as in "delayed", which moves least."""
+    """How operands in fp8 are scaled; None: as the framework does by default."""
     fp8_gather: bool = False
     """Weights of blocks are gathered in 8 bits, cast on their shards: torchtitan's enable_fsdp_float8_all_gather,
     Megatron-LM's --fp8-param-gather."""

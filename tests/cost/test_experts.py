@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from paraplan.cost.blocks.routing import busiest_load
 from paraplan.cost.communication.collectives import expert_links
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
@@ -20,7 +22,7 @@ from paraplan.model.named import known_configs
 from paraplan.model.reader import read_fields, read_model
 from paraplan.model.spec import Matmul
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import TrainingSpec
+from paraplan.plan.training import Fp8Recipe, LinearPrecision, TrainingSpec
 
 MEGATRON_CORE = load_framework("megatron-core")
 
@@ -124,6 +126,78 @@ def test_overlap_saves_what_it_saved_where_both_were_measured() -> None:
     )
     assert alone_s == pytest.approx(24.71, rel=0.1)
     assert alone_s - beside_s == pytest.approx(24.71 - 20.99, rel=0.2)
+
+
+QWEN = read_model("qwen3-30b-a3b")
+
+
+def step_s(machine: str, plan: ParallelPlan, *, framework: FrameworkProfile, gbs: int, **training: Any) -> float:
+    """Return the seconds of a step of Qwen3-30B-A3B with an even load."""
+    spec = TrainingSpec(global_batch_size=gbs, seq_length=4096, attention="flash", expert_load=1.0, **training)
+    cluster = cluster_from_profile(machine, num_nodes=plan.world_size // 8)
+    return evaluate_plan(Workload.of(QWEN, spec, cluster, framework=framework), plan).step.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("linear", "recipe", "measured_s"),
+    # Model TFLOP/s of bf16, blockwise fp8 and mxfp8 as steps: pull request 5728 of NVIDIA/Megatron-LM and pull request
+    # 2499 of NVIDIA-NeMo/Megatron-Bridge; tensorwise fp8: the latter's docs/performance-summary-archive.md, 26.06.
+    [("16bit", None, 25.07), ("fp8", "blockwise", 24.82), ("fp8", "tensorwise", 29.70)],
+)
+def test_small_experts_in_8_bits_gain_no_more_than_was_measured(
+    linear: LinearPrecision, recipe: Fp8Recipe | None, measured_s: float
+) -> None:
+    bridge = load_framework("megatron-bridge")
+    if recipe == "tensorwise":  # its recipe has no graphs
+        bridge = bridge.changed(kernels={"host_s_per_block": 0.002})
+    plan = ParallelPlan(dp=16, ep=16, zero_stage=1, num_microbatches=64)
+    found = step_s("dgx-h100", plan, framework=bridge, gbs=1024, linear_precision=linear, fp8_recipe=recipe)
+    assert found == pytest.approx(measured_s, rel=0.17)
+    narrow, wide = (
+        step_s(
+            "dgx-b200",
+            ParallelPlan(dp=8, ep=8, zero_stage=1, micro_batch_size=4, num_microbatches=16),
+            framework=load_framework("megatron-bridge"),
+            gbs=512,
+            linear_precision=each,
+        )
+        for each in ("mxfp8", "16bit")
+    )
+    assert wide == pytest.approx(11.04, rel=0.05)
+    assert narrow / wide == pytest.approx(546 / 555, abs=0.13)  # 0.83 where starts of casts cost nothing
+
+
+def test_each_tensor_of_each_expert_is_quantized_by_itself_where_its_product_starts_by_itself() -> None:
+    plan = ParallelPlan(dp=8, ep=8, zero_stage=1, num_microbatches=8)
+    core = load_framework("megatron-core").changed(kernels={"host_s_per_block": 0.0}, experts={"host_s_per_layer": 0.0})
+    grouped = core.changed(experts={"product_start_s": 0.0})
+
+    def added_s(recipe: Fp8Recipe, framework: FrameworkProfile, ep: int) -> float:
+        """Return what a recipe adds to delayed scales, which cast all experts at once."""
+        chosen = plan.replace(ep=ep)
+        of = [
+            step_s("dgx-h100", chosen, framework=framework, gbs=64, linear_precision="fp8", fp8_recipe=each)
+            for each in (recipe, "delayed")
+        ]
+        return of[0] - of[1]
+
+    assert added_s("blockwise", grouped, 8) == pytest.approx(0.0, abs=1e-9)
+    eight, four = (added_s("blockwise", core, ep) for ep in (8, 4))
+    assert four == pytest.approx(2 * eight, rel=0.05)  # twice the experts a rank
+    assert added_s("tensorwise", core, 8) > 2 * eight
+
+
+def test_rows_are_padded_for_8_bits_alone(mixtral: Workload) -> None:
+    padded, plain = (
+        replace(mixtral, framework=MEGATRON_CORE.changed(experts={"padding_row_moves": moves})) for moves in (4.0, 0.0)
+    )
+    plan = DP.replace(ep=8)
+    assert evaluate_plan(padded, plan).step == evaluate_plan(plain, plan).step
+    narrow = [
+        evaluate_plan(replace(each, constants=each.constants.replace(block_matmul_speedup=2.0)), plan).step.compute_s
+        for each in (padded, plain)
+    ]
+    assert narrow[0] > narrow[1]
 
 
 def test_an_even_load_by_consecutive_experts_sends_a_token_to_one_rank_alone() -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from exported_plans import PLANS, subject
 
+from paraplan.cost.framework_files import load_framework
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.interop.export import TARGETS, export_plan
 from paraplan.plan.files import PlanFile, PlannedPlacement
@@ -432,6 +433,9 @@ def test_products_below_16_bits_are_megatrons_and_a_note_of_others() -> None:
     recipes = ["bf16_with_fp8_current_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"]
     texts = [export_plan(one, "megatron-bridge").text for one in made.values()]
     assert [yaml.safe_load(text)["mixed_precision"] for text in texts] == recipes
+    assert "--fp8-recipe delayed" in export_plan(made["fp8"], "megatron-lm").text
+    priced = [load_framework(name).kernels.fp8_recipe for name in ("megatron-bridge", "megatron-core")]
+    assert priced == ["tensorwise", "delayed"]
     recipes = {"delayed": "fp8_delayed_scaling", "blockwise": "fp8_subchannel_scaling"}
     for recipe, words in recipes.items():
         scaled = subject(plan, linear_precision="fp8", fp8_recipe=recipe)

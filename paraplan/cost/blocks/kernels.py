@@ -55,11 +55,12 @@ class KernelTimes(MatmulTimes):
             return PassSeconds(*[np.zeros_like(self.shardings.tp)] * 3)
         adapters = self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = adapters * (2.0 if backward else 1.0)
-        traffic = traffic + self._routed_bytes(block, backward=backward) + self._rotary_bytes(block)
+        traffic = traffic + self._rotary_bytes(block)
         if self.constants.has_8bit_matmuls and block.attention is not None:
             traffic = traffic + self._quantizing_bytes(block, backward=backward)
         traffic = traffic + self._unfused_softmax_bytes(block, backward=backward) + self._dequantizing_bytes(block)
         between_s = self._between_s(block.before_freezing or block, backward=backward) + self.moved_s(traffic)
+        between_s = between_s + self._routed_s(block, backward=backward) + self._quantizing_starts_s(block)
         matmuls_s, attention_s = self.matmuls_s(block, backward=backward), self.attention_s(block, backward=backward)
         # Below the power limit, which products one after the other reach, they run faster.
         others = between_s / np.maximum(matmuls_s + attention_s + between_s, _LEAST_S)
@@ -115,8 +116,8 @@ class KernelTimes(MatmulTimes):
         turned = (core.num_heads + core.num_kv_heads) * core.qk_head_dim
         return np.asarray(self.shardings.tokens / self.shardings.tp * turned * each)
 
-    def _routed_bytes(self, block: BlockSpec, *, backward: bool) -> Floats | float:
-        """Return what a pass moves to order tokens by expert, and back, and to add experts' biases."""
+    def _routed_s(self, block: BlockSpec, *, backward: bool) -> Floats | float:
+        """Return the seconds of a pass to order tokens by expert, and back, and to add experts' biases."""
         profile, routed = self.framework.experts, [one for one in block.matmuls if one.num_experts > 1]
         if not routed:
             return 0.0
@@ -124,10 +125,12 @@ class KernelTimes(MatmulTimes):
         rows = self.shardings.tokens / shared * routed[0].rows_per_token * self._load(routed[0])
         ranks = expert_ranks(self.framework, ep=self.shardings.ep, tp=self.shardings.tp)
         moves = profile.row_moves + profile.sent_row_moves * (ranks > 1)
-        total = moves * routed[0].k * self.training.activation_bytes
-        if any(one.is_expert and one.name.endswith("bias") for one in block.parameters):
-            total += profile.clamp_bytes[backward] * routed[0].n + profile.bias_bytes[backward] * routed[-1].n
-        return np.asarray(rows * total)
+        moves = moves + profile.padding_row_moves * self.constants.has_8bit_matmuls
+        plain = moves * routed[0].k * self.training.activation_bytes
+        if not any(one.is_expert and one.name.endswith("bias") for one in block.parameters):
+            return self.moved_s(rows * plain)
+        plain = plain + profile.clamp_bytes[backward] * routed[0].n
+        return self.moved_s(rows * plain) + self.mixed_s(rows * profile.bias_bytes[backward] * routed[-1].n)
 
     def _quantizing_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return what making 8-bit operands moves: inputs in a forward pass, gradients of outputs in a backward pass.
@@ -144,6 +147,19 @@ class KernelTimes(MatmulTimes):
             for k, rows, split in inputs:
                 total += rows * k / (tp if split == "row" else 1.0)
         return self.shardings.tokens * total * self.constants.quantizing_bytes
+
+    def _quantizing_starts_s(self, block: BlockSpec) -> Floats | float:
+        """Return the seconds to start casting what products of experts read in a pass, where each starts by itself.
+
+        Inputs in a forward pass, gradients of outputs in a backward pass, expert by expert (Transformer Engine,
+        pytorch/csrc/extensions/cast.cpp, `multi_tensor_quantize_impl`).
+        """
+        routed = [one for one in block.matmuls if one.num_experts > 1]
+        if not routed or not self.framework.experts.product_start_s or not self.constants.has_8bit_matmuls:
+            return 0.0
+        ranks = expert_ranks(self.framework, ep=self.shardings.ep, tp=self.shardings.tp)
+        tensors = len({(one.k, one.split) for one in routed})
+        return np.asarray(tensors * routed[0].num_experts / ranks * self.constants.quantizing_start_s)
 
     def attention_core_s(self, block: BlockSpec) -> Floats:
         """Return the seconds of the attention core's forward pass, which selective recompute runs again."""

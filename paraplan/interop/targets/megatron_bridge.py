@@ -58,7 +58,7 @@ def to_megatron_bridge(subject: Subject) -> Exported:
         # null stands for fp32: left out, the recipe's own 16 bits would stay.
         narrow = _NARROW[training.linear_precision]
         if training.linear_precision == "fp8":
-            narrow = _SCALING[recipe_name(training)]
+            narrow = _SCALING[recipe_name(training, usual="tensorwise")]
         config["mixed_precision"] = f"{training.precision}{narrow}_mixed" if training.precision != "fp32" else None
     optimizer = _optimizer(subject)
     if optimizer:

@@ -20,7 +20,7 @@ from paraplan.interop.exported import (
 from paraplan.interop.quoting import comment
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, ParallelPlan
 from paraplan.plan.stages import even_split
-from paraplan.plan.training import LinearPrecision, TrainingSpec
+from paraplan.plan.training import Fp8Recipe, LinearPrecision, TrainingSpec
 
 PIPELINE_INSIDE_DATA: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 """The order of --use-tp-pp-dp-mapping ('tp-cp-ep-pp-dp', innermost first), from outermost to innermost."""
@@ -96,15 +96,19 @@ def megatron_arguments(subject: Subject) -> list[str]:
         # Megatron-FSDP's gradients are priced in 16 bits, which releases before 2026 have to be told.
         arguments += ["--grad-reduce-in-bf16"] * (training.precision == "bf16" and plan.zero_stage >= 2)
         arguments += _NARROW[training.linear_precision]
-        arguments += [f"--fp8-recipe {recipe_name(training)}"] * (training.linear_precision == "fp8")
+        arguments += [f"--fp8-recipe {recipe_name(training, usual='delayed')}"] * (training.linear_precision == "fp8")
         arguments += ["--fp8-param-gather"] * training.fp8_gather
         arguments += _OPTIMIZERS.get(training.optimizer, []) + _ATTENTION[training.attention]
     return arguments
 
 
-def recipe_name(training: TrainingSpec) -> str:
-    """Return the name of Megatron-Core for how operands in fp8 are scaled, with what it cannot do as "tensorwise"."""
-    return training.fp8_recipe if training.fp8_recipe in ("delayed", "blockwise") else "tensorwise"
+def recipe_name(training: TrainingSpec, *, usual: Fp8Recipe) -> str:
+    """Return the name of Megatron-Core for how operands in fp8 are scaled, with what it cannot do as "tensorwise".
+
+    Where the training does not say it, they are scaled as is `usual`.
+    """
+    chosen = training.fp8_recipe or usual
+    return chosen if chosen in ("delayed", "blockwise") else "tensorwise"
 
 
 def _connections(plan: ParallelPlan) -> str:
