@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paraplan.cost.estimate import assumed_speeds
 from paraplan.cost.generation import task_notes
+from paraplan.cost.indexers import indexer_notes
 from paraplan.cost.stored_weights import storage_notes
 from paraplan.cost.workload import Workload
 from paraplan.hardware.bus_bandwidth import inside_link
@@ -12,8 +13,9 @@ from paraplan.units import format_bandwidth
 
 
 def workload_notes(workload: Workload) -> tuple[str, ...]:
-    """Return what to know of the training, of frozen weights, and of speeds that are assumed, a sentence each."""
+    """Return what to know of training, frozen weights, sparse attention and assumed speeds, a sentence each."""
     notes = training_notes(workload.model, workload.training) + storage_notes(workload)
+    notes += indexer_notes(workload)
     return notes + task_notes(workload) + assumed_speeds(workload) + assumed_copies(workload)
 
 

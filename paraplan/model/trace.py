@@ -192,9 +192,9 @@ def _measure(
 
 
 def _tp_plan(module: nn.Module) -> Mapping[str, str]:
-    """Return the styles that a model of transformers names for its layers, by patterns of names."""
-    plan = getattr(module, "tp_plan", None)
-    return plan if isinstance(plan, Mapping) else {}
+    """Return the styles that a model or its config names for its layers, by patterns of names, as transformers does."""
+    own = getattr(module, "tp_plan", None) or getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+    return own if isinstance(own, Mapping) else {}
 
 
 def _example_inputs(

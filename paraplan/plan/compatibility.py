@@ -200,6 +200,12 @@ def why_degrees_incompatible(
     return next((found for found in rules if found is not None), None)
 
 
+OWN_TP_PLAN = (
+    ", or give the module a config whose base_model_tp_plan names its layers, as transformers' have: "
+    "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+)
+
+
 def why_tp(model: ModelSpec, tp: int) -> Incompatibility | None:
     """Return why a model's layers cannot be divided over `tp` ranks."""
     reason = model.tensor_split_reason(tp)
@@ -216,7 +222,7 @@ def why_tp(model: ModelSpec, tp: int) -> Incompatibility | None:
         message=f"tp={tp}: {reason}",
         reason=common,
         allowed=allowed,
-        hint=f"use --tp {_listed(allowed)}",
+        hint=f"use --tp {_listed(allowed)}" + (OWN_TP_PLAN if is_traced else ""),
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from paraplan.model import trace
 from paraplan.model.reader import read_model
 from paraplan.model.spec import ModelSpec
 from paraplan.model.trace import trace_module
+from paraplan.plan.compatibility import why_tp
 
 TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 VISION = TEXT | {"image_size": 32, "patch_size": 8}
@@ -159,3 +162,40 @@ def test_a_model_that_does_not_run_is_refused_with_what_to_do(tmp_path: Path) ->
         read_model(str(path), seq_length=32)
     assert "no reader describes model_type='autoformer'" in refused.value.message
     assert "example_inputs" in str(refused.value.hint)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        returned: torch.Tensor = hidden + self.down(torch.relu(self.up(hidden)))
+        return returned
+
+
+class Planned(nn.Module):
+    def __init__(self, plan: dict[str, str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Pair(), Pair()])
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+    def example_inputs(self, batch: int, length: int) -> torch.Tensor:
+        return torch.zeros(batch, length, 16, dtype=torch.bfloat16)
+
+
+def test_a_config_with_a_plan_says_how_tp_divides_a_factorys_module() -> None:
+    planned, plain = (
+        trace_module(partial(Planned, plan), seq_length=16)
+        for plan in ({"layers.*.up": "colwise", "layers.*.down": "rowwise"}, {})
+    )
+    assert {run.block.tp_limit for run in planned.runs} == {64}
+    refused = why_tp(plain, 2)
+    assert refused is not None
+    assert "base_model_tp_plan" in str(refused.hint)
+    assert why_tp(planned, 2) is None

@@ -26,6 +26,9 @@ backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron
 _FUSED_KERNELS = 10
 """What a forward pass of a block starts beside matmuls where kernels are fused: two norms, two rotations, attention, an
 activation, two sums with dropout, two copies into another order; a backward pass starts about twice as many."""
+INDEX_SCORE_BYTES = 4
+_INDEX_PASSES = 6
+"""Times that scores of an indexer are read or written: made, scaled, rectified (two each), and summed over heads."""
 _LEAST_S = 1e-12  # of a pass that does nothing
 
 
@@ -186,7 +189,21 @@ class KernelTimes(MatmulTimes):
         ):
             speed = self.gpu.shared.attention_speed(self.framework.kernels.flash_generation, uses_sdpa=True)
             seconds = seconds * speed.dropout_slowdown[backward]
-        return seconds
+        return seconds if backward or block.index_scores is None else seconds + self._index_s(block.index_scores)
+
+    def _index_s(self, scores: Attention) -> Floats:
+        """Return the seconds of an indexer's scores in a forward pass; they have no backward pass.
+
+        transformers multiplies them in fp32 on each rank of tensor parallelism, scales them, applies ReLU and sums them
+        over heads, one operation after the other (models/deepseek_v32/modeling_deepseek_v32.py). Fused kernels are
+        taken to reach the rate of attention.
+        """
+        if self.framework.kernels.fused:
+            return self._attention_s(scores, backward=False)
+        length, tokens = self.training.attended_length, self.shardings.tokens
+        peak = (self.gpu.peak("fp32") or self._peak()) * self._plain_efficiency
+        moved = tokens * length * scores.num_heads * INDEX_SCORE_BYTES
+        return np.asarray(tokens * scores.flops_per_token(length) / peak + self.moved_s(moved * _INDEX_PASSES))
 
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""

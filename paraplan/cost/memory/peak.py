@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paraplan.cost.indexers import index_heads
 from paraplan.cost.memory.losses import loss_without_all_logits
 from paraplan.cost.memory.overheads import held_by_collectives_bytes
 from paraplan.cost.memory.parts import FP32, HALF, StageMemory
@@ -51,7 +52,21 @@ def _candidates(rank: RankMemory) -> list[StageMemory]:
         found += [first_weight_gradient(rank), last_weight_gradient(rank)]
     if rank.is_fsdp.any():
         found.append(block_reduction(rank))
+    if (heads := index_heads(rank.workload)) is not None:
+        found.append(index_scores(rank, heads))
     return found
+
+
+def index_scores(rank: RankMemory, num_heads: int) -> StageMemory:
+    """Return the point when a last block's indexer has its scores in fp32, before and after an operation on them."""
+    length = rank.workload.training.seq_length
+    pairs = rank.table.micro_batch_size * length * length / rank.table.cp
+    return rank.candidate(
+        parameters=rank.forward_copies_bytes,
+        gradients=rank.gradient_bytes,
+        activations=rank.kept_bytes + rank.passed_bytes,
+        workspace=rank.unfinished_bytes + 2 * FP32 * num_heads * pairs,
+    )
 
 
 def cached_bytes(rank: RankMemory, peak: StageMemory) -> Floats:
