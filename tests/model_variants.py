@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from linear_variants import LINEAR
+
 _HEADS = {"num_attention_heads": (4, 8), "num_key_value_heads": (1, 2, 4)}
 _MODERN: dict[str, tuple[Any, ...]] = {
     "vocab_size": (96, 131),
@@ -67,7 +69,7 @@ _LATENT = {key: value for key, value in _MODERN.items() if key != "num_key_value
 _INDEXED = {"index_n_heads": (2, 4), "index_head_dim": (16, 32), "index_topk": (32, 64)}
 
 # family: (classes, fields with the values to draw from)
-VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = LINEAR | {
     "gpt2": (("GPT2LMHeadModel", "GPT2Model", "GPT2ForSequenceClassification", "GPT2ForQuestionAnswering"), _GPT),
     "gptj": (("GPTJForCausalLM", "GPTJModel"), _GPT | {"rotary_dim": (8,)}),
     "gpt_neo": (

@@ -57,7 +57,8 @@ class AttentionStyle(NamedTuple):
     `products_in_fp32`, query and key cast to fp32; `is_capped`, scores squeezed by tanh (Gemma 2). Under fused kernels:
     `copies_output`, the output laid out anew for its projection because the query was made by a concatenation;
     `position_bias`, a bias for each head and pair of tokens (T5); `masks_each_layer`, a mask made anew by every layer
-    (Falcon); `splits_by_copy`, keys and values copied out of a fused projection, repeated for every query head where
+    (Falcon); `is_gated`, an output scaled by a gate that the queries' projection makes beside them (Qwen3-Next);
+    `splits_by_copy`, keys and values copied out of a fused projection, repeated for every query head where
     `repeats_kv` says so; `is_windowed`, a window shorter than the sequence, which torch's attention takes as a mask.
     """
 
@@ -79,6 +80,7 @@ class AttentionStyle(NamedTuple):
     splits_by_copy: bool = False
     repeats_kv: bool = False
     is_windowed: bool = False
+    is_gated: bool = False
     dropout: float = 0.0
 
     @property
@@ -98,6 +100,8 @@ def attention(heads: Heads, style: AttentionStyle, *, keeps_input: bool = True) 
     part += _projections(heads, style)
     part += _qk_norms(heads, style)
     part += attention_core(heads.attention(), style)
+    if style.is_gated:
+        part += _output_gate(heads.query_width, style.projections[-1])
     if style.is_fused and style.rotary and not style.splits_by_copy:
         rest = heads.query_width + heads.kv_width
         # The values are a view of the fused projection, except where they are repeated.
@@ -142,7 +146,8 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
         part += kept("value", count * core.v_head_dim, split="tensor", kernels=kernels)
     reader = style.projections[-1:]  # fused kernels read their own output too
     part += kept("attention output", output_width, split="tensor", kernels=FUSED_KERNELS)
-    part += kept("attention output", output_width, split="tensor", kernels=EAGER, weights_of=reader)
+    if not style.is_gated:
+        part += kept("attention output", output_width, split="tensor", kernels=EAGER, weights_of=reader)
     if style.copies_output:
         copying: tuple[AttentionKernel, ...] = ("flash",) if style.is_windowed else FUSED_KERNELS
         part += kept("projection input", output_width, split="tensor", kernels=copying, weights_of=reader, by="modules")
@@ -166,6 +171,15 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
     if style.masks_each_layer or style.is_windowed:
         part += kept("attention mask", pairs=1, kernels=("sdpa",), in_attention_core=True, by="modules")
     return part + _probabilities(heads, style)
+
+
+def _output_gate(width: int, reader: str) -> Part:
+    """Return what scaling the output by a gate keeps: the output by token, the gate's sigmoid, and the product.
+
+    Fused kernels read the output as attention keeps it.
+    """
+    part = kept("attention output by token", width, split="tensor", by="modules") + kept("gate", width, split="tensor")
+    return part + kept("gated output", width, split="tensor", weights_of=(reader,))
 
 
 def _kv_heads_by_kernel(core: Attention, style: AttentionStyle) -> list[tuple[tuple[AttentionKernel, ...], int]]:
@@ -222,7 +236,8 @@ def _projections(heads: Heads, style: AttentionStyle) -> Part:
     if style.is_fused:
         return column(style.projections[0], heads.query_width + 2 * heads.kv_width)
     query, key, value, _ = style.projections
-    return column(query, heads.query_width) + column(key, heads.kv_width) + column(value, heads.kv_width)
+    gates = 2 if style.is_gated else 1
+    return column(query, gates * heads.query_width) + column(key, heads.kv_width) + column(value, heads.kv_width)
 
 
 def _qk_norms(heads: Heads, style: AttentionStyle) -> Part:

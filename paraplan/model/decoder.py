@@ -28,10 +28,18 @@ ResidualLayout = Literal["sequential", "parallel", "parallel_two_norms"]
 input, each through a norm of its own."""
 
 
+class Mixer(NamedTuple):
+    """What mixes tokens without attention, and what tensor parallelism divides of it."""
+
+    part: Part
+    tp_limit: int
+
+
 class LayerKind(NamedTuple):
     """What tells one layer of a model from another: its attention window, its feed-forward part, rotary positions.
 
-    `indexer` chooses the tokens that a layer attends to.
+    `indexer` chooses the tokens that a layer attends to. `mixer` stands in the place of attention, `heads` in that of
+    the model's.
     """
 
     feed_forward: Part
@@ -39,6 +47,8 @@ class LayerKind(NamedTuple):
     name: str = "transformer"
     is_rotary: bool = True
     indexer: Indexer | None = None
+    mixer: Mixer | None = None
+    heads: Heads | None = None
 
 
 class EmbeddingStyle(NamedTuple):
@@ -138,16 +148,20 @@ def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> Bloc
     for index, name in enumerate(shape.norms):
         keeps_input = index == 0 or shape.residual != "parallel_two_norms"  # both norms read the same input
         part += norm(name, shape.norm_kind, shape.hidden, keeps_input=keeps_input)
-    core: Attention
-    if isinstance(shape.heads, LatentHeads):
-        part += latent_attention(shape.heads, style)
-        core, limit = shape.heads.attention(), shape.heads.num_heads
+    core: Attention | None
+    heads = kind.heads or shape.heads
+    if kind.mixer is not None:
+        part += kind.mixer.part
+        core, limit = None, kind.mixer.tp_limit
+    elif isinstance(heads, LatentHeads):
+        part += latent_attention(heads, style)
+        core, limit = heads.attention(), heads.num_heads
         if kind.indexer is not None and not kind.indexer.is_shared:
-            part += index_projections(shape.heads, kind.indexer)
+            part += index_projections(heads, kind.indexer)
     else:
-        part += attention(shape.heads, style, keeps_input=shape.residual != "parallel")
-        core = shape.heads.attention(window=kind.window)
-        limit = gcd(shape.heads.num_heads, shape.heads.num_kv_heads)
+        part += attention(heads, style, keeps_input=shape.residual != "parallel")
+        core = heads.attention(window=kind.window)
+        limit = gcd(heads.num_heads, heads.num_kv_heads)
     part += kind.feed_forward
     if shape.residual == "parallel":  # attention reads the MLP's input
         part = part.read_by("MLP input", style.projections[:-1])

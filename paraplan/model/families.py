@@ -77,6 +77,7 @@ class ModernFamily(NamedTuple):
     softmax_in_fp32: bool = True
     has_sinks: bool = False
     copies_output: bool = False
+    is_gated_attention: bool = False
     layers: Layers | None = None
 
 
@@ -156,6 +157,7 @@ def modern_attention(config: ModelConfig, family: ModernFamily) -> AttentionStyl
         softmax_in_fp32=family.softmax_in_fp32,
         has_sinks=family.has_sinks,
         copies_output=family.copies_output,
+        is_gated=family.is_gated_attention,
         is_capped=config.has("attn_logit_softcapping") and config.model_type != "gemma3_text",
         dropout=config.fraction("attention_dropout", default=family.default_dropout) if family.drops_attention else 0.0,
     )

@@ -135,7 +135,8 @@ def gpt_oss_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tu
     return tuple(LayerKind(part, window, "moe") for window in windows_of(config))
 
 
-def _every(config: ModelConfig) -> tuple[bool, ...]:
+def sparse_by_step(config: ModelConfig) -> tuple[bool, ...]:
+    """Return which layers have experts: every `decoder_sparse_step`-th without those of `mlp_only_layers`."""
     dense_only, step = config.indices("mlp_only_layers"), config.count("decoder_sparse_step", default=1)
     count = config.layers("num_hidden_layers")
     return tuple(index not in dense_only and (index + 1) % step == 0 for index in range(count))
@@ -143,14 +144,21 @@ def _every(config: ModelConfig) -> tuple[bool, ...]:
 
 def qwen2_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
     """Qwen2-MoE: routed experts beside one shared expert with a gate of its own, some layers dense."""
-    part = mixture(config, hidden, _QWEN2_MOE, readers=("mlp.shared_expert_gate",)) + shared_expert_gate(hidden)
-    part += kept("shared expert output", hidden + 1)
-    return layers_by_kind(config, family, hidden, sparse=_every(config), part=part)
+    part = gated_mixture(config, hidden, QWEN2_MOE)
+    return layers_by_kind(config, family, hidden, sparse=sparse_by_step(config), part=part)
+
+
+def gated_mixture(config: ModelConfig, hidden: int, fields: Mixture) -> Part:
+    """Return experts beside one shared expert that a gate of its own scales."""
+    part = mixture(config, hidden, fields, readers=("mlp.shared_expert_gate",)) + shared_expert_gate(hidden)
+    return part + kept("shared expert output", hidden + 1)
 
 
 def qwen3_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
     """Qwen3-MoE: routed experts only, some layers dense."""
-    return layers_by_kind(config, family, hidden, sparse=_every(config), part=mixture(config, hidden, _QWEN3_MOE))
+    return layers_by_kind(
+        config, family, hidden, sparse=sparse_by_step(config), part=mixture(config, hidden, _QWEN3_MOE)
+    )
 
 
 def ernie_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
@@ -175,14 +183,14 @@ def hunyuan_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tu
     return layers_by_kind(config, family, hidden, sparse=are_sparse(config, _HUNYUAN), part=part)
 
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts")
-_QWEN2_MOE = Mixture(
-    num_experts=(_NUM_EXPERTS, 60),
+NUM_EXPERTS = ("num_experts", "num_local_experts")
+QWEN2_MOE = Mixture(
+    num_experts=(NUM_EXPERTS, 60),
     per_token=(("num_experts_per_tok",), 4),
     shared_width=("shared_expert_intermediate_size", 5632),
     shared_name="mlp.shared_expert",
 )
-_QWEN3_MOE = Mixture(num_experts=(_NUM_EXPERTS, 128), per_token=(("num_experts_per_tok",), 8))
+_QWEN3_MOE = Mixture(num_experts=(NUM_EXPERTS, 128), per_token=(("num_experts_per_tok",), 8))
 _ERNIE = Mixture(
     num_experts=(("moe_num_experts", "num_experts"), 64),
     per_token=(("moe_k", "num_experts_per_tok"), 6),
@@ -282,7 +290,7 @@ EXPERTS: dict[str, ModernFamily] = {
         qk_norm=(True, _PER_HEAD),
         layers=_layers(
             _FP32_SHARED._replace(
-                num_experts=(_NUM_EXPERTS, 192),
+                num_experts=(NUM_EXPERTS, 192),
                 per_token=(("num_experts_per_tok",), 8),
                 num_shared=("num_shared_experts", 1),
                 reads_dense_layers=False,
@@ -293,10 +301,10 @@ EXPERTS: dict[str, ModernFamily] = {
         qkv_bias=ATTENTION_BIAS,
         output_bias=ATTENTION_BIAS,
         qk_norm=(True, qk_norms("all_heads", "rms")),
-        layers=_layers(Mixture((_NUM_EXPERTS, 64), (("num_experts_per_tok",), 8), "intermediate_size")),
+        layers=_layers(Mixture((NUM_EXPERTS, 64), (("num_experts_per_tok",), 8), "intermediate_size")),
     ),
     "flex_olmo": MODERN["olmo2"]._replace(
-        layers=_layers(Mixture((_NUM_EXPERTS, 7), (("num_experts_per_tok",), 5), "intermediate_size"))
+        layers=_layers(Mixture((NUM_EXPERTS, 7), (("num_experts_per_tok",), 5), "intermediate_size"))
     ),
     "exaone_moe": EXAONE4._replace(
         norms=("input_layernorm", "post_attention_layernorm"),
@@ -304,7 +312,7 @@ EXPERTS: dict[str, ModernFamily] = {
             rotary_in_windows,
             layers=_layers(
                 _FP32_SHARED._replace(
-                    num_experts=(_NUM_EXPERTS, 64),
+                    num_experts=(NUM_EXPERTS, 64),
                     per_token=(("num_experts_per_tok",), 8),
                     num_shared=("num_shared_experts", 1),
                 )

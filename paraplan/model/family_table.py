@@ -14,6 +14,7 @@ from paraplan.model.families_classic import CLASSIC
 from paraplan.model.families_dense import DENSE
 from paraplan.model.families_experts import EXPERTS
 from paraplan.model.families_latent import LATENT, LatentFamily, latent_shape
+from paraplan.model.families_linear import LINEAR
 from paraplan.model.spec import ModelSpec
 
 Reader = Callable[[ModelConfig], ModelSpec]
@@ -35,7 +36,7 @@ def _latent(family: LatentFamily) -> Reader:
 
 
 READERS: dict[str, Reader] = {
-    **{name: _modern(family) for name, family in (MODERN | DENSE | EXPERTS).items()},
+    **{name: _modern(family) for name, family in (MODERN | DENSE | EXPERTS | LINEAR).items()},
     **{name: _described(describe) for name, describe in CLASSIC.items()},
     **{name: _latent(family) for name, family in LATENT.items()},
     "t5": t5,

@@ -180,7 +180,7 @@ def _frozen_end(block: BlockSpec, storage: FrozenStorage, *, trains_norms: bool 
         tuple(one for one in tensors if not _is_for_weights(one, frozenset(), trains_norms=trains_norms))
         for tensors in (block.saved, block.saved_fused)
     )
-    matmuls = tuple(one.replace(trains=False, is_narrow=narrow) for one in block.matmuls)
+    matmuls = tuple(one.replace(trains=one.of_activations, is_narrow=narrow) for one in block.matmuls)
     return block.replace(parameters=frozen, matmuls=matmuls, saved=saved, saved_fused=fused)
 
 
@@ -230,7 +230,7 @@ def _frozen_block(
     quantizes, narrow = is_quantized(storage.weights) or storage.weights == "int8", storage.weights != "fp32"
     matmuls = [
         one.replace(
-            trains=False,
+            trains=one.of_activations,
             is_narrow=narrow,
             quantized_bytes=each_bytes.get(one.name, _of_experts(each_bytes, one)) if quantizes else 0.0,
         )

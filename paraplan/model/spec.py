@@ -61,7 +61,9 @@ class Matmul(Record):
     `trains` is False where the weight is frozen, and no gradient of it is computed. `is_narrow` says that the weight is
     no fp32 one, which autocast would copy. `quantized_bytes` is what an element of a weight takes of which every use
     makes a copy in the type of the product, 0 for others. `group_share` is below 1 where a router sends a token to
-    experts of so large a share of their groups alone (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+    experts of so large a share of their groups alone (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2). `of_activations`
+    says that both factors are activations: gradients of both are computed whatever is frozen, and "column" divides the
+    rows, which are of heads.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Matmul(Record):
     is_narrow: bool = False
     quantized_bytes: float = 0.0
     group_share: float = 1.0
+    of_activations: bool = False
 
     @property
     def flops_per_token(self) -> float:

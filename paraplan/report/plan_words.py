@@ -9,6 +9,7 @@ from paraplan.cost.estimate import STEP_PARTS, PlanEstimate, StepEstimate, estim
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
+from paraplan.model.saved import saved_bytes
 from paraplan.model.trainable import ALL_LINEAR, module_name
 from paraplan.plan.parallel import AXES, ParallelPlan
 
@@ -103,7 +104,25 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
             "the model's code loops over the tokens, and keeps what a fused kernel would not: with one (mamba_ssm and "
             "the like) a step takes less memory, and a part of the time"
         )
-    return (*found, *_of_adapters(workload), *_of_batch(workload, estimate))
+    return (*found, *_of_linear_attention(workload), *_of_adapters(workload), *_of_batch(workload, estimate))
+
+
+def _of_linear_attention(workload: Workload) -> Iterator[str]:
+    """Yield whose kernels linear attention is priced with, where a framework's own code has two ways."""
+    model = workload.model
+    blocks = {id(run.block): run.block for run in model.runs}.values()
+    linear = [one for one in blocks if any(each.name.startswith("delta rule") for each in one.matmuls)]
+    if not linear or workload.framework.kernels.fused or workload.training.attention == "eager":
+        return
+    kept, written_out = (
+        saved_bytes(linear[0].saved, seq_length=workload.training.seq_length, micro_batch_size=1, kernel=kernel)
+        for kernel in (workload.training.attention, "eager")
+    )
+    more = f", which keeps {written_out / kept:.1f} times as much of such a layer" if kept else ""
+    yield (
+        "linear attention is priced with flash-linear-attention's kernels: where they are not installed, transformers "
+        f"takes its own code{more} and loops over chunks of tokens (--attention eager counts what it keeps)"
+    )
 
 
 def _of_adapters(workload: Workload) -> Iterator[str]:

@@ -141,6 +141,9 @@ class MatmulTimes:
         rows = self.shardings.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
         if matmul.num_experts > 1:
             rows = rows * self._load(matmul)
+        if matmul.of_activations:
+            rows = rows / (tp if matmul.split == "column" else 1.0)
+            return rows, np.full_like(tp, matmul.n), np.full_like(tp, matmul.k)
         n = matmul.n / tp if matmul.split == "column" else np.full_like(tp, matmul.n)
         k = matmul.k / tp if matmul.split == "row" else np.full_like(tp, matmul.k)
         return rows, n, k
