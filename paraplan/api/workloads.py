@@ -47,6 +47,17 @@ def check_framework(name_or_path: str) -> None:
     load_framework(name_or_path)
 
 
+def experts_beside_tensor(ep: int, *, tp: int, data_ranks: int, framework: str) -> int:
+    """Return the `ep` of a plan, ranks of dp and cp alone, for a degree as a framework's own option counts it.
+
+    `data_ranks` are dp x cp. Raises `PlanError` as `ExpertsProfile.beside_tensor` does.
+    """
+    from paraplan.cost.framework_files import load_framework
+
+    profile = load_framework(framework)
+    return profile.experts.beside_tensor(ep, tp=tp, data_ranks=data_ranks, title=profile.title)
+
+
 USUAL_LENGTH = 4096
 """Tokens; see `usual_length`."""
 

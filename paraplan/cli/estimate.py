@@ -138,7 +138,7 @@ def estimate(
         chosen, seq_len, choices = _from_file(one.plan_path, file, given, seq_len, choices)
         framework = framework if "framework" in given else file.framework or framework
     else:
-        chosen = plan.plan(training.global_batch, **one.fields)
+        chosen = plan.plan(training.global_batch, framework, **one.fields)
     spec = load_model(model, seq_length=seq_len, micro_batch_size=chosen.micro_batch_size)
     cluster = hardware.cluster_for(chosen.world_size)
     asked = training_of(spec, seq_length=seq_len, global_batch_size=chosen.global_batch_size, **choices)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paraplan.api.plans import AXES, make_plan, micro_batches
+from paraplan.api.workloads import experts_beside_tensor
 from paraplan.cli.options import (
     MOST_RANKS,
     PLAN_PANEL,
@@ -102,12 +103,15 @@ class PlanChoices:
             offload=self.offload.value if self.offload else None,
         )
 
-    def plan(self, global_batch: int | None, **others: Any) -> ParallelPlan:
+    def plan(self, global_batch: int | None, framework: str, **others: Any) -> ParallelPlan:
         """Return the plan, for one micro-batch a rank unless a global batch is given; `others` are more of its fields.
 
-        Raises `PlanError` where they contradict each other.
+        `ep` is as `framework` counts. Raises `PlanError` where they contradict each other.
         """
         degrees = {axis.name: getattr(self, axis.name) or 1 for axis in AXES}
+        if self.ep is not None and degrees["tp"] > 1:
+            ranks = degrees["dp"] * degrees["cp"]
+            degrees["ep"] = experts_beside_tensor(self.ep, tp=degrees["tp"], data_ranks=ranks, framework=framework)
         dp, micro_batch = degrees["dp"], self.micro_batch or 1
         schedule = self.schedule or (ScheduleChoice.one_forward_one_backward if degrees["pp"] > 1 else None)
         return make_plan(

@@ -199,8 +199,15 @@ def fits(workload: Workload, table: PlanTable, peak_bytes: Floats) -> Mask:
 
 def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | None:
     """Return why a plan does not suit the model, the training and the machines of a workload, None where it does."""
-    rings = workload.framework.kernels.ring_attention
-    return why_incompatible(plan, workload.model, workload.training, workload.cluster, rings_context=rings)
+    framework = workload.framework
+    return why_incompatible(
+        plan,
+        workload.model,
+        workload.training,
+        workload.cluster,
+        rings_context=framework.kernels.ring_attention,
+        whole_experts=framework.experts.over_tensor_ranks,
+    )
 
 
 def assumed_speeds(workload: Workload) -> tuple[str, ...]:

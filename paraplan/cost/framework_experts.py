@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from pydantic import Field
 
+from paraplan.errors import PlanError
 from paraplan.records import Record, Source
 
 
@@ -53,3 +56,26 @@ class ExpertsProfile(Record):
     """Why steps of experts under ZeRO-3 take longer than predicted, with what was published; None where they do not."""
     sources: tuple[Source, ...] = ()
     """Where the values come from."""
+
+    def beside_tensor(self, ep: int, *, tp: int, data_ranks: int, title: str) -> int:
+        """Return the `ep` of a plan, ranks of dp and cp alone, for a degree as the framework `title` counts it.
+
+        Where ranks of tp have experts of their own, that counts them too, and divides dp x cp x tp; `data_ranks` are
+        dp x cp. Raises `PlanError` for experts on a part of the ranks of tp, and for a degree that counts ranks of tp
+        which divide each expert.
+        """
+        if self.over_tensor_ranks and ep % tp:
+            lower = ep // tp * tp
+            raise PlanError(
+                f"ep={ep} of {title} counts the ranks of tp={tp} too, and experts on a part of these are not modelled",
+                hint=f"use --ep {f'{lower} or ' if lower else ''}{lower + tp}",
+            )
+        if self.over_tensor_ranks:
+            return ep // tp
+        if tp > 1 and data_ranks % ep and data_ranks * tp % ep == 0:
+            raise PlanError(
+                f"ep={ep} does not divide dp x cp={data_ranks}: {title} divides each expert over tp={tp} too",
+                hint=f"use --ep {gcd(ep, data_ranks)}, or --framework megatron-bridge, where ranks of tp have experts "
+                "of their own (expert_tensor_parallel_size 1)",
+            )
+        return ep

@@ -60,18 +60,27 @@ class Incompatibility(Record):
 
 
 def why_incompatible(
-    plan: ParallelPlan, model: ModelSpec, training: TrainingSpec, cluster: Cluster, *, rings_context: bool = False
+    plan: ParallelPlan,
+    model: ModelSpec,
+    training: TrainingSpec,
+    cluster: Cluster,
+    *,
+    rings_context: bool = False,
+    whole_experts: bool = False,
 ) -> Incompatibility | None:
     """Return the first rule that a plan breaks, None where it suits the model, the training and the machines.
 
     A plan may leave GPUs idle. `rings_context` says that context parallelism passes keys and values around a ring, and
-    so need not divide heads. Whether the plan fits in memory and which runtime executes it are other questions.
+    so need not divide heads, `whole_experts` that ranks of tp have experts of their own. Whether the plan fits in
+    memory and which runtime executes it are other questions.
     """
     return (
         why_untrainable(model, training, cluster.gpu)
         or _ranks(plan, cluster)
         or _batch(plan, training)
-        or why_degrees_incompatible(model, training, plan.degrees, rings_context=rings_context)
+        or why_degrees_incompatible(
+            model, training, plan.degrees, rings_context=rings_context, whole_experts=whole_experts
+        )
         or _stages(plan, model)
         or _sequence(plan, training)
         or why_not_sharded(training, zero_stage=plan.zero_stage)
@@ -133,15 +142,6 @@ def _quantized_tp(training: TrainingSpec, tp: int) -> Incompatibility | None:
     )
 
 
-def check_compatible(
-    plan: ParallelPlan, model: ModelSpec, training: TrainingSpec, cluster: Cluster, *, rings_context: bool = False
-) -> None:
-    """Raise `PlanError` with the value, the limit and what would do where a plan breaks a rule."""
-    found = why_incompatible(plan, model, training, cluster, rings_context=rings_context)
-    if found is not None:
-        raise found.error()
-
-
 def why_untrainable(model: ModelSpec, training: TrainingSpec, gpu: GpuProfile) -> Incompatibility | None:
     """Return why no plan can train a model so: an arithmetic that the GPU lacks, a sequence beyond learned positions.
 
@@ -183,7 +183,12 @@ def why_untrainable(model: ModelSpec, training: TrainingSpec, gpu: GpuProfile) -
 
 
 def why_degrees_incompatible(
-    model: ModelSpec, training: TrainingSpec, degrees: Mapping[Degree, int], *, rings_context: bool = False
+    model: ModelSpec,
+    training: TrainingSpec,
+    degrees: Mapping[Degree, int],
+    *,
+    rings_context: bool = False,
+    whole_experts: bool = False,
 ) -> Incompatibility | None:
     """Return why no plan of these degrees suits a model and its training, None where one may."""
     tp, cp = degrees["tp"], degrees["cp"]
@@ -195,7 +200,7 @@ def why_degrees_incompatible(
         why_pp(model, degrees["pp"]),
         _share("global_batch", degrees["dp"], training.global_batch_size),
         _share("cp", cp, training.seq_length),
-        why_ep(model, degrees["ep"]),
+        why_ep(model, degrees["ep"] * (tp if whole_experts and model.num_experts > 1 else 1)),
     )
     return next((found for found in rules if found is not None), None)
 

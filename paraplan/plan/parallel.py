@@ -39,7 +39,8 @@ AXES = (
     AxisInfo(
         "ep",
         "expert",
-        "Ranks of dp x cp that share out a mixture's experts (expert parallelism).",
+        "Ranks of dp x cp that share out a mixture's experts (expert parallelism), with those of tp where the "
+        "framework's own option counts them.",
         multiplies_ranks=False,
     ),
 )

@@ -41,7 +41,7 @@ def estimate_page(workload: Workload, estimate: PlanEstimate) -> str:
         f"<h1>{escape(workload.model.name)} on {gpus(plan.world_size * plan.devices_per_process)}</h1>",
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
         f'<p class="plan">{escape(plan.describe())}: {verdict}</p>',
-        paragraph(f"{plan_in_words(plan)}."),
+        paragraph(f"{plan_in_words(workload, plan)}."),
         plan_facts(workload, estimate),
         plan_remarks(workload, estimate),
     ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
+from paraplan.cost.blocks.routing import expert_ranks
 from paraplan.cost.estimate import STEP_PARTS, PlanEstimate, StepEstimate, estimate_plan, host_share
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.model.saved import saved_bytes
 from paraplan.model.trainable import ALL_LINEAR, module_name
-from paraplan.plan.parallel import AXES, ParallelPlan
+from paraplan.plan.parallel import AXES, Degree, ParallelPlan
 
 LOW_MFU, LARGE_BUBBLE = 0.15, 0.30
 """What is said aloud: a poor use of the GPUs, a pipeline that waits."""
@@ -25,9 +26,10 @@ _RECOMPUTE = {
 }
 
 
-def plan_in_words(plan: ParallelPlan) -> str:
+def plan_in_words(workload: Workload, plan: ParallelPlan) -> str:
     """Return a plan in a sentence: `FSDP (ZeRO-3) over 8 GPUs, micro-batch size 2, 4 accumulation steps`."""
-    parts = [_spread(plan)]
+    ranks = expert_ranks(workload.framework, ep=plan.ep, tp=plan.tp)
+    parts = [_spread(plan, plan.degrees | {"ep": ranks if workload.model.num_experts > 1 else 1})]
     if plan.sequence_parallel:
         parts.append("sequence parallelism")
     parts.append(f"micro-batch size {plan.micro_batch_size}")
@@ -46,14 +48,12 @@ def plan_in_words(plan: ParallelPlan) -> str:
     return ", ".join(parts)
 
 
-def _spread(plan: ParallelPlan) -> str:
+def _spread(plan: ParallelPlan, degrees: Mapping[Degree, int]) -> str:
     if plan.devices_per_process > 1:
         return f"DataParallel in one process over {plan.devices_per_process} GPUs"
     if plan.world_size == 1:
         return "one GPU"
-    others = [
-        f"{axis.title} {degree}" for axis in AXES if axis.name != "dp" and (degree := plan.degrees[axis.name]) > 1
-    ]
+    others = [f"{axis.title} {degree}" for axis in AXES if axis.name != "dp" and (degree := degrees[axis.name]) > 1]
     schedule = f" ({_schedule(plan)})" if plan.pp > 1 else ""
     if not others:
         return f"{'FSDP (ZeRO-3)' if _is_fsdp(plan) else _replicas(plan)} over {plan.dp} GPUs"

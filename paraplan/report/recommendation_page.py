@@ -107,7 +107,7 @@ def _head(answer: Recommendation) -> str:
     if answer.mixed is not None:
         lines.append(paragraph(f"Several kinds of GPU: {answer.mixed}."))
     lines.append(f'<p class="plan">Recommended: <span class="good">{escape(result.best.plan.describe())}</span></p>')
-    lines.append(paragraph(f"{plan_in_words(result.best.plan)}."))
+    lines.append(paragraph(f"{plan_in_words(workload, result.best.plan)}."))
     if result.remark is not None:
         lines.append(paragraph(f"{result.remark[0].upper()}{result.remark[1:]}."))
     lines += [plan_facts(workload, result.best), plan_remarks(workload, result.best)]

@@ -86,7 +86,7 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     tone = "good" if estimate.fits else "bad"
     rate = format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))
     return (
-        Line("Plan", plan_in_words(estimate.plan), tone),
+        Line("Plan", plan_in_words(workload, estimate.plan), tone),
         Line("", estimate.plan.describe(), "dim"),
         Line("Memory", *memory_verdict(workload, estimate)),
         Line(

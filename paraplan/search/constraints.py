@@ -21,6 +21,7 @@ class Constraints:
     pp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    """As the framework counts: with the ranks of tp where these have experts of their own."""
     zero_stage: int | None = None
     micro_batch_size: int | None = None
     recompute: Recompute | None = None
@@ -49,8 +50,8 @@ FREE = Constraints()
 
 class _HasAxes(Protocol):
     @property
-    def named(self) -> dict[Degree, int]:
-        """Degrees by name."""
+    def options(self) -> dict[Degree, int]:
+        """Degrees as options name them."""
 
 
 _Degrees = TypeVar("_Degrees", bound=_HasAxes)
@@ -70,9 +71,9 @@ def check_axes(
     """
     possible = [each for each in degrees if reason_of(each) is None]
     for axis, degree in fixed.axes.items():
-        if any(each.named[axis] == degree for each in possible):
+        if any(each.options[axis] == degree for each in possible):
             continue
-        with_it = [each for each in degrees if each.named[axis] == degree]
+        with_it = [each for each in degrees if each.options[axis] == degree]
         reasons = Counter(reason for each in with_it if (reason := reason_of(each)) is not None)
         indivisible = f"{degree} does not divide {num_gpus} GPUs"
         why = model_limit(axis, degree) or (reasons.most_common(1)[0][0] if reasons else indivisible)
@@ -120,11 +121,11 @@ def nothing_has_all(fixed: Constraints) -> PlanError:
 
 
 def _agree(fixed: Constraints, degrees: _HasAxes, axes: Iterable[Degree]) -> bool:
-    return all(degrees.named[axis] == getattr(fixed, axis) for axis in axes)
+    return all(degrees.options[axis] == getattr(fixed, axis) for axis in axes)
 
 
 def _listed(degrees: Iterable[_HasAxes], axis: Degree) -> str:
-    return _or(sorted({each.named[axis] for each in degrees}))
+    return _or(sorted({each.options[axis] for each in degrees}))
 
 
 def _or(values: Sequence[int]) -> str:

@@ -18,6 +18,8 @@ class Degrees:
     pp: int
     cp: int
     ep: int = 1
+    tensor_experts: int = 1
+    """Ranks of tp that have experts of their own beside each other: all of them, or 1 where they divide each."""
 
     @property
     def sizes(self) -> dict[Axis, int]:
@@ -29,15 +31,25 @@ class Degrees:
         """All degrees by name."""
         return {axis.name: getattr(self, axis.name) for axis in AXES}
 
+    @property
+    def options(self) -> dict[Degree, int]:
+        """All degrees as options name them: `--ep` counts every rank that has experts of its own."""
+        return self.named | {"ep": self.ep * self.tensor_experts}
 
-def all_degrees(num_gpus: int, *, num_experts: int = 1) -> Iterator[Degrees]:
-    """Yield each product of the axes of ranks that equals `num_gpus`, with every ep that suits it and the experts."""
+
+def all_degrees(num_gpus: int, *, num_experts: int = 1, whole_experts: bool = False) -> Iterator[Degrees]:
+    """Yield each product of the axes of ranks that equals `num_gpus`, with every ep that suits it and the experts.
+
+    `whole_experts` says that those of a mixture go over the ranks of tp too.
+    """
+    is_whole = whole_experts and num_experts > 1
     inner = [axis.name for axis in AXES if axis.multiplies_ranks and axis.name != "dp"]
     for sizes in _products(num_gpus, len(inner)):
         named: dict[str, int] = dict(zip(inner, sizes, strict=True))
         named["dp"] = num_gpus // prod(sizes)
-        for ep in divisors(gcd(named["dp"] * named["cp"], num_experts)):
-            yield Degrees(**named, ep=ep)
+        beside = max(1, num_experts // named["tp"]) if is_whole else num_experts
+        for ep in divisors(gcd(named["dp"] * named["cp"], beside)):
+            yield Degrees(**named, ep=ep, tensor_experts=named["tp"] if is_whole else 1)
 
 
 def _products(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:

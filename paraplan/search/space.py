@@ -33,7 +33,7 @@ from paraplan.search.rank_orders import RankOrders
 from paraplan.search.stage_splits import BalancedSplits
 
 CHUNK_ROWS = 96_000
-"""Plans that are priced at a time: what a chunk needs stays in the caches, and memory does not grow with the space."""
+"""Plans that are priced at a time: what a chunk needs stays in the caches."""
 MANY_PLANS = 200_000
 """From so many on, sizes of micro-batches that fit no way are looked for first."""
 MICRO_BATCH_TOO_LARGE = "micro-batches that need more memory than a GPU has"
@@ -84,7 +84,9 @@ class PlanSpace:
         if untrainable is not None:
             raise untrainable.error()
         self._known_rules: dict[tuple[int, ...], Incompatibility | None] = {}
-        every = list(all_degrees(num_gpus, num_experts=self.workload.model.num_experts))
+        experts = self.workload.model.num_experts
+        self._is_whole = experts > 1 and self.workload.framework.experts.over_tensor_ranks
+        every = list(all_degrees(num_gpus, num_experts=experts, whole_experts=self._is_whole))
         check_axes(self.fixed, every, self._reason_of, num_gpus=num_gpus, model_limit=self._model_limit)
         self._offloads = range(len(OFFLOADS) if self.workload.cluster.gpu.vendor != "cpu" else 1)
         if all(not self.fixed.allows(offload=OFFLOADS[offload]) for offload in self._offloads):
@@ -92,7 +94,7 @@ class PlanSpace:
                 f"--offload {self.fixed.offload}: CPU processes have all on the host already",
                 hint="leave --offload out, or take a profile with GPUs",
             )
-        self._degrees = [each for each in every if self.fixed.allows(**each.named)]
+        self._degrees = [each for each in every if self.fixed.allows(**each.options)]
         possible = (each for each in self._degrees if self._reason_of(each) is None)
         shares = (max(1, batch // each.dp) for each in possible)
         check_micro_batch(self.fixed, shares, training=self.workload.training)
@@ -159,7 +161,8 @@ class PlanSpace:
 
     def why_left_out(self, plan: ParallelPlan) -> str | None:
         """Return why a plan that suits the workload is not in this space, None for one that is."""
-        chosen = {
+        degrees = Degrees(**plan.degrees, tensor_experts=plan.tp if self._is_whole else 1)
+        chosen = degrees.options | {
             "zero_stage": plan.zero_stage,
             "micro_batch_size": plan.micro_batch_size,
             "recompute": plan.recompute,
@@ -167,9 +170,7 @@ class PlanSpace:
             "sequence_parallel": plan.sequence_parallel,
             "offload": plan.offload,
         }
-        if not self.fixed.allows(**plan.degrees, **chosen):
-            return "something else is fixed"
-        return self._reason(plan)
+        return self._reason(plan) if self.fixed.allows(**chosen) else "something else is fixed"
 
     def _chunk(self, rows: Sequence[_Rows]) -> Chunk:
         numbers = np.repeat([each.number for each in rows], [len(each.micro) for each in rows])
@@ -195,6 +196,7 @@ class PlanSpace:
                 self.workload.training,
                 degrees.named | {"ep": 1},  # all degrees of ep divide the experts
                 rings_context=self.workload.framework.kernels.ring_attention,
+                whole_experts=degrees.tensor_experts > 1,
             )
         found = self._known_rules[axes]
         return None if found is None else found.reason
@@ -386,9 +388,8 @@ class PlanSpace:
         if plan.zero_stage not in framework.data_parallel.zero_stages:
             return f"{framework.title} has no ZeRO-{plan.zero_stage}"
         if plan.ep > 1 and plan.zero_stage not in framework.experts.zero_stages:
-            return (
-                f"{framework.title} spreads experts beside ZeRO-{' and '.join(map(str, framework.experts.zero_stages))}"
-            )
+            stages = " and ".join(map(str, framework.experts.zero_stages))
+            return f"{framework.title} spreads experts beside ZeRO-{stages}"
         if plan.pp > 1 and schedule not in framework.pipeline.schedules:
             return f"{framework.title} has no {schedule} schedule"
         if schedule == "interleaved_1f1b" and plan.num_microbatches % round_size(plan.num_microbatches, plan.pp):

@@ -302,6 +302,17 @@ def test_short_samples_count_by_their_own_tokens_padded_and_packed() -> None:
         assert "Samples" not in run(*words, *length)[1]
 
 
+def test_ep_counts_ranks_of_tp_where_the_framework_does() -> None:
+    words = ["estimate", "qwen3-235b-a22b", "--profile", "dgx-h100", "--nodes", "32", "--dp", "16", "--tp", "2"]
+    words += ["--pp", "8", "--ep", "32", "--sequence-parallel", "--seq-len", "4096", "--global-batch", "2048"]
+    assert report(*words, "--framework", "megatron-bridge")["plan"]["ep"] == 16
+    said = run(*words, "--framework", "megatron-bridge")[1]
+    assert "tensor 2 x pipeline 8 (1F1B) x expert 32 x data 16" in said
+    status, _, refused = run(*words, "--framework", "megatron-core")
+    assert status == 2
+    assert "Megatron-Core divides each expert over tp=2 too" in refused
+
+
 def test_padding_loads_one_rank_of_experts_and_packed_samples_load_all() -> None:
     words = ["estimate", "qwen3-30b-a3b", "--profile", "8xh100", "--dp", "8", "--ep", "8"]
     words += ["--global-batch", "64", "--seq-len", "4096", "--attention", "flash"]

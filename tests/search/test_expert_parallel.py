@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paraplan.cost.estimate import peak_memory, step_times
+from paraplan.cost.estimate import peak_memory, step_times, why_unsuitable
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.plan_table import Floats
 from paraplan.cost.workload import Workload
@@ -85,6 +86,43 @@ def test_every_degree_of_experts_is_tried_once(workload: MakeWorkload, mixture: 
     made = replace(workload(mixture, "dgx-h100"), framework=MEGATRON_CORE)
     found = {(plan.dp * plan.cp, plan.ep) for plan in _plans(PlanSpace(made, ANYTHING))}
     assert found == {(1, 1), (2, 1), (2, 2), *((4, ep) for ep in (1, 2, 4)), *((8, ep) for ep in (1, 2, 4))}
+
+
+@pytest.mark.parametrize("num_experts", [4, 6, 8, 128])
+def test_ranks_that_have_experts_of_their_own_are_no_more_than_these(num_experts: int) -> None:
+    whole, split = (list(all_degrees(16, num_experts=num_experts, whole_experts=each)) for each in (True, False))
+    for one in whole:
+        if num_experts % one.tp == 0:  # others are refused for tp
+            assert num_experts % one.options["ep"] == 0
+            assert (one.dp * one.cp * one.tp) % one.options["ep"] == 0
+    assert all(one.options == one.named for one in split)
+    assert {one.options["ep"] for one in whole} >= {1, 2, *({4, 8} if num_experts % 8 == 0 else set())}
+
+
+def test_a_degree_of_experts_counts_ranks_of_tp_where_the_framework_does(workload: MakeWorkload) -> None:
+    bridge, core = (load_framework(name) for name in ("megatron-bridge", "megatron-core"))
+    made = replace(workload("mixtral-8x7b", num_nodes=2, seq_length=4096), framework=bridge)
+    plans = _plans(PlanSpace(made, ANYTHING, Constraints(tp=2, ep=8)))
+    assert {plan.ep for plan in plans} == {4}
+    with pytest.raises(PlanError, match="--tp 2 and --ep 1 do not go together"):
+        PlanSpace(made, ANYTHING, Constraints(tp=2, ep=1))
+    spread = ParallelPlan(dp=2, tp=8, ep=2, sequence_parallel=True, num_microbatches=32)
+    found = why_unsuitable(made, spread)
+    assert found is not None
+    assert found.message == "ep=16: mixtral-8x7b has 8 experts to a layer"
+    divided = replace(made, framework=core)
+    assert why_unsuitable(divided, spread) is None
+
+    def asked(profile: FrameworkProfile, ep: int, tp: int = 2) -> int:
+        return profile.experts.beside_tensor(ep, tp=tp, data_ranks=16, title=profile.title)
+
+    assert (asked(bridge, 32), asked(core, 16), asked(bridge, 16, tp=1)) == (16, 16, 16)
+    with pytest.raises(PlanError, match="counts the ranks of tp=2 too") as refused:
+        asked(bridge, 5)
+    assert refused.value.hint == "use --ep 4 or 6"
+    with pytest.raises(PlanError, match="Megatron-Core divides each expert over tp=2 too") as refused:
+        asked(core, 32)
+    assert "use --ep 16, or --framework megatron-bridge" in str(refused.value.hint)
 
 
 def _plans(space: PlanSpace) -> list[ParallelPlan]:
