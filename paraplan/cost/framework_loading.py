@@ -20,9 +20,10 @@ class LoadingProfile(Record):
     sharded: LoadWay | None = None
     """Where they keep shards: FSDP and ZeRO-3."""
     option: str | None = None
-    """What `sharded` takes in the tool's configuration, None where it is the only way."""
+    """What `sharded` takes in the tool's configuration, and `replicated` where that is the same way; None where it is
+    the only way."""
     without: LoadWay | None = None
-    """How shards are loaded without that."""
+    """How weights are loaded without that."""
     quantized: LoadWay | None = None
     """Where the weights that do not train are below 16 bits, whatever is sharded."""
     dequantized: LoadWay | None = None

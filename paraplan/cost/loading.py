@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.framework_loading import LoadWay
+from paraplan.cost.plan_table import Ints, Mask
 from paraplan.cost.workload import Workload
 from paraplan.model.weight_formats import is_stored_below_16_bits
+from paraplan.plan.parallel import AXES
 from paraplan.records import Record
 from paraplan.units import format_bytes
 
@@ -68,6 +75,15 @@ class LoadingEstimate(Record):
         return words
 
     @property
+    def lacking_in_words(self) -> str | None:
+        """What there is no room for while it is loaded, None where there is."""
+        if self.fits:
+            return None
+        if not self.fits_gpu:
+            return f"{format_bytes(self.gpu_bytes)} on each GPU first"
+        return f"{format_bytes(self.host_bytes_per_node)} of the host's memory first"
+
+    @property
     def _words(self) -> str:
         whole, on_gpu = format_bytes(self.weights_bytes), format_bytes(self.gpu_bytes)
         host = f"{format_bytes(self.host_bytes_per_node)} of the host's memory"
@@ -92,6 +108,19 @@ _OF_QUANTIZED = "weights in fewer bits, or GPUs with more memory (transformers 4
 _OF_DEQUANTIZED = "a copy of the release in 16 bits, which FSDP and ZeRO-3 load in shares"
 
 
+@dataclass(frozen=True)
+class _Loading:
+    """How the weights of a plan are loaded."""
+
+    way: LoadWay
+    option: str | None = None
+    without: LoadWay | None = None
+    way_out: str | None = None
+    """What to do where there is no room, None where the way itself says it."""
+    converts: bool = False
+    """Whether weights in fewer bits are made of tensors in 16."""
+
+
 def loading_of(workload: Workload, estimate: PlanEstimate) -> LoadingEstimate | None:
     """Return what loading a plan takes by the framework's way, None where nobody knows that.
 
@@ -99,50 +128,104 @@ def loading_of(workload: Workload, estimate: PlanEstimate) -> LoadingEstimate | 
     a release's own format is converted, one tensor is there in 16 bits too; a rank that is sent its share holds one
     tensor whole.
     """
-    profile, plan = workload.framework.loading, estimate.plan
-    is_sharded = plan.zero_stage == 3 or (workload.framework.data_parallel.uses_fsdp and plan.zero_stage > 0)
-    weights = workload.training.frozen_weights
-    is_quantized = workload.training.train != "full" and is_stored_below_16_bits(weights)
-    option = without = way_out = None
-    if is_quantized:
-        way, way_out = profile.quantized, _OF_QUANTIZED
-    elif profile.dequantized is not None and workload.model.model_type in profile.released_quantized:
-        way, way_out = profile.dequantized, _OF_DEQUANTIZED
-    elif is_sharded:
-        way, option, without = profile.sharded, profile.option, profile.without
-    else:
-        way = profile.replicated
-    if way is None or plan.devices_per_process > 1 or workload.cluster.gpu.vendor == "cpu":
+    plan = estimate.plan
+    found = _loading(workload, is_sharded=bool(_is_sharded(workload, np.array(plan.zero_stage))))
+    if found is None or plan.devices_per_process > 1:
         return None
-    first = _in_way(workload, estimate, way, has_room=is_quantized)
-    other = _in_way(workload, estimate, without, has_room=False) if without is not None else None
-    is_whole = way == "each_rank_gpu"
-    return first.replace(option=option, without=other, way_out=way_out if is_whole and way_out else first.way_out)
+    first = _in_way(workload, estimate, found.way, converts=found.converts)
+    other = _in_way(workload, estimate, found.without, converts=False) if found.without is not None else None
+    return first.replace(option=found.option, without=other, way_out=found.way_out or first.way_out)
 
 
-def _in_way(workload: Workload, estimate: PlanEstimate, way: LoadWay, *, has_room: bool) -> LoadingEstimate:
-    each = workload.framework.storage.weight_bytes if workload.is_mixed_precision else _FP32
-    parameters = list(workload.model.all_parameters)
-    whole = sum(
-        count * (one.num_elements * each if one.frozen_bytes is None else one.frozen_bytes) for one, count in parameters
-    )
-    converted = _HALF if has_room else each
-    largest = max((one.num_elements for one, _ in parameters), default=0) * converted
+def can_load(workload: Workload, column: Callable[[str], Ints]) -> Mask:
+    """Return which plans, given by their columns, can be loaded by the framework's way.
+
+    It goes by what stands whole. What a rank keeps of its shares is in the peak of its step.
+    """
+    sharded = _is_sharded(workload, column("zero_stage"))
+    loads = np.ones(len(sharded), dtype=bool)
+    for is_sharded in (False, True):
+        found = _loading(workload, is_sharded=is_sharded)
+        if found is None:
+            continue
+        sizes = _Sizes.of(workload, converts=found.converts)
+        fits = np.full(len(sharded), sizes.fits_host(workload, found.way))
+        if found.way == "each_rank_gpu":
+            axes: dict[str, Ints] = {axis.name: column(axis.name) for axis in AXES}
+            fits &= sizes.whole_bytes + sizes.largest_bytes * found.converts <= workload.usable_bytes(axes)
+        loads &= fits | (sharded != is_sharded)
+    return loads
+
+
+def _is_sharded(workload: Workload, zero_stage: Ints) -> Mask:
+    return np.asarray((zero_stage == 3) | (workload.framework.data_parallel.uses_fsdp & (zero_stage > 0)))
+
+
+def _loading(workload: Workload, *, is_sharded: bool) -> _Loading | None:
+    profile, weights = workload.framework.loading, workload.training.frozen_weights
+    if workload.cluster.gpu.vendor == "cpu":
+        return None
+    if workload.training.train != "full" and is_stored_below_16_bits(weights):
+        way_out = _OF_QUANTIZED if profile.quantized == "each_rank_gpu" else None
+        return profile.quantized and _Loading(profile.quantized, way_out=way_out, converts=True)
+    if profile.dequantized is not None and workload.model.model_type in profile.released_quantized:
+        return _Loading(
+            profile.dequantized, way_out=_OF_DEQUANTIZED if profile.dequantized == "each_rank_gpu" else None
+        )
+    way = profile.sharded if is_sharded else profile.replicated
+    if way is None or way != profile.sharded:
+        return way and _Loading(way)
+    return _Loading(way, profile.option, profile.without)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is loaded."""
+
+    whole_bytes: float
+    """All weights."""
+    largest_bytes: float
+    """The largest tensor, as it is before it is converted."""
+    ranks: int
+    """Of a machine."""
+
+    @classmethod
+    def of(cls, workload: Workload, *, converts: bool) -> _Sizes:
+        each = workload.framework.storage.weight_bytes if workload.is_mixed_precision else _FP32
+        parameters = list(workload.model.all_parameters)
+        whole = sum(
+            count * (one.num_elements * each if one.frozen_bytes is None else one.frozen_bytes)
+            for one, count in parameters
+        )
+        largest = max((one.num_elements for one, _ in parameters), default=0) * (_HALF if converts else each)
+        return cls(whole, largest, min(workload.cluster.num_gpus, workload.cluster.gpus_per_node))
+
+    def host_bytes(self, way: LoadWay) -> float:
+        """Return what the ranks of a machine hold in its memory."""
+        return {"each_rank_host": self.ranks * self.whole_bytes, "first_rank_host": self.whole_bytes}.get(way, 0.0)
+
+    def fits_host(self, workload: Workload, way: LoadWay) -> bool:
+        """Return whether the host has room for it."""
+        limit = workload.cluster.host_memory_bytes
+        return limit is None or self.host_bytes(way) <= limit
+
+
+def _in_way(workload: Workload, estimate: PlanEstimate, way: LoadWay, *, converts: bool) -> LoadingEstimate:
+    sizes = _Sizes.of(workload, converts=converts)
+    whole, largest = sizes.whole_bytes, sizes.largest_bytes
     kept = max(stage.parameter_bytes for stage in estimate.memory)
-    ranks = min(estimate.plan.world_size, workload.cluster.gpus_per_node)
     on_gpu = {
-        "each_rank_gpu": whole + (largest if has_room else 0.0),
+        "each_rank_gpu": whole + largest * converts,
         "first_rank_host": min(kept + largest, max(whole, kept)),
         "each_rank_host": kept,
         "shards": kept,
     }[way]
-    on_host = {"each_rank_host": ranks * whole, "first_rank_host": whole}.get(way, 0.0)
     return LoadingEstimate(
         way=way,
         way_out=_WAYS_OUT[way],
         weights_bytes=round(whole),
         gpu_bytes=round(on_gpu),
-        host_bytes_per_node=round(on_host),
+        host_bytes_per_node=round(sizes.host_bytes(way)),
         usable_memory_bytes=estimate.usable_memory_bytes,
         host_memory_bytes=estimate.host_memory_bytes,
         step_memory_bytes=estimate.peak_memory_bytes,

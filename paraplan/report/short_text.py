@@ -56,6 +56,9 @@ def memory_verdict(workload: Workload, estimate: PlanEstimate) -> tuple[str, str
         return f"does not fit, {format_bytes(peak - usable)} too much on a GPU: {memory}", "bad"
     if not estimate.fits:
         return f"does not fit in the host's memory: {memory}", "bad"
+    loading = loading_of(workload, estimate)
+    if loading is not None and not loading.fits:
+        return f"a step fits, {memory}, but the weights cannot be loaded: {loading.lacking_in_words}", "bad"
     if not allocator_holds(workload, estimate):
         taken, there = format_bytes(estimate.cached_device_bytes), format_bytes(workload.cluster.gpu_memory_bytes)
         return (
@@ -83,12 +86,12 @@ def mfu_in_words(workload: Workload, estimate: PlanEstimate) -> str:
 def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     """Return a plan in words and in short, its memory and speed."""
     step = estimate.step
-    tone = "good" if estimate.fits else "bad"
+    verdict, tone = memory_verdict(workload, estimate)
     rate = format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))
     return (
-        Line("Plan", plan_in_words(workload, estimate.plan), tone),
+        Line("Plan", plan_in_words(workload, estimate.plan), "bad" if tone == "bad" else "good"),
         Line("", estimate.plan.describe(), "dim"),
-        Line("Memory", *memory_verdict(workload, estimate)),
+        Line("Memory", verdict, tone),
         Line(
             "Speed",
             f"{format_seconds(step.step_time_s)} a step{_range(workload, estimate)}, {rate} tokens/s per GPU, "
@@ -181,16 +184,16 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     )
     return (
         *workload_lines(answer.workload),
-        *(Line("First", one.in_words, "good") for one in free_levers(answer)),
+        *(Line("First", one.in_words, "good") for one in first_levers(answer)),
         *plan_lines(answer.workload, result.best),
         *(Line(label, words) for label, words in beside if words is not None),
         *lever_lines(answer),
     )
 
 
-def free_levers(answer: Recommendation) -> tuple[LeverOffer, ...]:
-    """Return the levers that find more, or save memory, at no cost: they stand before the plan."""
-    return tuple(one for one in answer.levers if one.is_free)
+def first_levers(answer: Recommendation) -> tuple[LeverOffer, ...]:
+    """Return the levers that stand before the plan."""
+    return tuple(one for one in answer.levers if one.stands_first)
 
 
 def lever_lines(answer: Recommendation) -> tuple[Line, ...]:
@@ -199,7 +202,7 @@ def lever_lines(answer: Recommendation) -> tuple[Line, ...]:
 
     title = answer.workload.framework.title
     return (
-        *(Line("Lever", one.in_words, "good") for one in answer.levers if one.fits and not one.is_free),
+        *(Line("Lever", one.in_words, "good") for one in answer.levers if one.fits and not one.stands_first),
         *(Line("", words, "dim") for words in offers_beside(answer.levers, framework=title)),
     )
 

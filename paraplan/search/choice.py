@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
+from paraplan.cost.loading import can_load
 from paraplan.cost.plan_table import Ints, Mask, RecomputeCode
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
@@ -101,7 +102,8 @@ class Choice:
         if self.best.peak_memory_bytes <= (1 - SPARE / 2) * usable:
             return None
         priced, most = plans.priced, (1 - SPARE) * usable
-        rows = np.flatnonzero((priced.table.offload == 0) & (priced.peak_bytes <= most))
+        loads = can_load(plans.workload, partial(getattr, priced.table))
+        rows = np.flatnonzero(loads & (priced.table.offload == 0) & (priced.peak_bytes <= most))
         for row in rows[np.argsort(priced.seconds[rows], kind="stable")][:TRIED]:
             if plans.estimate(int(row)).peak_memory_bytes <= most:
                 return plans.estimate(int(row))
@@ -203,6 +205,9 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
     examples = plans.table(firsts)
     named = np.array([is_named(plan) for plan in examples.plans()])
     survey.find(named[kind])
+    loads = can_load(survey.workload, plans.column)
+    if not loads.all():
+        survey.find(loads)
     if objective == "memory":
         return
     for share in (ROOMY, 1 - SPARE, MUCH_ROOM):

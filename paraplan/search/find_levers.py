@@ -12,7 +12,8 @@ from paraplan.errors import ParaplanError
 from paraplan.model.reader import bundled_models, read_model
 from paraplan.plan.executor import Executor
 from paraplan.search.constraints import Constraints
-from paraplan.search.levers import levers, offer_of
+from paraplan.search.lever_trials import MOST_OFFERS, offer_of
+from paraplan.search.levers import Lever, levers
 from paraplan.search.offers import LeverOffer
 from paraplan.search.what_fits import some_plan_fits
 from paraplan.units import gpus
@@ -22,6 +23,10 @@ Find = Literal["fewest-gpus", "by-date", "largest-model", "largest-batch", "long
 
 Look = Callable[[Workload, Constraints], "Workload | None"]
 """Returns the workload that is found, None where nothing is."""
+
+
+WORTH_FINDING = 0.03
+"""Share of what was found before: a lever that finds less more is left out."""
 
 
 def find_offers(
@@ -37,28 +42,35 @@ def find_offers(
     """Return the levers that find more, or as much on fewer GPUs, and those that the framework lacks, in their order.
 
     `found` is what was found without a lever, and `best` its plan: None where nothing was. Each lever is priced there,
-    where it says what the lever costs, and else where it finds something.
+    where it says what the lever costs, and else where it finds something. What costs nothing is kept beside the next.
     """
-    offers = []
-    before = None if found is None else _value(find, found)
-    for lever in levers(asked, fixed, executor):
-        offer = offer_of(lever, found or asked, executor=executor, fixed=fixed, without=best)
-        if offer is None:
+    offers, lacking = list[LeverOffer](), list[LeverOffer]()
+    most = None if found is None else _value(find, found)
+    kept: Lever | None = None
+    for alone in levers(asked, fixed, executor):
+        lever = kept.beside(alone) if kept else alone
+        tried = offer_of(lever, found or asked, executor=executor, fixed=fixed, without=best)
+        if tried is None:
             continue
+        offer = tried[0]
         if offer.lacking is not None:
-            offers.append(offer)
+            lacking.append(offer)
+            continue
+        if len(offers) == MOST_OFFERS:
             continue
         try:
             more = look(lever.workload(asked), lever.constraints(fixed))
         except ParaplanError:  # nothing with it either
             continue
-        if more is None or (before is not None and _value(find, more) <= before):
+        if more is None or (most is not None and _value(find, more) <= most + WORTH_FINDING * abs(most)):
             continue
         if found is None:
             priced = offer_of(lever, more, executor=executor, fixed=fixed)
-            offer = offer if priced is None else priced
+            offer = offer if priced is None else priced[0]
         offers.append(offer.replace(found=_in_words(find, more)))
-    return tuple(offers)
+        most = _value(find, more)
+        kept = lever if offer.is_free or found is None else kept
+    return (*offers, *lacking)
 
 
 def _value(find: Find, workload: Workload) -> int:

@@ -24,6 +24,10 @@ class LeverOffer(Record):
     """Why the framework cannot do so; nothing is priced then."""
     fits: bool = False
     """Whether a plan fits with it."""
+    unloadable: str | None = None
+    """What loading it takes where there is no room for that."""
+    is_needed: bool = False
+    """Whether what was asked cannot be loaded without it, or another lever."""
     plan: str | None = None
     """The best plan with it, or the nearest where none fits."""
     peak_memory_bytes: int | None = None
@@ -53,6 +57,11 @@ class LeverOffer(Record):
         return self.fits and self.keeps_training and self.slowdown is not None and self.slowdown <= NO_COST
 
     @property
+    def stands_first(self) -> bool:
+        """Whether it is told before the plan: it costs nothing, or what was asked cannot be loaded without."""
+        return self.is_free or self.is_needed
+
+    @property
     def in_words(self) -> str:
         """The offer in one sentence."""
         if self.lacking is not None:
@@ -61,6 +70,8 @@ class LeverOffer(Record):
             each or 0
             for each in (self.peak_memory_bytes, self.usable_memory_bytes, self.step_time_s, self.tokens_per_s_per_gpu)
         )
+        if not self.fits and self.unloadable is not None and peak <= usable:
+            return f"{self.options} (loading takes {self.unloadable})"
         if not self.fits:
             on_host = f"{format_bytes(self.host_bytes_per_node or 0)} on the host"
             return f"{self.options} (needs {format_bytes(peak) if peak > usable else on_host})"

@@ -8,11 +8,13 @@ from paraplan.cost.estimate import PlanEstimate
 from paraplan.records import Record
 from paraplan.units import format_bytes, format_seconds
 
-Cause = Literal["faster", "memory", "allocator", "risk", "offload", "unknown", "range", "simplicity", "error"]
-"""What decided: the time, or the memory where that is the objective; what torch's allocator would take of the GPU; too
-little memory left; copies to the host; that nobody is known to have run such a plan at that scale; that another family
-of plans has to be faster by more than the 80 % range; that the plan is simpler within the error; that it is as simple
-and worth as much within the error."""
+Cause = Literal[
+    "faster", "memory", "loading", "allocator", "risk", "offload", "unknown", "range", "simplicity", "error"
+]
+"""What decided: the time, or the memory where that is the objective; that the other cannot be loaded; what torch's
+allocator would take of the GPU; too little memory left; copies to the host; that nobody is known to have run such a
+plan at that scale; that another family of plans has to be faster by more than the 80 % range; that the plan is simpler
+within the error; that it is as simple and worth as much within the error."""
 
 
 class Reason(Record):

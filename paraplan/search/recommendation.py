@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from paraplan.cost.estimate import PlanEstimate, leaves_room
+from paraplan.cost.loading import loading_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
@@ -114,7 +115,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
     try:
         result, workload, offers, idle = _searched(workload, question, executor=executor)
     except NothingFitsError as error:
-        from paraplan.search.levers import explained
+        from paraplan.search.lever_trials import explained
 
         raise explained(error, workload, executor=executor, fixed=question.fixed) from None
     if found is not None and question.find == "fewest-gpus":
@@ -151,14 +152,17 @@ def _levers(
     if question.find is not None:
         return _find_levers(asked, workload, question, best)
     offloads = best.plan.offload != "none" and fixed.offload is None
-    if not offloads and leaves_room(workload, best):
+    loading = loading_of(workload, best)
+    can_load = loading is None or loading.fits
+    if not offloads and leaves_room(workload, best) and can_load:
         return ()
-    from paraplan.search.levers import lever_offers, with_room
+    from paraplan.search.lever_trials import LeverTrials
+    from paraplan.search.levers import with_room
 
-    if offloads:
-        without = replace(fixed, offload="none")
-        return lever_offers(workload, executor=executor, fixed=without, without=best, looks_for_fewest=True)
-    return lever_offers(with_room(workload), executor=executor, fixed=fixed, without=best)
+    if offloads or not can_load:
+        left = replace(fixed, offload="none") if offloads else fixed
+        return LeverTrials(workload, executor, left, without=best).offers(looks_for_fewest=True)
+    return LeverTrials(with_room(workload), executor, fixed, without=best).offers()
 
 
 def _find_levers(

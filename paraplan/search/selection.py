@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.loading import can_load
 from paraplan.cost.plan_table import Floats, Ints, Mask
 from paraplan.cost.workload import Workload
 from paraplan.search.evaluated_plans import EvaluatedPlans, complexities
@@ -22,6 +23,7 @@ from paraplan.search.results import (
     Objective,
 )
 
+_LOADING: tuple[Cause, str] = ("loading", "that one cannot be loaded by the framework's way")
 TRIED = 15
 """Of the simplest plans so many more are asked for one that leaves the allocator room."""
 MUCH_ROOM = 0.8
@@ -54,6 +56,8 @@ class Selection:
     def of(cls, plans: EvaluatedPlans, objective: Objective) -> Selection:
         """Return the simplest plan within the tolerance of the best, of equally simple ones the best.
 
+        Plans that cannot be loaded are left out where others can.
+
         Where what is selected of the framework's known runs is within the 80 % range of that, or small rigs' plain
         data parallelism, it is taken instead.
         One for which torch's allocator has to give back what it keeps is taken where no other is within twice its time.
@@ -62,7 +66,8 @@ class Selection:
         narrow = [is_known(plans.workload, columns)]
         if is_small_rig(plans.workload):
             narrow.append(is_data_parallel(columns))
-        selection = cls._among(plans, objective, narrow[0], np.ones(len(plans.priced), dtype=bool))
+        loads = can_load(plans.workload, columns)
+        selection = cls._among(plans, objective, narrow[0], loads if loads.any() else ~loads)
         if objective == "memory" or not TOLERANCE[objective]:
             return selection
         for wanted in narrow:
@@ -101,8 +106,14 @@ class Selection:
             gain = own.peak_memory_bytes / others.peak_memory_bytes - 1
         else:
             gain = own.step.step_time_s / others.step.step_time_s - 1
-        cause, because = self._cause(other, own, others, gain)
+        if self._loads(row) and not self._loads(other):
+            cause, because = _LOADING
+        else:
+            cause, because = self._cause(other, own, others, gain)
         return Reason(cause=cause, over=others.plan.describe(), gain=gain, because=because, by_memory=by_memory)
+
+    def _loads(self, row: int) -> bool:
+        return bool(can_load(self.plans.workload, partial(getattr, self.plans.priced.table.select(np.array([row]))))[0])
 
     def _cause(self, other: int, own: PlanEstimate, others: PlanEstimate, gain: float) -> tuple[Cause, str]:
         row, share = self.row, others.peak_memory_bytes / others.usable_memory_bytes

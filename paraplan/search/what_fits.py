@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from paraplan.cost.cost_model import CostModel
+from paraplan.cost.loading import can_load
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
@@ -36,7 +38,7 @@ def some_plan_fits(
     fixed: Constraints = FREE,
     without_accumulation: bool = False,
 ) -> bool:
-    """Return whether any plan of the space fits the workload's machines.
+    """Return whether any plan of the space fits the workload's machines, and can be loaded there.
 
     `without_accumulation` counts only plans that take the batch in one micro-batch.
     """
@@ -46,7 +48,7 @@ def some_plan_fits(
             table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table
             if len(table):
                 _, fitting, beyond_host = memory_of(workload, table)
-                if bool((fitting & ~beyond_host).any()):
+                if bool((fitting & ~beyond_host & can_load(workload, partial(getattr, table))).any()):
                     return True
     except PlanError:  # what is fixed cannot be had on these machines
         return False

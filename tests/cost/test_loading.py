@@ -65,9 +65,11 @@ def test_a_release_below_16_bits_is_whole_on_each_gpu_where_it_is_dequantized() 
     assert line.text.startswith("cannot be loaded so")
 
 
-def test_every_rank_of_a_machine_reads_all_weights_where_scripts_build_the_model() -> None:
+def test_every_rank_of_a_machine_reads_all_weights_where_scripts_build_the_model_whole() -> None:
     found = loaded(made("llama-3-8b", "paraplan"))
-    assert found.host_bytes_per_node == 8 * found.weights_bytes
+    assert found.way == "shards"
+    assert found.without is not None
+    assert found.without.host_bytes_per_node == 8 * found.weights_bytes
 
 
 def test_ranks_of_megatron_read_their_own_shares_and_nothing_is_said() -> None:

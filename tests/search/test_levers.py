@@ -3,17 +3,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paraplan.api.executors import executor_of
 from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.loading import can_load
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
+from paraplan.model.reader import read_model
 from paraplan.plan.executor import OWN_RUNTIME
+from paraplan.plan.training import TrainingSpec
 from paraplan.report.short_text import recommendation_lines
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.failure import NothingFitsError
-from paraplan.search.levers import lever_offers, levers
+from paraplan.search.lever_trials import LeverTrials, offer_of
+from paraplan.search.levers import levers
 from paraplan.search.offers import LeverOffer
 from paraplan.search.recommendation import Find, SearchRequest, recommendation
 from paraplan.search.search import search
@@ -33,7 +41,7 @@ def _of_framework(made: Workload, framework: str) -> Workload:
 def test_a_lever_that_fits_is_the_search_of_that_training(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", profile="rtx-4090-x2", seq_length=2048, global_batch_size=16)
     without = Constraints(offload="none")
-    offers = _by_options(lever_offers(made, executor=OWN_RUNTIME, fixed=without, looks_for_fewest=True))
+    offers = _by_options(LeverTrials(made, OWN_RUNTIME, without).offers(looks_for_fewest=True))
     assert offers["--train lora:r=16 --base-weights nf4:double"].fewest_gpus == 1
     for offer in offers.values():
         assert offer.lacking is not None or offer.fits == (offer.peak_memory_bytes <= offer.usable_memory_bytes)
@@ -157,6 +165,88 @@ def test_levers_that_a_framework_lacks_are_said_in_a_line(workload: MakeWorkload
     line = (caught.value.hint or "").splitlines()[-1].strip()
     assert line.startswith(f"not in {made.framework.title}: ")
     assert all(words in line for words in lacking)
+
+
+def test_a_lever_that_is_not_enough_is_kept_while_shorter_sequences_are_sought(workload: MakeWorkload) -> None:
+    made = workload("llama-3.2-1b", profile="1xrtx-4090", seq_length=131072, global_batch_size=8, train="lora:r=16")
+    with pytest.raises(NothingFitsError) as caught:
+        recommendation(made, SearchRequest())
+    shorter = next(one for one in caught.value.offers if "--seq-len" in one.options)
+    assert shorter.options.startswith("--loss liger --seq-len ")
+    assert int(shorter.options.split()[-1]) > 60_000  # 15,104 without the fused loss
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "seq_length", "fields"),
+    [
+        ("llama-3-8b", "1xrtx-3060", 6144, {"train": "lora:r=16"}),
+        ("llama-3-8b", "1xrtx-4090", 8192, {}),
+        ("qwen2.5-14b", "1xrtx-4090", 16384, {"train": "lora:r=16"}),
+        ("qwen3-30b-a3b", "1xrtx-3090", 8192, {"train": "lora:r=16"}),
+    ],
+)
+def test_levers_offered_together_are_the_least_that_fits(
+    workload: MakeWorkload, model: str, profile: str, seq_length: int, fields: dict[str, str]
+) -> None:
+    made = workload(model, profile=profile, seq_length=seq_length, global_batch_size=2, **fields)
+    trials = LeverTrials(made, OWN_RUNTIME, FREE)
+    offers = [one for one in trials.offers() if one.fits]
+    assert len(offers) <= 3
+    alone = {one.options: one for one in levers(made, FREE, OWN_RUNTIME)}
+    for offer in offers:
+        parts = [one for options, one in alone.items() if options != offer.options and options in offer.options]
+        for part in parts:
+            tried = offer_of(part, made, executor=OWN_RUNTIME, fixed=FREE)
+            assert tried is None or not tried[0].fits, (offer.options, part.options)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    model=st.sampled_from(["deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "llama-3-70b", "mixtral-8x7b"]),
+    profile=st.sampled_from(["8xa100", "8xh100", "4xrtx-4090", "2xrtx-5090"]),
+    seq_length=st.sampled_from([2048, 8192]),
+)
+def test_a_heavier_storage_is_never_said_to_need_fewer_gpus(model: str, profile: str, seq_length: int) -> None:
+    training = TrainingSpec(global_batch_size=16, seq_length=seq_length)
+    made = Workload.of(read_model(model), training, cluster_from_profile(profile))
+    offers = LeverTrials(made, OWN_RUNTIME, FREE).offers(looks_for_fewest=True)
+    sizes = [
+        (sum((part.frozen_bytes or 0.0) * n for part, n in lever.workload(made).model.all_parameters), one.fewest_gpus)
+        for one in offers
+        for lever in levers(made, FREE, OWN_RUNTIME)
+        if lever.options == one.options and lever.trains_adapter and one.fits
+    ]
+    counts = [fewest or made.cluster.num_gpus for _, fewest in sorted(sizes, key=lambda size: -size[0])]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_no_lever_is_offered_that_is_slower_than_the_plan(workload: MakeWorkload) -> None:
+    made = workload("llama-3-70b", profile="dgx-h100", num_nodes=2, seq_length=4096, global_batch_size=64)
+    answer = recommendation(made, SearchRequest())
+    offers = [one for one in answer.levers if one.fits]
+    assert 0 < len(offers) <= 3
+    assert all((one.slowdown or 0.0) <= 0.1 for one in offers)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_plan_that_loads_is_chosen_before_one_that_does_not(workload: MakeWorkload, *, shards: bool) -> None:
+    made = workload("llama-3-8b", profile="8xh100", seq_length=1024, global_batch_size=64)
+    ways = {"replicated": "each_rank_host", "sharded": "shards"} if shards else {"sharded": "each_rank_host"}
+    loading = made.framework.loading.replace(option=None, without=None, **ways)
+    cluster = made.cluster.replace(host_memory_bytes=200 * GIB)
+    changed = replace(made, framework=made.framework.replace(loading=loading), cluster=cluster)
+    best = search(changed, num_candidates=3).best.plan
+    assert (best.zero_stage > 0) == shards  # the runtime's sharded stages are FSDP's
+    assert can_load(changed, lambda name: np.array([getattr(best, name)])).all()
+
+
+def test_adapters_on_experts_in_16_bits_are_told_first_which_tool_loads_them(workload: MakeWorkload) -> None:
+    fields = {"train": "lora:r=16", "base_weights": "nf4"}
+    made = workload("qwen3-30b-a3b", profile="2xrtx-5090", seq_length=2048, global_batch_size=16, **fields)
+    answer = recommendation(made, SearchRequest())
+    lines = {line.label: line.text for line in recommendation_lines(answer)}
+    assert lines["First"].startswith("--quantizer axolotl: ")
+    assert "cannot be loaded" in lines["Memory"]
 
 
 def test_an_option_that_a_framework_lacks_is_refused(workload: MakeWorkload) -> None:

@@ -1,0 +1,316 @@
+"""Levers tried in their order: alone, then beside those before them that saved memory; what matters of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.loading import loading_of
+from paraplan.cost.stored_weights import untrainable_notes
+from paraplan.cost.workload import Workload
+from paraplan.errors import ParaplanError
+from paraplan.hardware.cluster import Cluster
+from paraplan.plan.executor import Executor
+from paraplan.progress import is_stopped, say
+from paraplan.search.cluster_sizes import smaller_clusters
+from paraplan.search.constraints import Constraints
+from paraplan.search.failure import NothingFitsError
+from paraplan.search.levers import Lever, lacking, levers
+from paraplan.search.offers import NO_COST, LeverOffer
+from paraplan.search.results import TOLERANCE
+from paraplan.search.search import search
+from paraplan.search.what_fits import larger_machines, longest_sequence, more_gpus, some_plan_fits
+from paraplan.units import gpus
+
+MOST_GPUS = 64
+"""On more GPUs the fewest that a lever fits are not looked for."""
+MOST_OFFERS = 3
+"""So many levers that fit are offered."""
+SAVES = 0.99
+"""Times what is needed without it: a lever that needs more is not kept beside the next."""
+LONGER = 1.1
+"""Times the tokens that a sequence has without further levers: those that gain less are left out of the offer."""
+
+
+Look = Callable[..., "tuple[str, Cluster] | None"]
+"""Looks for machines on which a workload fits, by the options that ask for them."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A lever with its offer, and what it takes of what there is: above 1 it does not fit."""
+
+    lever: Lever
+    offer: LeverOffer
+    share: float
+
+
+@dataclass
+class LeverTrials:
+    """Levers on a workload, tried in their order.
+
+    `without` is the best plan without any; None where nothing fits. Then a lever that is not enough is kept while the
+    next ones are tried, and what is offered is the least of these together that fits.
+    """
+
+    workload: Workload
+    executor: Executor
+    fixed: Constraints
+    without: PlanEstimate | None = None
+    nearest: PlanEstimate | None = None
+    """What comes nearest where nothing fits."""
+    kept: list[Lever] = field(default_factory=list)
+    """The levers that saved memory and were not enough, in their order."""
+
+    def offers(self, *, looks_for_fewest: bool = False) -> tuple[LeverOffer, ...]:
+        """Return up to `MOST_OFFERS` levers that fit, in their order, and those that are not enough or lacking.
+
+        Of more, those that keep the training come before others, and faster ones before slower ones.
+        """
+        fitting: list[_Tried] = []
+        beside: list[LeverOffer] = []
+        least = _share(self.workload, self.nearest) if self.nearest is not None else float("inf")
+        for lever in levers(self.workload, self.fixed, self.executor):
+            if self.without is not None and "offload" in lever.fixed:
+                continue  # asked about plans that need none
+            if (
+                len(fitting) >= MOST_OFFERS
+                and not lever.keeps_training
+                and lacking(lever, self.workload, self.executor) is None
+            ):
+                continue
+            tried = self._try(lever)
+            if tried is None:
+                continue
+            if tried.offer.lacking is not None:
+                beside.append(tried.offer)
+                continue
+            if not tried.offer.fits and not fitting:
+                tried, least = self._with_kept(tried, least)
+            if not tried.offer.fits:
+                beside.append(tried.offer)
+            elif self._is_worse(tried, fitting):
+                continue
+            else:
+                fitting.append(tried)
+        while len(fitting) > MOST_OFFERS:
+            slowest = max(fitting, key=lambda one: one.offer.step_time_s or 0.0)
+            fitting.remove(next((one for one in reversed(fitting) if not one.lever.keeps_training), slowest))
+        offers = [one.offer for one in fitting]
+        if looks_for_fewest and self.workload.cluster.num_gpus <= MOST_GPUS:
+            offers = _without_contradictions([self._with_fewest(one) for one in fitting])
+        if offers and self.without is not None and not loads(self.workload, self.without):
+            offers[0] = offers[0].replace(is_needed=True)
+        return (*offers, *beside)
+
+    def beyond(self) -> tuple[LeverOffer, ...]:
+        """Return what fits with other sequences, more of the GPUs, or others: with levers kept where these gain."""
+        found = [
+            self._shorter_sequences(),
+            self._on_machine(more_gpus, None),
+            self._on_machine(larger_machines, "other GPUs"),
+        ]
+        return tuple(one for one in found if one is not None)
+
+    def _on_machine(self, look: Look, name: str | None) -> LeverOffer | None:
+        """Return what fits on machines that are looked for.
+
+        The levers kept that leave the training as it is are pulled where that saves GPUs.
+        """
+        free = _joined([one for one in self.kept if one.keeps_training])
+        for lever in (free, None):
+            workload, fixed = self._under(lever)
+            machine = look(workload, executor=self.executor, fixed=fixed)
+            if machine is None:
+                continue
+            options, cluster = machine
+            on = replace(self.workload, cluster=cluster)
+            if lever is not None and some_plan_fits(on, executor=self.executor, fixed=self.fixed):
+                lever = None
+            there = Lever(name or gpus(cluster.num_gpus), options if name is None else f"--profile {options}")
+            return self._offer_on(on, lever.beside(there) if lever else there)
+        return None
+
+    def _shorter_sequences(self) -> LeverOffer | None:
+        free = _joined([one for one in self.kept if one.keeps_training])
+        length, beside = 0, None
+        for lever in (None, free, _joined(self.kept)):
+            if lever == beside and length:
+                continue
+            workload, fixed = self._under(lever)
+            if length:
+                training = workload.training.replace(seq_length=round(LONGER * length))
+                longer = replace(workload, training=training)
+                if not some_plan_fits(longer, executor=self.executor, fixed=fixed):
+                    continue
+            longest = longest_sequence(workload, executor=self.executor, fixed=fixed) or 0
+            if longest > LONGER * length:
+                length, beside = longest, lever
+        if not 0 < length < self.workload.training.seq_length:
+            return None
+        shorter = Lever("shorter sequences", f"--seq-len {length}", {"seq_length": length}, keeps_training=False)
+        return self._offer_on(self.workload, beside.beside(shorter) if beside else shorter)
+
+    def _under(self, lever: Lever | None) -> tuple[Workload, Constraints]:
+        """Return the workload and what is fixed under a lever."""
+        if lever is None:
+            return self.workload, self.fixed
+        return lever.workload(self.workload), lever.constraints(self.fixed)
+
+    def _offer_on(self, workload: Workload, lever: Lever) -> LeverOffer | None:
+        tried = replace(self, workload=workload)._try(lever)
+        return None if tried is None else tried.offer
+
+    def _with_kept(self, alone: _Tried, least: float) -> tuple[_Tried, float]:
+        """Return the least of a lever and those kept that fits, else the lever alone; and the least share so far.
+
+        What is not enough is kept where it takes less than what is kept.
+        """
+        left = [one for one in self.kept if not one.fields <= alone.lever.fields]
+        joined = self._joined_with(left, alone.lever) if left else alone
+        if joined is not None and joined.offer.fits:
+            for one in list(left):
+                fewer = self._joined_with([other for other in left if other is not one], alone.lever)
+                if fewer is not None and fewer.offer.fits:
+                    left.remove(one)
+                    joined = fewer
+            return joined, least
+        ways = [(alone, [alone.lever])] if joined is None else [(joined, [*left, alone.lever]), (alone, [alone.lever])]
+        best, group = min(ways, key=lambda way: way[0].share)
+        if best.share <= SAVES * least or alone.lever.is_choice:
+            self.kept, least = group, min(best.share, least)
+        return alone, least
+
+    def _joined_with(self, others: list[Lever], lever: Lever) -> _Tried | None:
+        joined = _joined([*others, lever])
+        return None if joined is None else self._try(joined)
+
+    def _is_worse(self, tried: _Tried, before: list[_Tried]) -> bool:
+        """Return whether a lever is slower than the plan that it would replace, or gains nothing over one before it."""
+        slowdown = tried.offer.slowdown
+        has_plan = self.without is not None and loads(self.workload, self.without)
+        if has_plan and slowdown is not None and slowdown > TOLERANCE["throughput"]:
+            return True
+        if tried.lever.is_choice:
+            return False
+        alike = [one.offer for one in before if one.lever.trains_adapter == tried.lever.trains_adapter]
+        return any(_gains_nothing(tried.offer, other) for other in alike)
+
+    def _try(self, lever: Lever) -> _Tried | None:
+        """Return a lever with its best plan, None where no plan can be had with it or somebody asked for an end."""
+        found = offer_of(lever, self.workload, executor=self.executor, fixed=self.fixed, without=self.without)
+        return None if found is None else _Tried(lever, *found)
+
+    def _with_fewest(self, tried: _Tried) -> _Tried:
+        """Return an offer with the fewest GPUs of its machines on which it fits."""
+        other, left = tried.lever.workload(self.workload), tried.lever.constraints(self.fixed)
+        for smaller in smaller_clusters(self.workload.cluster):
+            if some_plan_fits(replace(other, cluster=smaller), executor=self.executor, fixed=left):
+                return replace(tried, offer=tried.offer.replace(fewest_gpus=smaller.num_gpus))
+        return tried
+
+
+def loads(workload: Workload, estimate: PlanEstimate) -> bool:
+    """Return whether a plan can be loaded by the framework's way, as far as anybody knows that."""
+    loading = loading_of(workload, estimate)
+    return loading is None or loading.fits
+
+
+def offer_of(
+    lever: Lever,
+    workload: Workload,
+    *,
+    executor: Executor,
+    fixed: Constraints,
+    without: PlanEstimate | None = None,
+) -> tuple[LeverOffer, float] | None:
+    """Return a lever with its best plan, and what that takes of what there is.
+
+    None where no plan can be had with it or somebody asked for an end.
+    """
+    if is_stopped():
+        return None
+    offer = LeverOffer(
+        name=lever.name,
+        options=lever.options,
+        keeps_training=lever.keeps_training,
+        num_gpus=workload.cluster.num_gpus,
+    )
+    reason = lacking(lever, workload, executor)
+    if reason is not None:
+        return offer.replace(lacking=reason), float("inf")
+    say(f"pricing {lever.options}")
+    try:
+        other = lever.workload(workload)
+        best = search(other, num_candidates=1, executor=executor, fixed=lever.constraints(fixed)).best
+    except NothingFitsError as error:
+        return _priced(offer, other, error.nearest), _share(other, error.nearest)
+    except ParaplanError:  # the model has no layers for it, or the choices exclude each other
+        return None
+    return _priced(offer, other, best, without=without), _share(other, best)
+
+
+def _priced(
+    offer: LeverOffer, workload: Workload, best: PlanEstimate, *, without: PlanEstimate | None = None
+) -> LeverOffer:
+    step, loading = best.step, loading_of(workload, best)
+    unloadable = None if loading is None else loading.lacking_in_words
+    return offer.replace(
+        fits=best.fits and unloadable is None,
+        unloadable=unloadable,
+        note=next(iter(untrainable_notes(workload)), None),
+        plan=best.plan.describe(),
+        peak_memory_bytes=best.peak_memory_bytes,
+        usable_memory_bytes=best.usable_memory_bytes if without is None else without.usable_memory_bytes,
+        host_bytes_per_node=best.host_bytes_per_node,
+        step_time_s=step.step_time_s,
+        slowdown=None if without is None else step.step_time_s / without.step.step_time_s - 1,
+        tokens_per_s_per_gpu=step.tokens_per_s_per_gpu,
+    )
+
+
+def _share(workload: Workload, estimate: PlanEstimate) -> float:
+    """Return what a plan takes of what there is: of a GPU or of the host, in a step or while weights are loaded."""
+    on_gpu, on_host = estimate.peak_memory_bytes, estimate.host_bytes_per_node
+    loading = loading_of(workload, estimate)
+    if loading is not None:
+        on_gpu, on_host = max(on_gpu, loading.gpu_bytes), max(on_host, loading.host_bytes_per_node)
+    share = on_gpu / estimate.usable_memory_bytes
+    return share if estimate.host_memory_bytes is None else max(share, on_host / estimate.host_memory_bytes)
+
+
+def _joined(group: list[Lever]) -> Lever | None:
+    return reduce(lambda one, other: one.beside(other), group) if group else None
+
+
+def _gains_nothing(offer: LeverOffer, other: LeverOffer) -> bool:
+    """Return whether an offer is neither faster nor smaller than one before it, and no closer to what was asked."""
+    if offer.keeps_training and not other.keeps_training:
+        return False
+    faster = (offer.step_time_s or 0.0) < (1 - NO_COST) * (other.step_time_s or 0.0)
+    smaller = (offer.peak_memory_bytes or 0) < (1 - NO_COST) * (other.peak_memory_bytes or 0)
+    return not (faster or smaller)
+
+
+def _without_contradictions(tried: list[_Tried]) -> list[LeverOffer]:
+    """Return offers without adapters on narrower weights that need more GPUs than those on wider ones.
+
+    A tool may not reach most weights, or not split them over tp.
+    """
+    kept = list[_Tried]()
+    for one in tried:
+        wider = [other for other in kept if one.lever.trains_adapter and other.lever.trains_adapter]
+        if all((one.offer.fewest_gpus or 0) <= (other.offer.fewest_gpus or 0) for other in wider):
+            kept.append(one)
+    return [one.offer for one in kept]
+
+
+def explained(
+    error: NothingFitsError, workload: Workload, *, executor: Executor, fixed: Constraints
+) -> NothingFitsError:
+    """Return the error with what would fit: cheap levers first, then shorter sequences and other machines."""
+    trials = LeverTrials(workload, executor, fixed, nearest=error.nearest)
+    offers = trials.offers(looks_for_fewest=True)
+    return error.offering(offers + trials.beyond(), framework=workload.framework.title)
