@@ -332,9 +332,9 @@ def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
     # The values are a view of the expansion, so that the keys' part of it stays too.
     nope_width = heads.num_heads * heads.nope_head_dim
     part += kept("keys before rotation", nope_width, split="tensor", kernels=FUSED_KERNELS, by="modules")
-    if heads.qk_head_dim == heads.v_head_dim <= LARGEST_FLASH_HEAD:
+    if heads.qk_head_dim == heads.v_head_dim <= LARGEST_FLASH_HEAD and not style.masks_each_layer:
         # Flash attention gives its output the order of the queries, which were put together head by head: the output
-        # projection reads a copy in the order of tokens. The other kernel, for unequal sizes, has that order itself.
+        # projection reads a copy in the order of tokens. The other kernel, for unequal sizes and masks, has that order.
         width = heads.num_heads * heads.v_head_dim
         part += kept(
             "attention output by token",
