@@ -70,6 +70,7 @@ class ModernFamily(NamedTuple):
     parallel: Choice = False
     tied: bool = False
     head_bias: Choice = False
+    embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     dropouts: Mapping[str, tuple[str, ...]] | None = None
     default_dropout: float = 0.0
@@ -123,7 +124,7 @@ def modern_shape(config: ModelConfig, family: ModernFamily) -> DecoderShape:
         layers=layers,
         norm_kind=family.norm,
         norms=family.norms[:1] if parallel else family.norms,
-        embedding=EmbeddingStyle("model.embed_tokens", hidden, dropout=rates.get("embedding", 0.0)),
+        embedding=EmbeddingStyle(family.embedding, hidden, dropout=rates.get("embedding", 0.0)),
         head=HeadStyle(
             width=hidden,
             tied_by_default=family.tied,

@@ -214,6 +214,8 @@ _BIAS_ALL = Flag("attention_bias", default=True)
 _PER_HEAD = qk_norms("per_head", "rms")
 _HUNYUAN_NORMS = qk_norms("per_head", "rms", ("self_attn.query_layernorm", "self_attn.key_layernorm"))
 
+_LING_NORMS = qk_norms("per_head", "rms", ("attention.query_layernorm", "attention.key_layernorm"))
+
 
 def _layers(fields: Mixture) -> partial[tuple[LayerKind, ...]]:
     return partial(mixture_layers, fields=fields)
@@ -297,6 +299,22 @@ EXPERTS: dict[str, ModernFamily] = {
             )
         ),
     ),
+    "bailing_moe_v2": ModernFamily(
+        projections=("attention.query_key_value", "attention.dense"),
+        qkv_bias=Flag("use_qkv_bias", default=False),
+        output_bias=_USE_BIAS,
+        qk_norm=(Flag("use_qk_norm", default=False), _LING_NORMS),
+        copies_output=True,
+        embedding="model.word_embeddings",
+        layers=_layers(
+            _FP32_SHARED._replace(
+                num_experts=(NUM_EXPERTS, None),
+                num_shared=("num_shared_experts", 0),
+                groups=(8, 4),
+                dense_layers=0,
+            )
+        ),
+    ),
     "olmoe": ModernFamily(
         qkv_bias=ATTENTION_BIAS,
         output_bias=ATTENTION_BIAS,
@@ -320,4 +338,5 @@ EXPERTS: dict[str, ModernFamily] = {
         ),
     ),
 }
-"""Mixtures of experts with Llama's attention."""
+"""Mixtures of experts with Llama's attention. Ling and Ring 2.0 (bailing_moe_v2) are read from their own code
+(modeling_bailing_moe_v2.py), with experts in grouped products as Megatron-Bridge trains them."""

@@ -22,6 +22,8 @@ PLANS = (ParallelPlan(dp=2), ParallelPlan(tp=2))
 LEAVE_GROUPS_TO_DEFAULTS = ["deepseek-v3", "moonlight-16b-a3b"]
 
 
+OF_OWN_CODE = {"ling-mini-2.0"}
+"""Bundled models without a class in transformers, which nothing can build."""
 READ = ["glm", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "arcee", "olmo3", "exaone4"]
 READ += ["cohere2", "solar_open", "dots1", "hy_v3", "olmoe", "flex_olmo", "exaone_moe", "youtu"]
 """Families that are read from their configurations, and of which no model is bundled."""
@@ -45,7 +47,7 @@ def findings(names: list[str]) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", bundled_models())
+@pytest.mark.parametrize("name", sorted(bundled_models().keys() - OF_OWN_CODE))
 def test_every_bundled_model_is_made_small_and_runs(name: str) -> None:
     torch.manual_seed(0)
     model = build_small(name, Smaller(num_layers=2, tp=2, seq_length=8))
@@ -64,7 +66,7 @@ def test_models_whose_files_leave_groups_of_experts_to_the_library_are_equal_ove
 @pytest.mark.ranks
 @pytest.mark.with_all
 def test_every_bundled_model_is_equal_over_dp_and_over_tp(ranks: RankHarness) -> None:
-    for found in ranks.run(findings, list(bundled_models()), size=2, timeout_s=900):
+    for found in ranks.run(findings, sorted(bundled_models().keys() - OF_OWN_CODE), size=2, timeout_s=900):
         assert found == {}
 
 
