@@ -12,7 +12,7 @@ from rich.text import Text
 from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
 from paraplan.report.plan_words import device_tool, step_parts
-from paraplan.report.short_text import LABEL_WIDTH, Line
+from paraplan.report.short_text import LABEL_WIDTH, Line, peak_in_words
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds, format_share, gpus
 
 if TYPE_CHECKING:
@@ -175,6 +175,9 @@ def _print_step(console: Console, estimate: Estimate) -> None:
         f"{format_flops(step.model_flops_per_s_per_gpu)} per GPU (MFU {step.mfu:.1%})",
         markup=True,
     )
+    peak = peak_in_words(estimate.workload)
+    if peak is not None:
+        console.print(peak, style="dim")
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     for justify in ("left", "right", "right"):
         table.add_column(justify=justify)

@@ -127,6 +127,9 @@ class ArchitectureProfile(Record):
     """What the shape of a product costs where that was measured; None: as on an A100."""
     fp8_speedup: float = 1.0
     """Dense 8-bit to dense 16-bit matmuls."""
+    sparse_speedup: float = 1.0
+    """How many times the dense rates of matmuls data sheets state too, for weights with structured sparsity, which
+    training does not have."""
     narrow_precisions: tuple[str, ...] = ()
     """What matrix products may be in below 16 bits: fp8, mxfp8, nvfp4."""
     usual_network_bits_per_s: float

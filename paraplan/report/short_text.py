@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
+from paraplan.cost.blocks.matmuls import counted_peak
 from paraplan.cost.estimate import FULL_MEMORY, PlanEstimate, allocator_holds, evaluate_plan
 from paraplan.cost.loading import loading_of
 from paraplan.cost.lower_bounds import lower_bound_reason
+from paraplan.cost.plan_table import RECOMPUTES
 from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.report.plan_words import cautions, plan_in_words
 from paraplan.units import format_bytes, format_count, format_seconds
 
@@ -83,15 +86,54 @@ def mfu_in_words(workload: Workload, estimate: PlanEstimate) -> str:
     return f"MFU {estimate.step.mfu:.1%}{peak}{counted}"
 
 
+def peak_in_words(workload: Workload) -> str | None:
+    """Return the rate that utilization counts against beside the sparse one of data sheets, None without such."""
+    training, gpu, kernels = workload.training, workload.cluster.gpu, workload.framework.kernels
+    if gpu.shared.sparse_speedup == 1 or (training.precision == "fp32" and not kernels.uses_tf32):
+        return None
+    dense = counted_peak(gpu, training, uses_tf32=kernels.uses_tf32) / 1e12
+    return (
+        f"MFU counts against {dense:,.0f} TFLOP/s, the dense rate: data sheets state {gpu.shared.sparse_speedup:g} "
+        "times that too, with sparsity, which training does not have"
+    )
+
+
+def what_lets_fit(workload: Workload, estimate: PlanEstimate) -> str | None:
+    """Return the first recompute and the largest micro-batch with which a plan fits a GPU, None where neither does."""
+    plan, found = estimate.plan, []
+    size, group = plan.micro_batch_size, workload.training.learns_from.group
+    later = RECOMPUTES[RECOMPUTES.index(plan.recompute) + 1 :]
+    smaller = [each for each in range(size - 1, 0, -1) if size % each == 0 and each % group == 0]
+    for name, changes in (
+        ("recompute", [{"recompute": one} for one in later if one in workload.recomputes]),
+        ("micro-batch", [_of_micro_batches(plan, each) for each in smaller]),
+    ):
+        other = next(
+            (each for change in changes if (each := evaluate_plan(workload, plan.replace(**change))).fits), None
+        )
+        if other is not None:
+            value = other.plan.recompute if name == "recompute" else other.plan.micro_batch_size
+            seconds = format_seconds(other.step.step_time_s)
+            found.append(f"with --{name} {value}: {format_bytes(other.peak_memory_bytes)}, {seconds} a step")
+    return "; ".join(found) or None
+
+
+def _of_micro_batches(plan: ParallelPlan, size: int) -> dict[str, int]:
+    return {"micro_batch_size": size, "num_microbatches": plan.num_microbatches * plan.micro_batch_size // size}
+
+
 def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     """Return a plan in words and in short, its memory and speed."""
     step = estimate.step
     verdict, tone = memory_verdict(workload, estimate)
+    is_too_large = estimate.peak_memory_bytes > estimate.usable_memory_bytes
+    fitting = what_lets_fit(workload, estimate) if is_too_large else None
     rate = format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))
     return (
         Line("Plan", plan_in_words(workload, estimate.plan), "bad" if tone == "bad" else "good"),
         Line("", estimate.plan.describe(), "dim"),
         Line("Memory", verdict, tone),
+        *(Line("Fits", words, "caution") for words in (fitting,) if words is not None),
         Line(
             "Speed",
             f"{format_seconds(step.step_time_s)} a step{_range(workload, estimate)}, {rate} tokens/s per GPU, "

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from paraplan.api.models import load_model
 from paraplan.cli.main import app
+from paraplan.units import format_bytes
 
 LLAMA = ["estimate", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "8192"]
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
@@ -300,6 +301,32 @@ def test_short_samples_count_by_their_own_tokens_padded_and_packed() -> None:
     assert "a step has 256 samples in place of 64" in said
     for length in ([], ["--sample-len", "8192"], ["--sample-len", "9000"]):
         assert "Samples" not in run(*words, *length)[1]
+
+
+def test_utilization_names_its_peak_where_data_sheets_state_a_sparse_one() -> None:
+    words = ["estimate", "llama-3-8b", "--dp", "8", "--zero", "3", "--seq-len", "4096", "--profile"]
+    dense = "MFU counts against 989 TFLOP/s, the dense rate: data sheets state 2 times that too"
+    assert dense in " ".join(run(*words, "dgx-h100")[1].split())
+    assert "MFU counts against 312 TFLOP/s" in run(*words, "dgx-a100")[1]
+    for others in (["dgx-1-v100", "--precision", "fp16"], ["dgx-h100", "--precision", "fp32"]):
+        assert "the dense rate" not in run(*words, *others)[1]
+
+
+def test_what_does_not_fit_names_the_recompute_and_the_micro_batch_that_let_it() -> None:
+    words = ["estimate", "gpt-oss-120b", "--profile", "dgx-h100", "--nodes", "8", "--framework", "megatron-bridge"]
+    words += ["--dp", "16", "--pp", "4", "--ep", "8", "--zero", "1", "--seq-len", "4096", "--global-batch", "512"]
+    said = " ".join(run(*words, "--micro-batch", "4")[1].split())
+    assert "does not fit" in said
+    full, smaller = (
+        report(*words, *each)
+        for each in (("--micro-batch", "4", "--recompute", "full"), ("--micro-batch", "1", "--recompute", "none"))
+    )
+    assert full["fits"]
+    assert smaller["fits"]
+    assert f"Fits with --recompute full: {format_bytes(full['peak_memory_bytes'])}" in said
+    assert f"with --micro-batch 1: {format_bytes(smaller['peak_memory_bytes'])}" in said
+    # What NVIDIA's recipe of these 64 GPUs runs: micro-batches of 1, layernorm and moe_act recomputed.
+    assert report(*words, "--micro-batch", "1", "--recompute", "selective_ops")["fits"]
 
 
 def test_ep_counts_ranks_of_tp_where_the_framework_does() -> None:
