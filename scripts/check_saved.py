@@ -74,7 +74,10 @@ def linear_written_out(model: ModelSpec) -> ModelSpec:
         block = run.block
         if any(one.name.startswith("delta rule") for one in block.matmuls):
             saved = (one for one in block.saved if one.kernels is None or "eager" in one.kernels)
-            counted = tuple(one for one in block.matmuls if not one.name.startswith("delta rule system"))
+            # Kimi's code sums scores feature by feature.
+            is_kimi = any("forget_gate" in one.name for one in block.parameters)
+            left_out = ("delta rule scores",) if is_kimi else ("delta rule system",)
+            counted = tuple(one for one in block.matmuls if not one.name.startswith(left_out))
             shape = next(one.shape for one in block.parameters if one.name.endswith("conv1d.weight"))
             padded = shape[0] * (length + shape[-1] - 1) / length
             convolution = Matmul(name="convolution", k=shape[-1], n=1, rows_per_token=padded)

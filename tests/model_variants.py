@@ -359,6 +359,20 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = LINEAR
     ),
     "glm4_moe_lite": (("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"), _LATENT | _SHARED),
     "mistral4": (("Mistral4ForCausalLM", "Mistral4Model"), _LATENT | _SHARED),
+    "kimi_linear": (
+        ("KimiLinearForCausalLM", "KimiLinearModel"),
+        _LATENT
+        | _SHARED
+        | {
+            "num_hidden_layers": (4, 5),
+            "n_routed_experts": (None,),
+            "num_local_experts": (4, 8),
+            "tie_word_embeddings": (False,),
+            "linear_num_heads": (2, 4),
+            "linear_head_dim": (16, 24),
+            "linear_conv_kernel_dim": (2, 4),
+        },
+    ),
     "youtu": (("YoutuForCausalLM", "YoutuModel"), _LATENT),
     "gpt_oss": (
         ("GptOssForCausalLM", "GptOssModel"),
@@ -448,6 +462,8 @@ def random_config(model_type: str, seed: int) -> dict[str, Any]:
     fields = {name: draw.choice(values) for name, values in (_NO_CACHE_IDS | choices).items()}
     if model_type in ("bert", "roberta", "t5", "opt"):
         fields["pad_token_id"] = 1
+    if model_type == "kimi_linear":
+        del fields["n_routed_experts"]
     if "kv_lora_rank" in fields:
         fields.pop("head_dim", None)
         fields["num_key_value_heads"] = fields["num_attention_heads"]

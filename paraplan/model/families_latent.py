@@ -6,15 +6,21 @@ Layers for multi-token prediction that checkpoints bring are no part of the clas
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
+from paraplan.errors import ModelError
 from paraplan.model.attention import AttentionStyle, Indexer, LatentHeads
 from paraplan.model.config_file import ModelConfig
-from paraplan.model.decoder import DecoderShape, EmbeddingStyle, LayerKind
+from paraplan.model.decoder import DecoderShape, EmbeddingStyle, LayerKind, Mixer
 from paraplan.model.families import GATED, QKV, TWO_NORMS, Choice, Flag, choose, rotary_positions
 from paraplan.model.families_experts import Mixture, are_sparse, mixture
 from paraplan.model.feed_forward import MlpStyle, mlp
 from paraplan.model.heads import HeadStyle
+from paraplan.model.kimi_delta import kimi_delta, read_kimi_delta
+from paraplan.model.part import Part
 
 
 class LatentFamily(NamedTuple):
@@ -26,15 +32,20 @@ class LatentFamily(NamedTuple):
     """
 
     mixture: Mixture | None
-    ranks: tuple[int, int] = (1536, 512)
+    ranks: tuple[int | None, int] = (1536, 512)
     head_dims: tuple[int, int, int] = (128, 64, 128)
     mlp_bias: Choice = False
     tied: bool = False
     index_heads: int | None = None
+    has_kimi_delta: bool = False
+    """Most layers have Kimi Delta Attention, and none has rotary positions."""
+    names: Mapping[str, str] = MappingProxyType({})
+    """What checkpoints call fields, and transformers' classes call them."""
 
 
 def latent_shape(config: ModelConfig, family: LatentFamily) -> DecoderShape:
     """Return the description of a model with latent attention, its first layers dense."""
+    config = replace(config, fields={family.names.get(name, name): value for name, value in config.fields.items()})
     hidden = config.count("hidden_size")
     query_rank, kv_rank = family.ranks
     nope, rope, value = family.head_dims
@@ -54,6 +65,7 @@ def latent_shape(config: ModelConfig, family: LatentFamily) -> DecoderShape:
         heads=heads,
         attention=AttentionStyle(
             projections=QKV,
+            rotary=not family.has_kimi_delta,
             output_bias=config.flag("attention_bias", default=False),
             dropout=config.fraction("attention_dropout"),
             masks_each_layer=family.index_heads is not None,
@@ -71,14 +83,39 @@ def _layers(config: ModelConfig, family: LatentFamily, hidden: int) -> tuple[Lay
     activation = config.text("hidden_act", default="silu")
     dense = mlp(hidden, config.count("intermediate_size"), MlpStyle(GATED, activation, is_gated=True, bias=bias))
     indexers = _indexers(config, family)
-    if family.mixture is None:
-        return tuple(LayerKind(dense, indexer=one) for one in indexers)
-    part = mixture(config, hidden, family.mixture)
-    sparse = are_sparse(config, family.mixture)
+    mixer = None
+    if family.has_kimi_delta:
+        shape = read_kimi_delta(config, hidden)
+        mixer = Mixer(kimi_delta(shape), shape.heads)
+    mixers = [mixer if is_linear else None for is_linear in _are_linear(config, family)]
+    part = mixture(config, hidden, family.mixture) if family.mixture is not None else Part()
+    sparse = are_sparse(config, family.mixture) if family.mixture is not None else (False,) * len(mixers)
     return tuple(
-        LayerKind(part, None, "moe", indexer=one) if has_experts else LayerKind(dense, indexer=one)
-        for has_experts, one in zip(sparse, indexers, strict=True)
+        LayerKind(
+            part if has_experts else dense, name="moe" if has_experts else "transformer", indexer=indexer, mixer=mixer
+        )
+        for has_experts, indexer, mixer in zip(sparse, indexers, mixers, strict=True)
     )
+
+
+def _are_linear(config: ModelConfig, family: LatentFamily) -> list[bool]:
+    """Return which layers have linear attention: by `layer_types`, by numbers from 1, else all but every fourth."""
+    count = config.layers("num_hidden_layers")
+    if not family.has_kimi_delta:
+        return [False] * count
+    types = config.names("layer_types")
+    own = config.section("linear_attn_config")
+    if types and len(types) != count:
+        raise ModelError(
+            f"{config.source}: layer_types names {len(types)} layers, num_hidden_layers is {count}",
+            hint="make both name the same number of layers",
+        )
+    if types:
+        return [kind == "linear_attention" for kind in types]
+    if own.has("kda_layers"):
+        places = own.indices("kda_layers")
+        return [index + 1 in places for index in range(count)]
+    return [not index or index % 4 != 0 for index in range(count)]
 
 
 def _indexers(config: ModelConfig, family: LatentFamily) -> tuple[Indexer | None, ...]:
@@ -155,5 +192,21 @@ LATENT: dict[str, LatentFamily] = {
         head_dims=(64, 64, 128),
     ),
     "youtu": LatentFamily(None, tied=True),
+    "kimi_linear": LatentFamily(
+        _SHARED._replace(
+            num_experts=(("num_local_experts", "n_routed_experts"), 256),
+            groups=(1, 1),
+            dense_layers=1,
+        ),
+        ranks=(None, 512),
+        has_kimi_delta=True,
+        names={
+            "model_max_length": "max_position_embeddings",
+            "num_expert_group": "n_group",
+            "num_experts": "num_local_experts",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+        },
+    ),
 }
 """Families by `model_type`; Kimi K2 is DeepSeek-V3 under a name of its own."""

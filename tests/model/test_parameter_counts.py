@@ -175,6 +175,8 @@ MODELS_BY_TOTAL = {
     "deepseek-v3.2": 671_877_929_216,
     "ministral-3-8b": 8_489_553_920,
     "mistral-small-4": 118_972_826_624,
+    "olmoe-1b-7b": 6_919_161_856,
+    "seed-oss-36b": 36_151_104_512,
 }
 
 
