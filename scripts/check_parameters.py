@@ -23,6 +23,7 @@ from paraplan.model.spec import ParameterCount
 from paraplan.model.transformers_model import library_factory
 
 EMBEDDING_NAMES = re.compile(r"embed|wte|wpe|shared\.weight|project_in")
+TOWER_NAMES = re.compile(r"(^|\.)(visual|vision_\w+|multi_modal_projector|connector)\.")
 
 
 def configurations(folder: Path) -> dict[str, Path]:
@@ -52,7 +53,9 @@ def count_with_transformers(path: Path) -> ParameterCount:
     blocks = tuple(f"{name}." for name in find_blocks(module))
     counts = {"embedding": 0, "blocks": 0, "head": 0}
     for name, parameter in module.named_parameters():
-        part = "blocks" if name.startswith(blocks) else "embedding" if EMBEDDING_NAMES.search(name) else "head"
+        is_end = TOWER_NAMES.search(name) or not name.startswith(blocks)
+        is_first = TOWER_NAMES.search(name) or EMBEDDING_NAMES.search(name)
+        part = "blocks" if not is_end else "embedding" if is_first else "head"
         counts[part] += parameter.numel()
     return ParameterCount(**counts)
 

@@ -23,6 +23,7 @@ from paraplan.api.workloads import (
     weight_format,
 )
 from paraplan.cli import completion
+from paraplan.cli.media_options import MediaChoices
 from paraplan.cli.options import (
     HARDWARE_PANEL,
     MOST_SEQUENCES,
@@ -167,7 +168,7 @@ class HardwareOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingChoices:
+class TrainingChoices(MediaChoices):
     """What is trained on, and how a step computes."""
 
     global_batch: Annotated[
@@ -356,6 +357,7 @@ class TrainingChoices:
             "quantizer": self.quantizer,
             "loss": self.loss,
             "offloads_activations": self.offload_activations,
+            **self.media_fields,
         }
 
     @property

@@ -22,6 +22,7 @@ from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
 from paraplan.model.quantizers import quantizer_of, reached_weights
 from paraplan.model.spec import BlockSpec, ModelSpec
+from paraplan.model.towers import with_media
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
 
@@ -92,9 +93,11 @@ class Workload:
             reached=reached_weights(training.frozen_weights, quantizer, model.model_type),
             keeps_copies=quantizer_of(quantizer).keeps_copies,
         )
-        scored, trainable = model, training.trainable
+        trainable = training.trainable
+        scored = with_media(model, training.media_tokens, training.seq_length)
         if training.learns_from.kind == "reward":
-            scored, trainable = with_one_output(model), trainable if trainable.is_full else trainable.replace(head=True)
+            scored = with_one_output(scored)
+            trainable = trainable if trainable.is_full else trainable.replace(head=True)
         return replace(
             self,
             model=freeze(scored, trainable, storage),

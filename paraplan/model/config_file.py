@@ -130,7 +130,7 @@ class ModelConfig:
         _, value = self._find((name,), {})
         if not isinstance(value, dict):
             raise self._wrong(name, value, "an object")
-        return ModelConfig(f"{self.source}: {name}", value)
+        return ModelConfig(f"{self.source}: {name}", value, self.name, self.seq_length)
 
     def divide(self, name: str, total: int, divisor_name: str, divisor: int) -> int:
         """Return `total` / `divisor` for two fields that must divide, such as heads into the hidden size."""

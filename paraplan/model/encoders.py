@@ -16,6 +16,7 @@ from paraplan.model.heads import number_of_labels, unknown_architecture
 from paraplan.model.norm import norm
 from paraplan.model.part import Part, dropout, kept, linear, weight
 from paraplan.model.spec import BlockRun, BlockSpec, Matmul, ModelSpec
+from paraplan.model.vision_encoders import pair
 
 
 class EncoderLayer(NamedTuple):
@@ -156,8 +157,8 @@ def vit(config: ModelConfig) -> ModelSpec:
     """ViT: one token for each patch of the image and one for the class."""
     hidden = config.count("hidden_size")
     channels = config.count("num_channels", default=3)
-    height, width = _pair(config, "image_size", 224)
-    patch_height, patch_width = _pair(config, "patch_size", 16)
+    height, width = pair(config, "image_size", 224)
+    patch_height, patch_width = pair(config, "patch_size", 16)
     patches = (height // patch_height) * (width // patch_width)
     patch_size = channels * patch_height * patch_width
     embedding = weight("cls_token", 1, 1, hidden) + weight("position_embeddings", 1, patches + 1, hidden)
@@ -206,18 +207,6 @@ def _vit_head(config: ModelConfig, hidden: int, channels: int, *, tokens: int) -
     else:
         raise unknown_architecture(config)
     return block_from_part("head", part)
-
-
-def _pair(config: ModelConfig, name: str, default: int) -> tuple[int, int]:
-    value = config.fields.get(name)
-    if not isinstance(value, list):
-        size = config.count(name, default=default)
-        return size, size
-    if len(value) != 2 or not all(isinstance(item, int) and not isinstance(item, bool) and item > 0 for item in value):
-        raise ModelError(
-            f"{config.source}: {name}={value!r}, expected a whole number or two of them", hint=f"correct {name!r}"
-        )
-    return value[0], value[1]
 
 
 ENCODERS = {"bert": bert, "roberta": bert, "vit": vit}

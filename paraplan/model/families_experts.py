@@ -156,9 +156,14 @@ def gated_mixture(config: ModelConfig, hidden: int, fields: Mixture) -> Part:
 
 def qwen3_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
     """Qwen3-MoE: routed experts only, some layers dense."""
-    return layers_by_kind(
-        config, family, hidden, sparse=sparse_by_step(config), part=mixture(config, hidden, _QWEN3_MOE)
-    )
+    return every_mixture_layers(config, family, hidden, fields=QWEN3_MOE)
+
+
+def every_mixture_layers(
+    config: ModelConfig, family: ModernFamily, hidden: int, *, fields: Mixture
+) -> tuple[LayerKind, ...]:
+    """Return layers with experts in every so manieth, the others dense."""
+    return layers_by_kind(config, family, hidden, sparse=sparse_by_step(config), part=mixture(config, hidden, fields))
 
 
 def ernie_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
@@ -190,7 +195,7 @@ QWEN2_MOE = Mixture(
     shared_width=("shared_expert_intermediate_size", 5632),
     shared_name="mlp.shared_expert",
 )
-_QWEN3_MOE = Mixture(num_experts=(NUM_EXPERTS, 128), per_token=(("num_experts_per_tok",), 8))
+QWEN3_MOE = Mixture(num_experts=(NUM_EXPERTS, 128), per_token=(("num_experts_per_tok",), 8))
 _ERNIE = Mixture(
     num_experts=(("moe_num_experts", "num_experts"), 64),
     per_token=(("moe_k", "num_experts_per_tok"), 6),

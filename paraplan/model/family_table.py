@@ -15,6 +15,7 @@ from paraplan.model.families_dense import DENSE
 from paraplan.model.families_experts import EXPERTS
 from paraplan.model.families_latent import LATENT, LatentFamily, latent_shape
 from paraplan.model.families_linear import LINEAR
+from paraplan.model.families_multimodal import MULTIMODAL, TEXT_PARTS, is_described, read_multimodal
 from paraplan.model.spec import ModelSpec
 
 Reader = Callable[[ModelConfig], ModelSpec]
@@ -35,11 +36,26 @@ def _latent(family: LatentFamily) -> Reader:
     return _described(partial(latent_shape, family=family))
 
 
-READERS: dict[str, Reader] = {
+_TEXT: dict[str, Reader] = {
     **{name: _modern(family) for name, family in (MODERN | DENSE | EXPERTS | LINEAR).items()},
     **{name: _described(describe) for name, describe in CLASSIC.items()},
     **{name: _latent(family) for name, family in LATENT.items()},
     "t5": t5,
     **ENCODERS,
 }
+_PARTS = _TEXT | {name: _modern(family) for name, family in TEXT_PARTS.items()}
+
+
+def _multimodal(name: str) -> Reader:
+    return partial(read_multimodal, family=MULTIMODAL[name], readers=_PARTS)
+
+
+READERS: dict[str, Reader] = _TEXT | {name: _multimodal(name) for name in MULTIMODAL}
 """Reader by the `model_type` of a config."""
+
+
+def is_read(config: ModelConfig) -> bool:
+    """Return whether a reader describes a config: of one with parts, each of them."""
+    if config.model_type in MULTIMODAL:
+        return is_described(config, _PARTS)
+    return config.model_type in READERS

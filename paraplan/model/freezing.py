@@ -16,6 +16,7 @@ from paraplan.model.expert_adapters import SUM_TRAFFIC, copied_experts, expert_a
 from paraplan.model.part import Part, kept
 from paraplan.model.quantizers import is_reached
 from paraplan.model.spec import BlockRun, BlockSpec, ElementType, Layer, Matmul, ModelSpec, Parameter, SavedTensor
+from paraplan.model.towers import is_of_tower
 from paraplan.model.trainable import AdapterSpec, InputCopy, Trainable, layer_matches, targeted_layers
 from paraplan.model.weight_formats import WeightFormat, is_quantized, stored_bytes
 
@@ -67,12 +68,23 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
     """
     if trainable.is_full:
         return model
+    _check_towers(model, trainable)
     if model.is_partly_frozen:
         raise PlanError(
             f"{model.source} has frozen parameters already, and trains what their requires_grad says",
             hint="name a model of which all parameters train, or leave out what is to train of it",
         )
     _check_reached(model, storage)
+    towers = tuple(one for one in model.embedding.parameters if is_of_tower(one))
+    words = tuple(one for one in model.embedding.parameters if not is_of_tower(one))
+    text = model.replace(embedding=model.embedding.replace(parameters=words))
+    if not trainable.text_model:
+        text = _freeze_text(text, trainable, storage)
+    return _with_towers(text, towers, trainable, storage)
+
+
+def _freeze_text(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> ModelSpec:
+    """Return the model without its towers, of which a part trains."""
     last = trainable.last_layers
     if last is not None and last > model.num_blocks:
         raise PlanError(f"layers:last{last}, and the model has {model.num_blocks}", hint="name fewer layers")
@@ -108,6 +120,46 @@ def freeze(model: ModelSpec, trainable: Trainable, storage: FrozenStorage) -> Mo
         runs=tuple(BlockRun(block=block, count=len(list(same))) for block, same in groupby(blocks)),
         head=end(model.head) if head_trains else _frozen_end(model.head, storage, trains_norms=trainable.norms),
     )
+
+
+def _check_towers(model: ModelSpec, trainable: Trainable) -> None:
+    names_parts = trainable.text_model or trainable.projector or trainable.tower
+    if names_parts and not model.towers:
+        raise PlanError(
+            f"--train {trainable.text}: {model.name} has no tower for pictures or sound that is read natively",
+            hint="--train full trains all of it; leave out text, projector and tower",
+        )
+
+
+def _with_towers(
+    model: ModelSpec, towers: tuple[Parameter, ...], trainable: Trainable, storage: FrozenStorage
+) -> ModelSpec:
+    """Return the model with its towers, frozen but for what trains of them. A frozen one has no backward pass."""
+    trains = {"tower": trainable.tower, "projector": trainable.projector}
+
+    def parameter(one: Parameter) -> Parameter:
+        if trains[one.name.partition(".")[0]]:
+            return one
+        weights = storage.format_of(one) if one.layer == "linear" else storage.others
+        return one.replace(frozen_bytes=stored_bytes(weights, one.shape or (1,)))
+
+    def work(block: BlockSpec) -> BlockSpec:
+        if trains[block.kind]:
+            return block
+        passes_on = block.kind == "projector" and trainable.tower
+        narrow = storage.others != "fp32"
+        return block.replace(
+            matmuls=tuple(
+                one.replace(trains=passes_on and one.of_activations, is_narrow=narrow) for one in block.matmuls
+            ),
+            saved=block.saved if passes_on else (),
+            saved_fused=block.saved_fused if passes_on else (),
+            has_backward=passes_on,
+            before_freezing=block,
+        )
+
+    embedding = model.embedding.replace(parameters=(*model.embedding.parameters, *map(parameter, towers)))
+    return model.replace(embedding=embedding, media=tuple(map(work, model.media)))
 
 
 def with_one_output(model: ModelSpec) -> ModelSpec:

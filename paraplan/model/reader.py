@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paraplan.errors import ModelError, near_names
 from paraplan.model.config_file import MAX_LAYERS, OWN_CODE_HINT, ModelConfig, load_config
-from paraplan.model.family_table import READERS
+from paraplan.model.family_table import READERS, is_read
 from paraplan.model.hub import hub_config
 from paraplan.model.hybrid import is_hybrid, read_hybrid
 from paraplan.model.model_names import same_layers
@@ -39,7 +39,7 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
         return trace_factory(reference, seq_length=seq_length, micro_batch_size=micro_batch_size)
     path = find_config(reference)
     config = load_config(path, seq_length=seq_length)
-    is_known = config.model_type in READERS or is_hybrid(config)
+    is_known = is_read(config) or is_hybrid(config)
     if not is_known and can_build(config.model_type):
         traced = trace_config(config, micro_batch_size=micro_batch_size)
         return traced.replace(source=reference, released_in=config.released_in)

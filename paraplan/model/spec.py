@@ -197,6 +197,37 @@ class BlockRun(Record):
     count: int = Field(gt=0)
 
 
+TowerKind = Literal["image", "audio"]
+"""What a tower encodes. Frames of video are images."""
+
+
+class TowerAttention(Record):
+    """The attention of some layers of a tower.
+
+    `core.window` is the number of patches of its windows, None for a whole picture.
+    """
+
+    core: Attention
+    layers: int
+
+
+class TowerSpec(Record):
+    """What a tower does for one patch of a picture, or one frame of sound: its weights are the embedding's.
+
+    `tower` and `projector` are sums over their layers. `patches_per_token` patches become one token of the language
+    model. `picture_patches` are those of one picture, None where it has any size: then all tokens of a sequence are
+    taken as one picture. `layer_input_elements` is the sum of what its layers read.
+    """
+
+    kind: TowerKind
+    tower: BlockSpec
+    projector: BlockSpec
+    attention: tuple[TowerAttention, ...]
+    layer_input_elements: float
+    patches_per_token: float
+    picture_patches: int | None = None
+
+
 class ParameterCount(Record):
     """Parameters by part; the parts sum to `total`. A tied head counts once, in `embedding`."""
 
@@ -216,7 +247,8 @@ class ModelSpec(Record):
     `tied_embeddings` says that the head's matmul uses the embedding's matrix: the head then lists no weight for it.
     `max_seq_length` is the longest sequence that the model was made for, None where its positions have no limit.
     `source` is what the user named: a path, a bundled name, or `file.py:factory`. `released_in` is the narrow format of
-    the weights that its makers published, None where those are in 16 bits or more.
+    the weights that its makers published, None where those are in 16 bits or more. `towers` encode pictures and sound;
+    `media` is their work, of a token of a sequence on average, none where nobody said how many tokens are theirs.
     """
 
     name: str
@@ -230,6 +262,8 @@ class ModelSpec(Record):
     embedding: BlockSpec
     runs: tuple[BlockRun, ...]
     head: BlockSpec
+    towers: tuple[TowerSpec, ...] = ()
+    media: tuple[BlockSpec, ...] = ()
 
     @property
     def all_parameters(self) -> Iterator[tuple[Parameter, int]]:
@@ -292,6 +326,11 @@ class ModelSpec(Record):
         return [run.block for run in self.runs for _ in range(run.count)]
 
     @property
+    def _all_blocks(self) -> list[tuple[BlockSpec, int]]:
+        ends = [(self.embedding, 1), (self.head, 1), *((one, 1) for one in self.media)]
+        return [*ends, *((run.block, run.count) for run in self.runs)]
+
+    @property
     def parameters(self) -> ParameterCount:
         """Parameters by part."""
         return ParameterCount(
@@ -302,8 +341,10 @@ class ModelSpec(Record):
 
     def flops_per_token(self, seq_length: int, *, with_attention: bool = True) -> float:
         """Forward FLOPs of the whole model for one token. Forward and backward together are three times that."""
-        parts = [(self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)]
-        return sum(block.flops_per_token(seq_length, with_attention=with_attention) * count for block, count in parts)
+        return sum(
+            block.flops_per_token(seq_length, with_attention=with_attention) * count
+            for block, count in self._all_blocks
+        )
 
     def training_flops_per_token(self, seq_length: int) -> float:
         """FLOPs of both passes for one token: three times the forward pass, without the gradients of frozen weights.
@@ -311,7 +352,7 @@ class ModelSpec(Record):
         Of blocks without a backward pass it is the forward pass alone.
         """
         total = 0.0
-        for block, count in [(self.embedding, 1), *((run.block, run.count) for run in self.runs), (self.head, 1)]:
+        for block, count in self._all_blocks:
             forward = block.flops_per_token(seq_length)
             frozen = sum(matmul.flops_per_token for matmul in block.matmuls if not matmul.trains)
             if block.index_scores is not None:

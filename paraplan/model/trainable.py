@@ -17,10 +17,21 @@ its layer read, in one operation with it (unsloth's `LoRA_QKV`, `LoRA_W`)."""
 ALL_LINEAR = "all-linear"
 FORMS = (
     "full, lora:r=16,targets=q|v, dora:..., rslora:..., ia3, head, embeddings, norms or layers:last4, joined by + where"
-    " several train"
+    " several train; of models with a tower for pictures or sound text, projector or tower"
 )
 _IA3_TARGETS = ("k", "v", "down")
 """What peft's IA3 scales by default: keys, values, and the input of the second feed-forward layer (Liu et al. 2022)."""
+
+
+_PARTS = {
+    "text": "text_model",
+    "head": "head",
+    "embeddings": "embeddings",
+    "norms": "norms",
+    "projector": "projector",
+    "tower": "tower",
+}
+"""Words of `--train` for parts of a model, and the fields that say that they train."""
 
 
 class AdapterSpec(Record):
@@ -52,6 +63,12 @@ class Trainable(Record):
     """The norms' weights train."""
     last_layers: int | None = Field(default=None, ge=1)
     """So many of the last blocks train."""
+    text_model: bool = False
+    """The whole language model trains, its towers do not where they are not named too."""
+    projector: bool = False
+    """What makes tokens of a tower's features trains."""
+    tower: bool = False
+    """A tower for pictures or sound trains."""
 
     @property
     def is_full(self) -> bool:
@@ -70,7 +87,7 @@ class Trainable(Record):
             if self.adapter.dropout:
                 fields.append(f"dropout={self.adapter.dropout:g}")
             parts.append(f"{kind}:{','.join(fields)}" if fields else kind)
-        parts += [name for name in ("head", "embeddings", "norms") if getattr(self, name)]
+        parts += [word for word, field in _PARTS.items() if getattr(self, field)]
         if self.last_layers is not None:
             parts.append(f"layers:last{self.last_layers}")
         return "+".join(parts) or "full"
@@ -95,14 +112,17 @@ def parse_trainable(text: str) -> Trainable:
             if "adapter" in values:
                 raise PlanError(f"--train {text} names adapters twice", hint="name one kind of adapter")
             values["adapter"] = _adapter(name, rest)
-        elif name in ("head", "embeddings", "norms") and not rest:
-            values[name] = True
+        elif name in _PARTS and not rest:
+            values[_PARTS[name]] = True
         elif name == "layers" and rest.startswith("last") and rest[4:].isdigit() and int(rest[4:]):
             values["last_layers"] = int(rest[4:])
         else:
             hint = "QLoRA is --train lora --base-weights nf4:double" if name == "qlora" else f"use {FORMS}"
             raise PlanError(f"--train does not know {part.strip()!r}", hint=hint)
-    return Trainable.model_validate(values)
+    trainable = Trainable.model_validate(values)
+    if trainable.text_model and trainable.replace(projector=False, tower=False) != Trainable(text_model=True):
+        raise PlanError(f"--train {text}: all of the language model trains already", hint="use text alone, or leave it")
+    return trainable
 
 
 def _adapter(name: str, rest: str) -> AdapterSpec:

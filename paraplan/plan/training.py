@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from paraplan.errors import PlanError
 from paraplan.model.quantizers import quantizer_of
-from paraplan.model.spec import ModelSpec
+from paraplan.model.spec import ModelSpec, TowerKind
 from paraplan.model.trainable import Trainable, parse_trainable
 from paraplan.model.weight_formats import WeightFormat, is_stored_below_16_bits
 from paraplan.plan.task import Task, parse_task
@@ -71,6 +71,9 @@ def optimizer_name(text: str) -> OptimizerName:
     return _OPTIMIZER_ALIASES[words]
 
 
+_ENCODED: dict[TowerKind, str] = {"image": "pictures", "audio": "sound"}
+
+
 class TrainingSpec(Record):
     """One training step as the user wants it, whatever the plan."""
 
@@ -124,6 +127,10 @@ class TrainingSpec(Record):
     sample_length: int | None = Field(default=None, gt=0)
     """Mean tokens of a sample, which is padded to its sequence; None where samples fill their sequences. Of what is
     computed of padded ones only the load of experts depends on it."""
+    image_tokens: int = Field(default=0, ge=0)
+    """Tokens of a sequence that are pictures or frames of video, which a tower encodes (`--image-tokens`)."""
+    audio_tokens: int = Field(default=0, ge=0)
+    """Tokens of a sequence that are sound (`--audio-tokens`)."""
     packs_samples: bool = False
     """Samples stand in sequences one behind the other, and FlashAttention has each attend to its own tokens alone;
     other kernels compute all scores of a sequence and mask them."""
@@ -208,6 +215,11 @@ class TrainingSpec(Record):
         return self
 
     @property
+    def media_tokens(self) -> dict[TowerKind, int]:
+        """Tokens of a sequence by what a tower encodes to make them."""
+        return {"image": self.image_tokens, "audio": self.audio_tokens}
+
+    @property
     def padding_share(self) -> float:
         """The share of a batch's tokens that pad samples to their sequences; longer samples are cut."""
         if self.packs_samples:
@@ -279,6 +291,7 @@ class TrainingSpec(Record):
         narrow = "" if self.linear_precision == "16bit" else f", linear layers in {self.linear_precision}{recipe}"
         loss += "" if self.task == "sft" else f", {self.task}"
         loss += ", activations on the host" if self.offloads_activations else ""
+        loss += "".join(f", {count} {kind} tokens a sequence" for kind, count in self.media_tokens.items() if count)
         return f"{self.precision}{narrow}, {self.optimizer}, {self.attention} attention{compiled}{trained}{loss}"
 
     @property
@@ -293,11 +306,18 @@ class TrainingSpec(Record):
 
 
 def training_notes(model: ModelSpec, training: TrainingSpec) -> tuple[str, ...]:
-    """Return what to know of a training that is no mistake: sequences longer than the model was made for."""
+    """Return what to know of a training that is no mistake: long sequences, and towers whose work nobody counted."""
+    idle = [tower.kind for tower in model.towers if not training.media_tokens[tower.kind]]
+    notes = tuple(
+        f"the tower for {_ENCODED[kind]} is counted without work: --{kind}-tokens says how many tokens of a sequence "
+        "it makes"
+        for kind in idle
+    )
     longest = model.max_seq_length
     if longest is None or training.seq_length <= longest or model.has_learned_positions:
-        return ()
+        return notes
     return (
+        *notes,
         f"sequences of {training.seq_length} tokens are longer than the {longest} that {model.name} was made for: "
         "positions are computed and go on, but the model has not learned them; a config with rope scaling says that it "
         "has",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from model_variants import VARIANTS, random_config
+from tower_variants import TOWERS, tower_fields
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 needs_transformers = pytest.mark.skipif(
@@ -57,9 +59,13 @@ def test_random_configs_of_every_family_count_as_transformers_builds_them(
         for seed in range(4):
             path = tmp_path / f"{family}-{seed}.json"
             path.write_text(json.dumps(random_config(family, seed)), encoding="utf-8")
+    for family in TOWERS:
+        draw = random.Random(family)  # noqa: S311  # no secret: the same seed must give the same config
+        (tmp_path / f"{family}.json").write_text(json.dumps(tower_fields(family, draw.choice)), encoding="utf-8")
     status, printed = _main_of("check_parameters")([str(tmp_path)]), capsys.readouterr()
+    number = 4 * len(VARIANTS) + len(TOWERS)
     assert status == 0, printed.out + printed.err
-    assert f"{4 * len(VARIANTS)} of {4 * len(VARIANTS)} configurations agree" in printed.out
+    assert f"{number} of {number} configurations agree" in printed.out
 
 
 @needs_transformers

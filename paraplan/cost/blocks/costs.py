@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
+from paraplan.cost.blocks.media import media_bytes, media_s
 from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s, unread_s
 from paraplan.cost.blocks.routing import load_of_model
 from paraplan.cost.blocks.saved_tensors import (
@@ -25,6 +26,7 @@ from paraplan.cost.framework import KernelProfile
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode, distinct_rows
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import BlockSpec, Matmul, Parameter
+from paraplan.model.towers import tower_of
 from paraplan.plan.training import TrainingSpec
 
 
@@ -82,6 +84,10 @@ class BlockCosts(NamedTuple):
     """Parameters of the embedding that train."""
     embedding_frozen_bytes: Floats
     """Bytes of those that do not."""
+    tower_parameters: Floats
+    """Those of the embedding that are a tower's, whose layers FSDP gathers one by one."""
+    tower_frozen_bytes: Floats
+    """Bytes of such that do not train."""
     embedding_saved_bytes: Floats
     """Saved activations of the embedding."""
     embedding_s: Floats
@@ -213,19 +219,21 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
     """Return the columns of the embedding, of the head with the loss, and of what blocks hand on."""
     model, training, framework = workload.model, workload.kernel_training, workload.framework
     times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
+    towers, fused = tower_of(model), framework.kernels.fused
     boundary = shardings.tokens * model.hidden_size * training.activation_bytes / shardings.sequence_tp
     return {
         "embedding_parameters": _parameters(model.embedding, shardings),
         "embedding_frozen_bytes": _frozen_bytes(model.embedding, shardings),
-        "embedding_saved_bytes": saved_bytes(
-            model.embedding, training, shardings, fused_kernels=framework.kernels.fused
-        ),
-        "embedding_s": times.moved_s(3.0 * boundary),
+        "tower_parameters": _parameters(towers, shardings),
+        "tower_frozen_bytes": _frozen_bytes(towers, shardings),
+        "embedding_saved_bytes": saved_bytes(model.embedding, training, shardings, fused_kernels=fused)
+        + media_bytes(model, times),
+        "embedding_s": times.moved_s(3.0 * boundary) + media_s(model, times),
         "head_parameters": _parameters(model.head, shardings),
         "head_frozen_bytes": _frozen_bytes(model.head, shardings),
         "tied_parameters": _largest_weight([model.head], shardings, np.ones_like(shardings.tp)),
         "head_copied_parameters": _copied_parameters(model.head, shardings),
-        "head_saved_bytes": saved_bytes(model.head, training, shardings, fused_kernels=framework.kernels.fused),
+        "head_saved_bytes": saved_bytes(model.head, training, shardings, fused_kernels=fused),
         "head_output_gradient_bytes": output_gradient_bytes(model.head, training, shardings),
         "head_s": times.block_s(model.head) * (2.0 if framework.loss.recomputes_logits else 1.0)
         + times.block_s(model.head, backward=True)

@@ -63,8 +63,8 @@ def gathered_frozen_bytes(workload: Workload, blocks: Floats, root: Floats) -> F
 
 
 def root_frozen_bytes(costs: BlockCosts, stage: StageBlocks, is_tied: Mask) -> Floats:
-    """Return the bytes of frozen embeddings and heads; a last stage has a tied one too."""
-    embedding = costs.embedding_frozen_bytes[costs.key] * (is_tied | stage.is_first)
+    """Return the bytes of frozen embeddings and heads, without towers; a last stage has a tied one too."""
+    embedding = (costs.embedding_frozen_bytes - costs.tower_frozen_bytes)[costs.key] * (is_tied | stage.is_first)
     return np.asarray(embedding + costs.head_frozen_bytes[costs.key] * stage.is_last)
 
 

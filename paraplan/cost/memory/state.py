@@ -70,7 +70,7 @@ class RankState:
             stage=stage,
             states=states,
             parameters=np.asarray(blocks + embedding + head),
-            root_parameters=np.asarray(embedding + head),
+            root_parameters=np.asarray(embedding + head - costs.tower_parameters[key] * stage.is_first),
             frozen_bytes=np.asarray(stage.sum(costs, costs.frozen_bytes) + ends),
             root_frozen_bytes=ends,
             state_bytes=np.asarray(state_bytes + master * (blocks + embedding + head)),

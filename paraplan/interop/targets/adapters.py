@@ -63,6 +63,9 @@ def adapter_gap(trainable: Trainable, tool: str, kinds: tuple[str, ...] = ("lora
     if EXPERTS in adapter.targets:
         reason = f"{tool} names experts by their layers: plan with --train lora:targets=...|gate|up|down"
         gaps.append(Gap(part=f"train={trainable.text}", reason=reason))
+    if trainable.projector or trainable.tower:
+        reason = f"paraplan writes adapters of the language model for {tool}, not beside a tower that trains"
+        gaps.append(Gap(part=f"train={trainable.text}", reason=reason))
     if trainable.norms or trainable.last_layers is not None:
         gaps.append(Gap(part=f"train={trainable.text}", reason=f"{tool} trains adapters, head and embeddings beside"))
     return gaps
