@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import StartForked, WriteScript, free_port, names_in, read_until
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import get_method_name
 from waiting import PATIENCE_S, wait_until
 
 from paraplan.launch.nodes.doors import Doors
@@ -19,6 +20,7 @@ from paraplan.launch.nodes.rendezvous import (
     rendezvous_warnings,
 )
 from paraplan.launch.spec import LaunchSpec, NodeRange
+from paraplan.launch.torch_private.elastic import name_of_method
 
 LONG = timedelta(seconds=120)
 Come = Callable[..., object]
@@ -165,3 +167,13 @@ def test_a_rendezvous_that_is_lost_while_ranks_run_is_not_one_that_nobody_has_st
     lost = rendezvous_error(said, spec(), NodeRange(2, 2), has_begun=True)
     assert lost.message.startswith("the node that hosts the rendezvous is gone: nothing answers at 127.0.0.1:29400")
     assert "start the same command" not in str(lost.hint)
+
+
+def test_events_of_a_rendezvous_are_named_as_torch_names_them() -> None:
+    def record(name: Callable[[], str]) -> str:
+        return name()
+
+    def keep_alive(name: Callable[[], str]) -> str:
+        return record(name)
+
+    assert keep_alive(get_method_name) == keep_alive(name_of_method) == "keep_alive"
