@@ -11,13 +11,20 @@ import pytest
 from factory_script import FACTORY
 from typer.testing import CliRunner
 
+from paraplan.api.recommendations import largest_model
 from paraplan.cli.main import app
 from paraplan.errors import UnsupportedPlanError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.launch.request import read_plan_file
 from paraplan.plan.files import PlanFile
+from paraplan.search.constraints import Constraints
 
 LLAMA = ["llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096"]
 RECOMMEND = ["recommend", *LLAMA, "--global-batch", "64"]
+
+LARGEST = ["--find", "largest-model", "--profile", "dgx-b200", "--nodes", "128", "--seq-len", "1k"]
+LARGEST += ["--tp", "8", "--pp", "8", "--zero", "1", "--recompute", "full"]
+"""No model is larger than what this trains: what is found on smaller machines costs a search for every model."""
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -82,7 +89,7 @@ def test_memory_can_be_kept_free_and_a_roomier_plan_is_named_where_it_is_full() 
 
 def test_what_a_plan_wastes_is_said_with_its_cause() -> None:
     few = ["recommend", "llama-3-405b", "--profile", "dgx-h100", "--nodes", "256", "--seq-len", "8192"]
-    words = " ".join(run(*few, "--global-batch", "32", "--cp", "1", "--tp", "8")[1].split())
+    words = " ".join(run(*few, "--global-batch", "32", "--cp", "1", "--tp", "8", "--pp", "16")[1].split())
     assert "Caution" in words
     assert "of the step is waiting in the pipeline (32 sequences for 2048 GPUs)" in words
     odd = ["recommend", "gpt2", "--profile", "dgx-h100", "--gpus-per-node", "6", "--seq-len", "512"]
@@ -390,11 +397,15 @@ def test_gpus_are_found_that_end_in_time_or_it_is_said_how_long_the_best_takes()
 
 
 def test_the_largest_model_is_found_and_planned_for_or_named() -> None:
-    status, stdout, _ = run("recommend", "--profile", "rtx-3090-x2", "--find", "largest-model", "--seq-len", "1k")
+    status, stdout, _ = run("recommend", *LARGEST)
     assert status == 0
-    named = " ".join(stdout.split()).partition("without offload: ")[2].split()[0]
-    assert f"Model     {named}," in stdout
+    assert "Model     kimi-k2, 1.03 T" in stdout
     assert "offload" not in stdout.partition("Memory")[0]
+    pair = {"seq_length": 1024, "constraints": Constraints(tp=1, pp=1)}
+    largest = largest_model(cluster_from_profile("rtx-3090-x2"), **pair)
+    for_little = largest_model(cluster_from_profile("rtx-3090-x2"), **pair, money=100.0, price_per_gpu_hour=1.0)
+    assert 10**9 < largest.parameters.total < 10 * 10**9
+    assert for_little.parameters.total < largest.parameters.total / 4
     assert run("recommend", "gpt2", "--profile", "dgx-h100", "--find", "largest-model")[0] == 2
     assert "no MODEL given" in run("recommend", "--profile", "dgx-h100")[2]
 
@@ -499,6 +510,6 @@ def test_a_budget_is_counted_in_a_known_price_or_the_users_or_refused(tmp_path: 
     status, _, stderr = run(*asked, "--profile", "4xl40s")
     assert status == 2
     assert "--prices FILE" in stderr
-    found = run("recommend", "--find", "largest-model", "--profile", "8xh100", "--budget", "100", "--seq-len", "1k")
+    found = run("recommend", *LARGEST, "--budget", "1e10")
     assert found[0] == 0
     assert "on 20 tokens a parameter" in found[2]
