@@ -28,7 +28,7 @@ _SCANS = (
     ("linear_num_heads", "linear_num_heads"),
 )
 """Fields of layers whose state is carried from token to token: groups, and the heads that share them."""
-_VOCABULARY = ("vocab_size", "vocabulary_size")
+_VOCABULARY = ("vocab_size", "vocabulary_size", "vocab_size_per_layer_input")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length", "seq_length")
 _WINDOWS = ("sliding_window", "attention_window", "window_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -55,6 +55,8 @@ _AT_MOST = {
     "state_size": 8,
     "ssm_state_size": 8,
     "mamba_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "global_head_dim": 16,
     "linear_head_dim": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -159,6 +161,8 @@ def _fewer_heads(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
         width = small_heads * head_dim
         small |= _each(fields, _HEADS, small_heads) | _each(fields, _GROUPS, small_groups or 0)
         small |= _each(fields, ("head_dim",), head_dim)
+    elif heads is not None and _is_count(fields.get("head_dim")):  # a part that says no more than its heads
+        small |= _each(fields, _HEADS, _fewer(heads, to.tp * to.cp, least=2)) | _each(fields, ("head_dim",), 8)
     small |= _each(fields, _HIDDEN, width) | _each(fields, (*_INNER, *_OTHER_INNER), 2 * width)
     for group_name, head_name in _SCANS:
         if _is_count(fields.get(group_name)) and _is_count(fields.get(head_name)):

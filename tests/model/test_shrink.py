@@ -104,7 +104,9 @@ def test_heads_that_tp_and_cp_share_out_are_shared_out_in_the_smaller_model(
 def test_layers_that_a_part_names_by_number_stay_of_every_kind() -> None:
     whole = [4, 8, 12]
     part = {"full_attn_layers": whole, "kda_layers": [place for place in range(1, 14) if place not in whole]}
+    part |= {"num_heads": 32, "head_dim": 128}
     small = shrink_fields({"num_hidden_layers": 13, "linear_attn_config": part}, TO)["linear_attn_config"]
+    assert (small["num_heads"], small["head_dim"]) == (2, 8)
     assert sorted(small["full_attn_layers"] + small["kda_layers"]) == [1, 2, 3]
     assert small["full_attn_layers"]
 
