@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from paraplan.api.executors import why_unplanned
 from paraplan.api.frames import framed
 from paraplan.cost.capacity import FitRow, LargestLayer, largest_layer, what_fits
 from paraplan.cost.cost_model import CostModel
@@ -67,6 +68,11 @@ class Estimate:
     def is_runnable_framework(self) -> bool:
         """True where paraplan's own runtime is modelled."""
         return self.workload.framework.is_own_runtime
+
+    @property
+    def unplanned_because(self) -> str | None:
+        """Why `recommend` would not choose such a plan for the framework, None where it might."""
+        return why_unplanned(self.workload, self.plan)
 
     @property
     def warnings(self) -> tuple[str, ...]:

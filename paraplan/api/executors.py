@@ -25,6 +25,16 @@ def executor_of(workload: Workload) -> Executor:
     return Executor(framework.name, partial(_lacking, framework, ANYTHING.reason_of))
 
 
+def why_unplanned(workload: Workload, plan: ParallelPlan) -> str | None:
+    """Return why a search for another framework leaves a plan out, None where it might choose it."""
+    if workload.framework.is_own_runtime:  # which warns of what it cannot run
+        return None
+    try:
+        return executor_of(workload).reason_of(plan, workload.training, workload.model.num_blocks)
+    except PlanError as error:
+        return error.message
+
+
 def _lacking(
     framework: FrameworkProfile, reason_of: ReasonOf, plan: ParallelPlan, training: TrainingSpec, num_blocks: int
 ) -> str | None:

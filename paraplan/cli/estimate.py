@@ -25,6 +25,7 @@ from paraplan.cli.old_spellings import OldImportOptions
 from paraplan.cli.options import PLAN_PANEL, JsonOption, ModelArgument
 from paraplan.cli.outputs import HtmlOption, TraceOption, require_files, write_estimate_files
 from paraplan.cli.plan_choices import PlanChoices, plan_count
+from paraplan.cli.terminal import show_note
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -204,6 +205,9 @@ def _next_step(ctx: typer.Context) -> str:
 def _print(
     result: Estimate, traced: list[TracedMemory] | None, *, verbose: bool, next_step: str, as_json: bool
 ) -> None:
+    why = result.unplanned_because
+    if why is not None:
+        show_note(f"recommend would not plan this for {result.workload.framework.title}: {why}")
     compared = result.without_library_workspaces() if traced is not None else ()
     if as_json:
         report = result.to_dict()

@@ -43,4 +43,12 @@ def training_gap(executor: Executor, training: TrainingSpec, num_blocks: int) ->
     """Return why an executor cannot do a training at all, under the plainest plans; None where it can."""
     plainest = (ParallelPlan(), ParallelPlan(dp=2, zero_stage=3))  # without shards and with: some tools do one alone
     found = [executor.reason_of(plan, training, num_blocks) for plan in plainest]
-    return None if None in found else found[-1]
+    if None in found:
+        return None
+    plain = TrainingSpec(global_batch_size=2, seq_length=1024)  # of plans that it cannot execute anyway it says that
+    executed = [
+        reason
+        for plan, reason in zip(plainest, found, strict=True)
+        if executor.reason_of(plan, plain, num_blocks) is None
+    ]
+    return (executed or found)[0]

@@ -48,6 +48,19 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_a_plan_that_a_search_would_leave_out_is_estimated_with_the_reason() -> None:
+    options = ["--profile", "2xrtx-4090", "--train", "lora:r=8", "--base-weights", "nf4", "--framework", "transformers"]
+    status, _, stderr = run("estimate", "llama-3-8b", *options, "--dp", "2", "--zero", "3")
+    assert status == 0
+    assert "recommend would not plan this" in " ".join(stderr.split())
+    assert "--zero 0" in stderr
+    _, _, stderr = run("estimate", "llama-3-8b", *options, "--dp", "2")
+    assert "recommend would not plan" not in stderr
+    status, stdout, _ = run("recommend", "llama-3-8b", *options, "--seq-len", "1024", "--json")
+    assert status == 0
+    assert json.loads(stdout)["plan"]["zero_stage"] == 0
+
+
 def test_estimate_prints_the_interface_that_programs_read() -> None:
     answer = report(*LLAMA, "--dp", "8", "--zero", "3")
     assert answer["plan"]["dp"] == 8

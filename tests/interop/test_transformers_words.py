@@ -58,7 +58,8 @@ def test_a_mixtures_experts_are_whole_beside_tp() -> None:
         ({"dp": 2}, {"loss": "liger"}, "loss=liger"),
         ({"dp": 2}, {"compiled": True}, "compiled"),
         ({"tp": 2}, {"train": "lora:r=8"}, "tp=2"),
-        ({"dp": 2}, {"train": "lora:r=8", "base_weights": "nf4"}, "base_weights=nf4"),
+        ({"dp": 2, "zero_stage": 3}, {"train": "lora:r=8", "base_weights": "nf4"}, "base_weights=nf4"),
+        ({"dp": 2}, {"train": "lora:r=8", "base_weights": "int8"}, "base_weights=int8"),
     ],
 )
 def test_what_it_has_no_words_for_is_a_gap(plan: dict[str, object], training: dict[str, object], part: str) -> None:
@@ -73,6 +74,18 @@ def test_adapters_are_written_with_what_keeps_them_equal_on_all_ranks() -> None:
     assert "dist.all_reduce(parameter.grad)" in text
     assert "dtype=torch.bfloat16" in text
     compile(text, "train.py", "exec")
+
+
+@pytest.mark.parametrize("weights", ["nf4", "nf4:double"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_base_in_4_bits_is_written_for_replicas_and_read_again(tmp_path: Path, weights: str, dp: int) -> None:
+    exported = export_plan(subject({"dp": dp}, train="lora:r=16", base_weights=weights), "transformers")
+    assert not exported.gaps
+    compile(exported.text, "train.py", "exec")
+    path = tmp_path / "train.py"
+    path.write_text(exported.text, encoding="utf-8")
+    setup = import_plan(path, num_gpus=dp).setup
+    assert (setup.base_weights, setup.train, setup.plan.dp) == (weights, "lora:r=16", dp)
 
 
 @pytest.fixture

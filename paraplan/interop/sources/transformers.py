@@ -13,7 +13,7 @@ from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.setup import Given, Setup, make_plan, steps_of
 from paraplan.interop.sources.adapters import trainable_of
-from paraplan.interop.sources.trainer import attention_of, trainer_optimizer
+from paraplan.interop.sources.trainer import attention_of, quantized_weights, trainer_optimizer
 from paraplan.plan.training import TrainingPrecision
 
 CONFIG = "DistributedConfig"
@@ -74,7 +74,8 @@ def read_transformers(text: str, *, source: str, given: Given) -> Setup:
         recompute=given.recompute or recompute,
         offload=offload,
     )
-    adapter = calls.fields(_LORA, source)
+    adapter, quantized = calls.fields(_LORA, source), calls.fields("BitsAndBytesConfig", source)
+    weights = quantized_weights(quantized) if quantized is not None else None
     train, of_adapter = _trainable(adapter) if adapter is not None else (None, [])
     optimizer, of_optimizer = trainer_optimizer(arguments, "optim") if arguments.values else (None, [])
     return Setup(
@@ -87,7 +88,7 @@ def read_transformers(text: str, *, source: str, given: Given) -> Setup:
         optimizer=optimizer,
         attention=attention_of(_word(loading, "attn_implementation")) or "sdpa",
         train=train,
-        base_weights="bf16" if train is not None and _loads_half(loading) else None,
+        base_weights=weights or ("bf16" if train is not None and _loads_half(loading) else None),
         seq_length=_number(arguments, "max_length", notes) or _number(arguments, "max_seq_length", notes),
         model_name=_word(loading, "0") or _word(loading, "pretrained_model_name_or_path"),
         notes=(*notes, *of_adapter, *of_optimizer),

@@ -39,13 +39,16 @@ _OPTIMIZERS = {
 }
 """Names of `--optim`, and the optimizer of torch in a loop. bitsandbytes' and others go over plain tensors."""
 
+_QUANTIZED = ("nf4", "nf4:double")
+"""Formats of bitsandbytes that are written for models that are not sharded."""
+
 _LOAD = '''
-import sys
+{system}import sys
 from collections import defaultdict
 
 import torch
 {distributed}from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, {quantized}Trainer, TrainingArguments
 {imported}
 MODEL = {model!r}
 LEARNING_RATE = 1e-5
@@ -154,9 +157,11 @@ def to_transformers(subject: Subject) -> Exported:
     shards = plan.dp > 1 and bool(config)
     filled = _LOAD.format(
         distributed="import torch.distributed as dist\n" if shards and trainable.adapter is not None else "",
+        system="import os\n" if _quantized(subject) else "",
+        quantized="BitsAndBytesConfig, " if _quantized(subject) else "",
         imported="".join(f"{line}\n" for line in imported),
         model=(model.source or model.name) if model is not None else "MODEL",
-        configured=_configured(config) + _adapters(subject),
+        configured=_configured(config) + _quantized(subject) + _adapters(subject),
         loaded=_loaded(subject, bool(config)),
         arguments=arguments,
     )
@@ -222,6 +227,16 @@ def _adapters(subject: Subject) -> str:
     return f"ADAPTERS = LoraConfig(\n{lines})\n"
 
 
+def _quantized(subject: Subject) -> str:
+    """Return how bitsandbytes stores the base of adapters, nothing for weights in 16 and 32 bits."""
+    weights = subject.training.frozen_weights if subject.training is not None else "bf16"
+    if trainable_of(subject).is_full or weights not in _QUANTIZED:
+        return ""
+    values = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": weights == "nf4:double"}
+    lines = "".join(f"    {name}={value!r},\n" for name, value in values.items())
+    return f"QUANTIZED = BitsAndBytesConfig(\n{lines}    bnb_4bit_compute_dtype=torch.bfloat16,\n)\n"
+
+
 def _loaded(subject: Subject, is_sharded: bool) -> str:
     training = subject.training
     narrow = training is not None and training.precision == "bf16-pure"
@@ -229,6 +244,8 @@ def _loaded(subject: Subject, is_sharded: bool) -> str:
         narrow = training.precision != "fp32" and training.frozen_weights != "fp32"
     words = ["model", f"dtype=torch.{'bfloat16' if narrow else 'float32'}"]
     words += ["distributed_config=DISTRIBUTED"] if is_sharded else []
+    if _quantized(subject):  # on the rank's own GPU: bitsandbytes takes the current one, which nobody has set yet
+        words += ["quantization_config=QUANTIZED", 'device_map={"": int(os.environ.get("LOCAL_RANK", 0))}']
     words += [f"attn_implementation={_ATTENTION[training.attention]!r}"] if training is not None else []
     call = "AutoModelForCausalLM.from_pretrained(\n" + "".join(f"        {word},\n" for word in words) + "    )"
     return f"return {call}" if trainable_of(subject).adapter is None else f"return get_peft_model({call}, ADAPTERS)"
@@ -264,7 +281,12 @@ def transformers_gaps(subject: Subject) -> list[Gap]:
     gaps += order_gap(plan, "transformers", MEGATRON_RANK_ORDER)
     if trainable.adapter is not None:
         gaps += field_gap(plan, "tp", (1,), "peft adds adapters after the layers are split, and sees whole ones")
-    gaps += adapter_gap(trainable, "peft") + base_gap(subject, "a model sharded as it is loaded", ("bf16", "fp32"))
+    gaps += adapter_gap(trainable, "peft")
+    if plan.zero_stage == 0 and plan.tp == 1:
+        gaps += base_gap(subject, "the Trainer that paraplan writes", ("bf16", "fp32", *_QUANTIZED))
+    else:
+        reason = "FSDP2 shards a model before its weights are quantized: --zero 0 (DDP), or --framework fsdp"
+        gaps += training_gap(training, "base_weights", (None, "bf16", "fp32"), reason)
     if trainable.adapter is None and not trainable.is_full:
         gaps.append(Gap(part=f"train={trainable.text}", reason="adapters or all of a model are written"))
     if training is not None and training.compiled:
