@@ -284,9 +284,9 @@ def transformers_gaps(subject: Subject) -> list[Gap]:
     gaps += adapter_gap(trainable, "peft")
     if plan.zero_stage == 0 and plan.tp == 1:
         gaps += base_gap(subject, "the Trainer that paraplan writes", ("bf16", "fp32", *_QUANTIZED))
-    else:
+    elif training is not None and training.base_weights not in (None, "bf16", "fp32"):
         reason = "FSDP2 shards a model before its weights are quantized: --zero 0 (DDP), or --framework fsdp"
-        gaps += training_gap(training, "base_weights", (None, "bf16", "fp32"), reason)
+        gaps.append(Gap(part=f"base_weights={training.base_weights}", reason=reason))
     if trainable.adapter is None and not trainable.is_full:
         gaps.append(Gap(part=f"train={trainable.text}", reason="adapters or all of a model are written"))
     if training is not None and training.compiled:
