@@ -23,12 +23,13 @@ from paraplan.search.results import (
     ROOMY,
     SPARE,
     TOLERANCE,
+    USUAL_VIRTUAL,
     Baseline,
     Candidate,
     Objective,
     rank,
 )
-from paraplan.search.selection import MUCH_ROOM, TRIED, Selection, is_data_parallel
+from paraplan.search.selection import MUCH_ROOM, TRIED, Selection, is_data_parallel, is_small_rig
 from paraplan.search.space import PlanSpace
 from paraplan.search.tree import family
 
@@ -214,6 +215,10 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
         survey.find(plans.column("offload") == 0, at_most_s=2 * _surest_s(survey), most_share=share)
     survey.find(is_data_parallel(plans.column), at_most_s=(1 + RANGE) * _surest_s(survey), most_share=ROOMY)
     survey.find(is_data_parallel(plans.column), at_most_s=(1 + RANGE) * _surest_s(survey), most_share=1 - SPARE)
+    for most in (1,) * is_small_rig(survey.workload) + (USUAL_VIRTUAL,):
+        for share in (ROOMY, 1 - SPARE):
+            among = plans.column("virtual") <= most
+            survey.find(among, at_most_s=(1 + RANGE) * _surest_s(survey), most_share=share)
     known = is_known(survey.workload, plans.column)
     if not known.all():
         for share in (ROOMY, 1 - SPARE, MUCH_ROOM):

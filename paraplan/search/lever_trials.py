@@ -61,6 +61,8 @@ class LeverTrials:
     without: PlanEstimate | None = None
     nearest: PlanEstimate | None = None
     """What comes nearest where nothing fits."""
+    most_slowdown: float = TOLERANCE["throughput"]
+    """Of the step of the plan without: a lever that costs more is not offered."""
     kept: list[Lever] = field(default_factory=list)
     """The levers that saved memory and were not enough, in their order."""
 
@@ -191,7 +193,7 @@ class LeverTrials:
         """Return whether a lever is slower than the plan that it would replace, or gains nothing over one before it."""
         slowdown = tried.offer.slowdown
         has_plan = self.without is not None and loads(self.workload, self.without)
-        if has_plan and slowdown is not None and slowdown > TOLERANCE["throughput"]:
+        if has_plan and slowdown is not None and slowdown > self.most_slowdown:
             return True
         if tried.lever.is_choice:
             return False

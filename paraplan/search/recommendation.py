@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from paraplan.search.what_helps import Help
 
 
+MUCH_BUBBLE = 0.25
+"""Of the step: where ranks wait for more, what saves memory may do without the pipeline."""
+
+
 @dataclass(frozen=True)
 class SearchRequest:
     """What is asked of a workload. `framework` names another framework than paraplan's runtime."""
@@ -154,7 +158,8 @@ def _levers(
     offloads = best.plan.offload != "none" and fixed.offload is None
     loading = loading_of(workload, best)
     can_load = loading is None or loading.fits
-    if not offloads and leaves_room(workload, best) and can_load:
+    idles = best.step.pipeline_bubble_s > MUCH_BUBBLE * best.step.step_time_s
+    if not (offloads or idles) and leaves_room(workload, best) and can_load:
         return ()
     from paraplan.search.lever_trials import LeverTrials
     from paraplan.search.levers import with_room
@@ -162,6 +167,9 @@ def _levers(
     if offloads or not can_load:
         left = replace(fixed, offload="none") if offloads else fixed
         return LeverTrials(workload, executor, left, without=best).offers(looks_for_fewest=True)
+    if idles:  # a plan without a pipeline may fit
+        found = LeverTrials(workload, executor, fixed, without=best, most_slowdown=-MUCH_BUBBLE).offers()
+        return found if any(one.fits for one in found) else ()
     return LeverTrials(with_room(workload), executor, fixed, without=best).offers()
 
 

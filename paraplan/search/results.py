@@ -117,6 +117,13 @@ FEW_TOKENS = 4096
 """Of one sequence, on a rank of cp: published runs leave more (8,192 in Llama 3, arXiv:2407.21783, table 4)."""
 
 
+FEW_VIRTUAL, USUAL_VIRTUAL = 4, 12
+"""Virtual stages: most published runs that interleave have at most the first number, of 50 all but 4 at most the
+second (`profiles/runs`)."""
+IDLE = 30
+"""The complexity of a pipeline in which ranks wait because there are fewer micro-batches than stages."""
+
+
 def rank(objective: Objective, *, seconds: Floats, peak_bytes: Floats) -> Ints:
     """Return the rows in the order of an objective: by step time, or by peak memory; the other breaks ties."""
     keys = (seconds, peak_bytes) if objective == "memory" else (peak_bytes, seconds)
@@ -130,13 +137,23 @@ def complexity(column: Callable[[str], Ints], *, seq_length: int, ops_by_default
     Megatron-LM's count 2, offloaded parameters 4, sharding over dp (ZeRO) and recompute of chosen operations 1: of
     these nothing where the framework does so by default.
     Context parallelism that leaves a rank fewer than `FEW_TOKENS` counts twice: it stands for data parallelism there.
+    Virtual stages count again beyond `FEW_VIRTUAL` and `USUAL_VIRTUAL`. A pipeline that its micro-batches do not fill
+    once is simple under no axes: it counts `IDLE`.
     """
+    virtual = column("virtual")
     twice = [column(axis.name) > 1 for axis in AXES if axis.name != "dp"]
     twice += [(column("cp") > 1) & (seq_length // column("cp") < FEW_TOKENS)]
-    twice += [column("virtual") > 1, *(column(name) > 0 for name in ("split", "shards", "order"))]
+    twice += [
+        virtual > 1,
+        virtual > FEW_VIRTUAL,
+        virtual > USUAL_VIRTUAL,
+        *(column(name) > 0 for name in ("split", "shards", "order")),
+    ]
     counted = sum((each.astype(np.int64) for each in twice), start=column("offload").astype(np.int64))
     chooses = (column("recompute") == RecomputeCode.SELECTIVE_OPS) & (not ops_by_default)
-    return np.asarray(2 * counted + (column("zero_stage") > 0) + chooses)
+    levels = 2 * counted + (column("zero_stage") > 0) + chooses
+    is_idle = column("num_microbatches") * virtual < column("pp")
+    return np.asarray(np.where(is_idle, IDLE, levels))
 
 
 SPARE = 0.1

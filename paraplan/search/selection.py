@@ -20,6 +20,7 @@ from paraplan.search.results import (
     ROOMY,
     SMALL_RIG,
     TOLERANCE,
+    USUAL_VIRTUAL,
     Objective,
 )
 
@@ -59,7 +60,7 @@ class Selection:
         Plans that cannot be loaded are left out where others can.
 
         Where what is selected of the framework's known runs is within the 80 % range of that, or small rigs' plain
-        data parallelism, it is taken instead.
+        data parallelism, or else their pipelines without virtual stages, or with a usual number of them, it is taken.
         One for which torch's allocator has to give back what it keeps is taken where no other is within twice its time.
         """
         columns = partial(getattr, plans.priced.table)
@@ -73,9 +74,16 @@ class Selection:
         for wanted in narrow:
             kept = selection.kept & wanted
             narrower = cls._among(plans, objective, narrow[0], kept) if kept.any() else selection
-            times = plans.values(objective)[[narrower.row, selection.row]]
-            if kept[narrower.row] and times[0] <= (1 + RANGE) * times[1]:
+            has_room = plans.allocator_holds(narrower.row) or not plans.allocator_holds(selection.row)
+            if kept[narrower.row] and has_room and narrower.value <= (1 + RANGE) * selection.value:
                 selection = narrower
+        few = [columns("virtual") == 1] * is_small_rig(plans.workload) + [columns("virtual") <= USUAL_VIRTUAL]
+        fastest = min(selection.value, selection.most / (1 + TOLERANCE[objective]))
+        for wanted in few:
+            kept = selection.kept & wanted
+            fewer = cls._among(plans, objective, narrow[0], kept) if kept.any() else selection
+            if kept[fewer.row] and fewer.value <= (1 + RANGE) * fastest:
+                return fewer
         return selection
 
     @classmethod
@@ -120,13 +128,9 @@ class Selection:
         own_share = own.peak_memory_bytes / own.usable_memory_bytes
         if gain <= 0:
             return ("memory", "it needs less memory") if self.objective == "memory" else ("faster", "it is faster")
-        if not self.kept[other]:
-            if self.is_known[row] and not self.is_known[other]:
-                return "unknown", "no public run of a mixture under such a plan at that scale is known"
-            if gain <= TOLERANCE[self.objective] and self.levels[row] < self.levels[other]:
-                return "simplicity", f"it is simpler ({self._tolerance} is within the error)"
-            words = "up to 8 GPUs of one node" if self.plans.workload.training.trainable.adapter is None else "adapters"
-            return "range", f"data parallelism alone is within the 80% range of it, which comes first for {words}"
+        left_out = None if self.kept[other] else self._cause_left_out(other, gain)
+        if left_out is not None:
+            return left_out
         is_first = (self.levels[other], self.values[other]) < (self.levels[row], self.values[row])
         beyond = self.values[other] > self.most
         if self.objective != "memory" and (other in self.passed_over or (is_first and not beyond)):
@@ -144,6 +148,26 @@ class Selection:
             error = "nearly equal" if self.objective == "memory" else f"{self._tolerance} is within the error"
             return "simplicity", f"it is simpler ({error})"
         return "error", f"{self._tolerance} is within the error"
+
+    def _cause_left_out(self, other: int, gain: float) -> tuple[Cause, str] | None:
+        """Return why a plan was left out of the choice, None where its own faults say it."""
+        row = self.row
+        if self.is_known[row] and not self.is_known[other]:
+            return "unknown", "no public run of a mixture under such a plan at that scale is known"
+        if gain <= TOLERANCE[self.objective] and self.levels[row] < self.levels[other]:
+            return "simplicity", f"it is simpler ({self._tolerance} is within the error)"
+        if gain > RANGE:
+            return None
+        virtual = self.plans.priced.table.virtual
+        if virtual[other] > virtual[row] and not is_data_parallel(partial(getattr, self.plans.priced.table))[row]:
+            return "range", f"{virtual[other]} stages on each GPU are not outside the 80% range of fewer"
+        words = "up to 8 GPUs of one node" if self.plans.workload.training.trainable.adapter is None else "adapters"
+        return "range", f"data parallelism alone is within the 80% range of it, which comes first for {words}"
+
+    @property
+    def value(self) -> float:
+        """What the choice went by, of the plan that is chosen."""
+        return float(self.values[self.row])
 
     @property
     def _tolerance(self) -> str:

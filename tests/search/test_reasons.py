@@ -4,7 +4,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paraplan.accuracy.intervals import ALL, load_accuracy
 from paraplan.api.executors import executor_of
@@ -17,7 +20,7 @@ from paraplan.search.evaluated_plans import complexities
 from paraplan.search.known_runs import is_known, mixture_runs
 from paraplan.search.reasons import speed_in_words
 from paraplan.search.recommendation import SearchRequest, recommendation
-from paraplan.search.results import RANGE, TOLERANCE, SearchResult
+from paraplan.search.results import RANGE, TOLERANCE, SearchResult, complexity
 from paraplan.search.search import search
 
 MakeWorkload = Callable[..., Workload]
@@ -148,3 +151,38 @@ def test_published_runs_of_mixtures_name_their_source() -> None:
     assert all(run.source and run.gpus >= 1 for run in mixture_runs())
     plain = [run.gpus for run in mixture_runs() if run.axes == () and run.shards == "full"]
     assert max(plain) == 16
+
+
+@given(
+    pp=st.sampled_from([2, 4, 8]),
+    virtual=st.sampled_from([1, 2, 3, 5, 13, 47]),
+    count=st.integers(1, 16),
+    tp=st.sampled_from([1, 4]),
+)
+def test_a_pipeline_that_stands_still_is_never_simpler_and_more_virtual_stages_never_are(
+    pp: int, virtual: int, count: int, tp: int
+) -> None:
+    def level(**changes: int) -> int:
+        usual = {"dp": 1, "tp": tp, "pp": pp, "cp": 1, "ep": 1, "virtual": virtual, "num_microbatches": count}
+        columns = {**usual, **changes}
+        found = complexity(lambda name: np.array([columns.get(name, 0)]), seq_length=131072)
+        return int(found[0])
+
+    assert level(virtual=virtual + 1, num_microbatches=64) >= level(num_microbatches=64)
+    if count * virtual < pp:
+        assert level() > level(cp=4, tp=4, num_microbatches=64, offload=2)
+
+
+def test_small_rigs_get_stages_that_somebody_would_write_within_the_range(workload: MakeWorkload) -> None:
+    made = workload("qwen3-30b-a3b", profile="4xrtx-4090", seq_length=2048, global_batch_size=16, train="lora:r=16")
+    result = search(made, num_candidates=5)
+    assert result.best.plan.virtual_pipeline_size == 1
+    assert result.reason is not None
+    assert result.reason.gain <= RANGE or result.reason.cause != "range"
+    assert max(one.plan.virtual_pipeline_size for one in result.candidates) > 1
+
+
+def test_data_parallelism_without_room_gives_way_to_a_plan_with_room(workload: MakeWorkload) -> None:
+    made = workload("qwen3-235b-a22b", profile="8xa100", seq_length=4096, global_batch_size=64, train="lora:r=16")
+    best = search(made, num_candidates=5).best
+    assert allocator_holds(made, best)
