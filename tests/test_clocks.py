@@ -1,4 +1,7 @@
-"""No test asserts how long something takes: on a busy machine, or a slow one, it takes longer."""
+"""No test asserts how long something takes, or waits for a while and takes it for an event: busy machines are slower.
+
+Nor does one compare numbers of cores, or lengths of texts with paths in them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,44 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
+CLOCKS = {"now", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
 AT_MOST = (ast.Lt, ast.LtE)
-HINT = "wait for the event with launching.PATIENCE_S, or give a limit that only a fault would reach, as NEVER_S"
+HINT = "wait for the event with waiting.wait_until, or give a limit that only a fault would reach, as NEVER_S"
+
+CORES = {"cpu_count", "process_cpu_count", "sched_getaffinity"}
+SLEEPERS = {
+    "launch/test_gates.py": "time has to pass: what is looked at goes on with it or does not",
+    "launch/test_relay.py": "a thread that is late",
+    "launch/test_step_marks.py": "the time that a step takes",
+    "runtime/test_job_context.py": "a rank that is late: the test holds for every order",
+    "runtime/test_streams.py": "as above",
+    "waiting.py": "what waits for events",
+}
+"""Where tests sleep, and why: not for an event, which `waiting.wait_until` is for."""
+
+
+def naps(source: str) -> list[int]:
+    """Return the lines on which the code of a test sleeps; scripts in its texts are processes of their own."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if ast.unparse(call.func) in ("time.sleep", "sleep")]
+
+
+def asserts_about_the_machine(source: str) -> list[int]:
+    """Return the lines of asserts that compare a number of cores, or the length of a path."""
+    asserts = [node.test for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+    compared = [node for test in asserts for node in ast.walk(test) if isinstance(node, ast.Compare)]
+    calls = [call for node in compared for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return [call.lineno for call in calls if is_count_of_cores(call) or is_length_of_path(call)]
+
+
+def is_count_of_cores(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in CORES
+
+
+def is_length_of_path(call: ast.Call) -> bool:
+    return (
+        ast.unparse(call.func) == "len" and ast.unparse(call.args[0]).startswith("str(") and "path" in ast.unparse(call)
+    )
 
 
 def bounds_on_time(source: str) -> list[int]:
@@ -21,6 +59,11 @@ def bounds_on_time(source: str) -> list[int]:
 
 
 def is_time_since(node: ast.expr) -> bool:
+    """Whether this is a difference from the time of a clock, perhaps without its sign or in seconds."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "abs":
+        return is_time_since(node.args[0])
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "total_seconds":
+        return is_time_since(node.func.value)
     is_difference = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub)
     return is_difference and any(
         isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CLOCKS
@@ -28,14 +71,36 @@ def is_time_since(node: ast.expr) -> bool:
     )
 
 
-def test_no_test_says_how_long_something_may_take() -> None:
+def sources() -> dict[str, str]:
     files = [path for path in TESTS.rglob("*.py") if "gpu" not in path.relative_to(TESTS).parts]
-    found = {path.relative_to(TESTS).as_posix(): bounds_on_time(path.read_text()) for path in files}
+    return {path.relative_to(TESTS).as_posix(): path.read_text() for path in files}
+
+
+def test_no_test_says_how_long_something_may_take() -> None:
+    found = {name: bounds_on_time(source) for name, source in sources().items()}
     assert {name: lines for name, lines in found.items() if lines} == {}, HINT
+
+
+def test_no_test_sleeps_in_place_of_waiting_for_an_event() -> None:
+    sleepers = {name: lines for name, source in sources().items() if (lines := naps(source))}
+    assert sleepers.keys() == SLEEPERS.keys(), {name: sleepers[name] for name in sleepers.keys() - SLEEPERS.keys()}
+
+
+def test_no_test_compares_what_is_of_the_machine() -> None:
+    found = {name: lines for name, source in sources().items() if (lines := asserts_about_the_machine(source))}
+    assert found == {}
+
+
+def test_naps_and_what_is_of_the_machine_are_seen() -> None:
+    assert naps("def test():\n    begin()\n    time.sleep(0.5)\n    assert is_ready()") == [3]
+    assert naps("SCRIPT = 'time.sleep(0.5)'") == []
+    for claim in ("os.cpu_count() == 2", "len(os.sched_getaffinity(0)) > 1", "len(str(tmp_path)) < 80"):
+        assert asserts_about_the_machine(f"assert {claim}") == [1]
 
 
 @pytest.mark.parametrize("clock", sorted(CLOCKS))
 def test_bounds_on_time_are_seen(clock: str) -> None:
     assert bounds_on_time(f"assert time.{clock}() - began < 5") == [1]
+    assert bounds_on_time(f"assert abs((time.{clock}() - began).total_seconds()) < 5") == [1]
     assert bounds_on_time(f"assert time.{clock}() < deadline") == []  # the wait for an event that is bound to come
     assert bounds_on_time(f"assert time.{clock}() - began > 1.5") == []  # which a busy machine only helps

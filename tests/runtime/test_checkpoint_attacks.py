@@ -76,7 +76,7 @@ def assert_refused(folder: Path, *, match: str = "checkpoint") -> None:
     before = {name: value.detach().clone() for name, value in engine.parameters.items()}
     with pytest.raises(CheckpointError, match=match) as raised:
         engine.load(folder)
-    assert len(str(raised.value)) < 1000
+    assert len(str(raised.value).replace(str(Path.cwd()), "")) < 1000
     assert not Path(CANARY).exists()
     assert not (folder / CANARY).exists()
     assert engine.num_steps == 1
