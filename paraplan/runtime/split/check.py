@@ -322,8 +322,10 @@ def described(value: Any, depth: int = _DEPTH) -> Any:
         if isinstance(value, (set, frozenset)):
             return ("set", *sorted(repr(described(one, depth - 1)) for one in value))
         if is_dataclass(value) and not isinstance(value, type):
-            own = ((one.name, described(getattr(value, one.name, None), depth - 1)) for one in fields(value))
-            return (type(value).__qualname__, *own)
+            names = [one.name for one in fields(value)]
+            # What a configuration of transformers holds of each layer on its own, it refuses to give out as one.
+            own = vars(value) if hasattr(value, "__dict__") else {name: getattr(value, name, None) for name in names}
+            return (type(value).__qualname__, *((name, described(own.get(name), depth - 1)) for name in names))
     if isinstance(value, torch.Tensor):
         return ("tensor", tuple(value.shape), value.dtype)
     if callable(value) and type(value).__name__ in ("builtin_function_or_method", "ufunc"):
