@@ -32,8 +32,11 @@ _VOCABULARY = ("vocab_size", "vocabulary_size", "vocab_size_per_layer_input")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length", "seq_length")
 _WINDOWS = ("sliding_window", "attention_window", "window_size")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_INTERVAL = "full_attention_interval"
+"""Every so manieth layer has full attention, the others linear attention: one of each kind stays."""
 _ROPE = ("rope_scaling", "rope_parameters")
 _AT_MOST = {
+    "spatial_merge_size": 1,  # mergers of patches are then smaller than the layers of the language model
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
     "moe_k": 2,
@@ -95,6 +98,7 @@ def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
     for name in (*_LAYERS, *_STACKS):
         if _is_count(fields.get(name)):
             small[name] = min(fields[name], to.num_layers)
+    small |= _each(fields, (_INTERVAL,), to.num_layers)
     if depth is not None and depth > to.num_layers:
         small |= _fewer_layers(fields, depth, to.num_layers)
     if not to.keeps_width:
@@ -104,6 +108,9 @@ def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
             small[name] = type(value)(0)
         if isinstance(value, dict) and name.endswith("_config"):
             small[name] = shrink_fields(value, replace(to, depth=depth))
+    vision, width = small.get("vision_config"), _first(small.get("text_config") or small, _HIDDEN)
+    if isinstance(vision, dict) and "out_hidden_size" in vision and width and not to.keeps_width:
+        small["vision_config"] = vision | {"out_hidden_size": width}  # what the language model reads
     return small
 
 

@@ -13,6 +13,16 @@ COUNTED = json.loads((Path(__file__).parent / "counted_variants.json").read_text
 
 # Counted by transformers 5.23 on the meta device from each model's public config.json; GPT-3 by hand below.
 PUBLISHED = {
+    "gemma-3-4b-it": 4_300_079_472,
+    "gemma-3-12b-it": 12_187_325_040,
+    "gemma-3-27b-it": 27_432_406_640,
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen2.5-vl-32b": 33_452_718_336,
+    "qwen2.5-vl-72b": 73_410_777_344,
+    "qwen3-vl-2b": 2_127_532_032,
+    "qwen3-vl-8b": 8_767_123_696,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
     "llama-2-7b": 6_738_415_616,

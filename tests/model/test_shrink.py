@@ -128,6 +128,7 @@ def test_a_head_with_positions_in_a_part_of_it_keeps_that_part() -> None:
 def test_bundled_models_become_small(path: object) -> None:
     fields = json.loads(path.read_text())  # type: ignore[attr-defined]
     small = shrink_fields(fields, TO)
+    small = small.get("text_config", small)
     width = small.get("hidden_size") or small["n_embd"]
     assert width <= 400  # 25 heads, which tp does not divide, stay as they are
     assert small["vocab_size"] <= 200
