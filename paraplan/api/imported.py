@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from paraplan.interop.sources.llama_factory_v1 import read_llama_factory_v1
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.interop.sources.ms_swift import read_ms_swift
 from paraplan.interop.sources.peft import read_peft
+from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
@@ -29,6 +31,7 @@ from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
 _WORTH_CHANGING = 1.02
+_FUNCTION = re.compile(r"(.+\.py):(\w+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,7 @@ def import_plan(
 ) -> ImportedPlan:
     """Return the plan of another tool's configuration: a file, or for Megatron-LM its arguments.
 
+    Of torchtitan's Python `FILE.py:NAME` names the function whose configuration is read.
     Without `tool` the text says whose it is. The keywords fill in what scripts decide. Raises `PlanError` naming the
     file and key for what is broken.
     """
@@ -88,6 +92,9 @@ def import_plan(
     )
     words, path = str(source), Path(source)
     has_arguments = words.lstrip().startswith("--") or tool == "megatron-lm"
+    function = None
+    if not has_arguments and (named := _FUNCTION.fullmatch(words)) is not None:
+        path, function = Path(named.group(1)), named.group(2)
     text = words if has_arguments else _read(path)
     tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words))
     if tool == "megatron-lm":
@@ -96,6 +103,9 @@ def import_plan(
         return ImportedPlan(read_deepspeed(text, source=words, given=given))
     if tool == "transformers":
         return ImportedPlan(read_transformers(text, source=words, given=given))
+
+    if tool == "torchtitan":
+        return ImportedPlan(read_torchtitan(text, source=str(path), given=given, name=function))
 
     def read_beside(name: str) -> str:
         # A name is as the tool finds it from where it is started: in the file's folder, or in one above.

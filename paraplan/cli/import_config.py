@@ -38,7 +38,8 @@ def import_config(
         typer.Argument(
             metavar="FILE|ARGS",
             help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML of TRL, axolotl, LLaMA-Factory or ms-swift, "
-            "peft's adapter_config.json, a script with ms-swift's or Megatron-LM's command, or its arguments after --.",
+            "torchtitan's TOML or config_registry.py:NAME, peft's adapter_config.json, "
+            "a script with ms-swift's or Megatron-LM's command, or its arguments after --.",
         ),
     ],
     model: Annotated[

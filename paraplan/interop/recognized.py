@@ -23,6 +23,7 @@ Tool = Literal[
     "llama-factory-v1",
     "ms-swift",
     "transformers",
+    "torchtitan",
 ]
 
 _TABLES: dict[str, Tool] = {
@@ -39,7 +40,9 @@ _TABLES: dict[str, Tool] = {
 _LEAST_SHARE = 1 / 3
 """Of a tool's own file it knows more than this of the keys: others only share some with it."""
 _TRANSFORMERS = re.compile(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(")
-_TITAN = re.compile(r"^\s*\[(job|parallelism|activation_checkpoint|training)\]|\bTrainer\.Config\b", flags=re.MULTILINE)
+_TITAN = re.compile(
+    r"^\s*\[(job|parallelism|activation_checkpoint|training)\]|\b\w*Trainer\.Config\b", flags=re.MULTILINE
+)
 
 
 def tool_of(text: str, source: str) -> Tool:
@@ -51,18 +54,15 @@ def tool_of(text: str, source: str) -> Tool:
     if _TRANSFORMERS.search(text):
         return "transformers"
     if _TITAN.search(text):
-        raise PlanError(
-            f"{source} is torchtitan's configuration, which is not read",
-            hint="give its degrees: paraplan estimate MODEL --framework torchtitan --dp 8 --tp 2 --zero 3",
-        )
+        return "torchtitan"
     keys = _top_level_keys(text, source)
     scores = {name: _score(name, keys) for name in _TABLES}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] > 0:
         return _TABLES[best]
     raise PlanError(
-        f"{source} is no configuration of DeepSpeed, accelerate, Megatron-LM, peft, TRL, axolotl, LLaMA-Factory or "
-        "ms-swift, and no script with transformers' DistributedConfig: none of their keys is in it",
+        f"{source} is no configuration of DeepSpeed, accelerate, Megatron-LM, peft, TRL, axolotl, LLaMA-Factory, "
+        "ms-swift or torchtitan, and no script with transformers' DistributedConfig: none of their keys is in it",
         hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
         "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
         "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path, ms-swift's tuner_type",

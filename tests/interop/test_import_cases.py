@@ -147,7 +147,6 @@ def test_llama_factorys_megatron_backend_is_read_with_its_degrees(read: Any) -> 
         (FACTORY.replace("do_train: true", "do_predict: true") + "stage: sft\ntemplate: t\n", "predicts"),
         ("model: m\npeft_config: {name: lora, export_dir: out}\nmodel_class: llm\n", "LLaMA-Factory v1's file exports"),
         ("swift infer --model m --max_length 10\n", "ms-swift's command swift infer trains nothing"),
-        ("[parallelism]\ntensor_parallel_degree = 2\n", "torchtitan's configuration, which is not read"),
     ],
 )
 def test_files_that_train_nothing_are_refused_as_their_own_tools(read: Any, text: str, words: str) -> None:

@@ -1,0 +1,316 @@
+"""torchtitan's configurations, read back: the TOML of releases up to v0.2.2 and the Python of later ones.
+
+Keys as in config/job_config.py at v0.2.2, and in config/configs.py and trainer.py of v0.3.0 and of August 2026. The
+sections have the same names in all of them; v0.3.0 counts batches in sequences, what came after it in tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from paraplan.errors import PlanError
+from paraplan.interop.fields import Fields
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of, steps_of
+from paraplan.interop.sources.torchtitan_python import CLASS, python_values
+from paraplan.interop.targets.torchtitan import DTYPES, SCHEDULES
+from paraplan.plan.parallel import MEGATRON_RANK_ORDER
+from paraplan.plan.stages import even_split
+from paraplan.plan.training import Fp8Recipe, LinearPrecision, LossKernel, OptimizerName, TrainingPrecision
+
+_TOML_LENGTH, _TOML_BATCH = 2048, 8
+_PYTHON_LENGTH, _PYTHON_TOKENS = 2048, 16384
+_SINGLE_STAGE = ("gpipe", "1f1b")
+_RESHARD = {"always": 3, "never": 2}
+
+
+def read_torchtitan(text: str, *, source: str, given: Given, name: str | None = None) -> Setup:
+    """Return the training of a TOML file, or of the function `name` of a Python configuration, which is not run.
+
+    `name` may be left out where there is one function. Raises `PlanError` naming the file and key for what is broken.
+    """
+    is_python = not re.search(r"^\s*\[\w[\w.]*\]\s*(#.*)?$", text, flags=re.MULTILINE)
+    if is_python:
+        values, notes = python_values(text, source=source, name=name)
+    else:
+        values, notes = _toml(text, source), []
+    fields = Fields(values, source=source)
+    plan_setup = _setup(fields, given, is_python=is_python)
+    table = key_table("torchtitan")
+    return plan_setup.replace(notes=(*plan_setup.notes, *notes, *table.notes(fields)))
+
+
+def _toml(text: str, source: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise PlanError(
+            f"{source} is not TOML: {error}", hint="torchtitan's train_configs up to v0.2.2 are working ones"
+        ) from None
+
+
+def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
+    notes: list[str] = []
+    sizes = fields.section("parallelism")
+    tp, pp, cp = (sizes.count(f"{axis}_parallel_degree") or 1 for axis in ("tensor", "pipeline", "context"))
+    dp, shards, says_gpus = _data_parallel(sizes, given, tp=tp, pp=pp, cp=cp)
+    stage = _zero_stage(sizes, pp, notes)
+    zero_stage = stage if shards * cp > 1 else 0
+    zero_shards = shards if zero_stage and 1 < shards < dp and cp == 1 else None
+    if zero_stage and shards < dp and zero_shards is None:
+        notes.append(f"replicas of groups of {shards * cp} ranks over cp too: priced as sharded over all of dp and cp")
+    training = fields.section("training")
+    micro, steps, length = _batch(training, sizes, given, dp=dp, pp=pp, is_python=is_python, notes=notes)
+    schedule, virtual, stages = _stages(sizes, pp, notes)
+    sequence_parallel = tp > 1 and sizes.flag("enable_sequence_parallel") is not False
+    offloads = bool(training.flag("enable_cpu_offload"))
+    plan = make_plan(
+        fields.source,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=_experts(sizes, tp, notes),
+        zero_stage=zero_stage,
+        zero_shards=zero_shards,
+        sequence_parallel=sequence_parallel,
+        micro_batch_size=micro,
+        num_microbatches=steps,
+        pipeline_schedule=schedule,
+        virtual_pipeline_size=virtual,
+        stage_blocks=stages,
+        recompute=given.recompute or _recompute(fields, notes, is_python=is_python),
+        offload="parameters" if offloads and zero_stage else "none",
+        rank_order=MEGATRON_RANK_ORDER,
+    )
+    if offloads and not zero_stage:
+        notes.append("training.enable_cpu_offload: torchtitan offloads under FSDP alone")
+    optimizer, found = _optimizer(fields)
+    linear, recipe, gathers, others = _quantized(fields)
+    compiling = fields.section("compile")
+    components = compiling.value("components")
+    compiles_model = components is None or "model" in str(components)
+    return Setup(
+        plan=plan,
+        tool="torchtitan",
+        target="torchtitan-python" if is_python else "torchtitan",
+        framework="torchtitan",
+        seq_length=length,
+        precision=_precision(training),
+        optimizer=optimizer,
+        loss=_loss(fields, notes),
+        compiled=bool(compiling.flag("enable")) and compiles_model,
+        linear_precision=linear,
+        fp8_recipe=recipe,
+        fp8_gather=gathers,
+        model_name=_model_name(fields),
+        says_gpus=says_gpus,
+        notes=(*notes, *found, *others),
+    )
+
+
+def _data_parallel(sizes: Fields, given: Given, *, tp: int, pp: int, cp: int) -> tuple[int, int, bool]:
+    """Return the ranks of dp, those of them that FSDP shards over, and whether the file says how many there are."""
+    replicas = sizes.count("data_parallel_replicate_degree") or 1
+    shards = sizes.number("data_parallel_shard_degree")
+    shards = -1 if shards is None else shards
+    if shards != -1 and shards < 1:
+        raise sizes.error("data_parallel_shard_degree", "-1 or a whole number above 0")
+    if given.num_gpus is None:
+        return replicas * max(1, shards), max(1, shards), shards != -1
+    dp = data_parallel_ranks(sizes.source, given.num_gpus, tp=tp, pp=pp, cp=cp)
+    if shards == -1:
+        if dp % replicas:
+            raise sizes.error("data_parallel_replicate_degree", f"a divisor of the {dp} ranks that are left for it")
+        shards = dp // replicas
+    if replicas * shards != dp:
+        raise PlanError(
+            f"{sizes.source}: data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} are not "
+            f"the {dp} data-parallel ranks of {given.num_gpus} GPUs",
+            hint="torchtitan refuses it too: use data_parallel_shard_degree = -1, or --profile NAME --nodes N",
+        )
+    return dp, shards, True
+
+
+def _zero_stage(sizes: Fields, pp: int, notes: list[str]) -> int:
+    """Return the stage of FSDP, which by default frees parameters after forward unless there is a pipeline.
+
+    Beside a pipeline gradients are reduced at the end of a step, so that they and parameters are whole until then.
+    """
+    policy = sizes.text("fsdp_reshard_after_forward") or "default"
+    if policy not in ("default", *_RESHARD):
+        raise sizes.error("fsdp_reshard_after_forward", "default, always or never")
+    if pp > 1:
+        if policy == "always":
+            notes.append("parallelism.fsdp_reshard_after_forward always: priced as never beside a pipeline")
+        return 1
+    return _RESHARD.get(policy, 3)
+
+
+def _batch(
+    training: Fields, sizes: Fields, given: Given, *, dp: int, pp: int, is_python: bool, notes: list[str]
+) -> tuple[int, int, int]:
+    """Return the micro-batch, the micro-batches of a step and the length of a sequence."""
+    in_tokens = is_python and not any(key in training for key in ("local_batch_size", "batch_size", "seq_len"))
+    if in_tokens:
+        length = training.count("max_context_length") or _PYTHON_LENGTH
+        tokens = training.count("num_tokens_per_microbatch_per_dp_rank") or _PYTHON_TOKENS
+        micro, rest = divmod(tokens, length)
+        if rest or not micro:
+            raise training.error("num_tokens_per_microbatch_per_dp_rank", f"a multiple of max_context_length {length}")
+        each = (sizes.count("num_pp_microbatches") or 1) if pp > 1 else 1
+        total = _total(training, "num_tokens_per_train_step")
+        if total is not None and total % length:
+            raise training.error("num_tokens_per_train_step", f"a multiple of max_context_length {length}")
+        total = None if total is None else total // length
+    else:
+        length = training.count("seq_len") or _TOML_LENGTH
+        local = training.count("local_batch_size") or training.count("batch_size") or _TOML_BATCH
+        micro, each = local, 1
+        if pp > 1:
+            micro = sizes.count("pipeline_parallel_microbatch_size") or 1
+            each, rest = divmod(local, micro)
+            if rest or not each:
+                raise sizes.error("pipeline_parallel_microbatch_size", f"a divisor of local_batch_size {local}")
+        total = _total(training, "global_batch_size")
+    micro = given.micro_batch_size or micro
+    steps = steps_of(training.source, given.global_batch_size or total, micro=micro, dp=dp) or each
+    if pp > 1 and steps > each:
+        notes.append(f"{steps // each} passes through the pipeline in a step: priced as one of {steps} micro-batches")
+    return micro, steps, length
+
+
+def _total(training: Fields, key: str) -> int | None:
+    """Return the size of a step; -1, the default, is one pass of every rank."""
+    return None if training.number(key) in (None, -1) else training.count(key)
+
+
+def _stages(sizes: Fields, pp: int, notes: list[str]) -> tuple[str | None, int, tuple[int, ...] | None]:
+    """Return the schedule, the stages of a rank and the blocks of each stage; None for an even cut."""
+    words = sizes.text("pipeline_parallel_schedule") or "1F1B"
+    parts = sizes.value("module_fqns_per_model_part")
+    if pp == 1:
+        return None, 1, None
+    schedule = next((name for name, theirs in SCHEDULES.items() if theirs.lower() == words.lower()), None)
+    if schedule is None:
+        notes.append(f"parallelism.pipeline_parallel_schedule {words}: priced as Interleaved1F1B")
+        schedule = "interleaved_1f1b"
+    virtual = 1 if schedule in _SINGLE_STAGE else 2
+    if not isinstance(parts, list) or not parts:
+        notes.append("stages: priced as an even cut; torchtitan gives the first and the last one layer less")
+        return schedule, virtual, None
+    if len(parts) % pp or not all(isinstance(part, list) for part in parts):
+        raise sizes.error("module_fqns_per_model_part", f"lists of modules, a multiple of {pp}")
+    blocks = tuple(sum(str(module).startswith("layers.") for module in part) for part in parts)
+    if 0 in blocks:
+        raise sizes.error("module_fqns_per_model_part", "a layer in every stage, without which none is priced")
+    return schedule, len(parts) // pp, None if blocks == tuple(even_split(sum(blocks), len(blocks))) else blocks
+
+
+def _experts(sizes: Fields, tp: int, notes: list[str]) -> int:
+    """Return the ranks of dp and cp over which whole experts go: torchtitan's degree counts those of tp too."""
+    degree, inner = (sizes.count(f"expert_{name}") or 1 for name in ("parallel_degree", "tensor_parallel_degree"))
+    if degree == 1:
+        return 1
+    if inner > 1 and tp > 1:
+        notes.append(f"parallelism.expert_tensor_parallel_degree {inner}: priced as whole experts on every rank of tp")
+        return degree
+    if degree % tp:
+        notes.append(f"parallelism.expert_parallel_degree {degree}: priced as over the {tp} ranks of tp alone")
+        return 1
+    return degree // tp
+
+
+def _recompute(fields: Fields, notes: list[str], *, is_python: bool) -> str:
+    """Return what is recomputed: in TOML a mode, in Python a policy, of which None is no recompute."""
+    value = fields.value("activation_checkpoint")
+    if is_python and "activation_checkpoint" in fields.values and value is None:
+        return "none"
+    if isinstance(value, str):  # an expression of Python
+        notes.append(f"activation_checkpoint {value}: priced as SelectiveAC, torchtitan's default")
+        return "selective_ops"
+    section = fields.section("activation_checkpoint")
+    if is_python:
+        name = str(section.value(CLASS) or "SelectiveAC")
+        if name not in ("FullAC", "SelectiveAC"):
+            notes.append(f"activation_checkpoint {name}: priced as SelectiveAC")
+        return "full" if name == "FullAC" else "selective_ops"
+    mode, option = section.text("mode") or "selective", str(section.value("selective_ac_option") or "2")
+    if mode in ("none", "full"):
+        return mode
+    if mode == "selective" and option.isdigit():
+        if option != "1":
+            notes.append(f"activation_checkpoint.selective_ac_option {option}: priced as full, of every block")
+        return "full"
+    if mode == "memory_budget":
+        notes.append("activation_checkpoint.mode memory_budget: priced as selective recompute of operations")
+    elif mode != "selective" or option != "op":
+        key, words = (
+            ("mode", "none, selective, full or memory_budget")
+            if mode != "selective"
+            else ("selective_ac_option", "op or a number")
+        )
+        raise section.error(key, words)
+    return "selective_ops"
+
+
+def _optimizer(fields: Fields) -> tuple[OptimizerName | None, list[str]]:
+    section = fields.section("optimizer")
+    name = section.text("name") or str(section.value(CLASS) or "adamw").removeprefix("default_")
+    return optimizer_of(name)
+
+
+def _loss(fields: Fields, notes: list[str]) -> LossKernel:
+    """Return how the loss is computed: from all logits, or from those of a chunk of tokens at a time."""
+    section = fields.value("loss")
+    name = str(section.get(CLASS) if isinstance(section, dict) else section or "CrossEntropyLoss")
+    if name not in ("CrossEntropyLoss", "ChunkedLossWrapper"):
+        notes.append(f"loss {name}: priced as the cross entropy of all logits")
+    return "chunked" if name == "ChunkedLossWrapper" else "plain"
+
+
+def _precision(training: Fields) -> TrainingPrecision:
+    stored, computed = training.text("dtype") or "float32", training.text("mixed_precision_param") or "bfloat16"
+    names = {theirs: ours for ours, theirs in DTYPES.items()}
+    for key, value in (("dtype", stored), ("mixed_precision_param", computed)):
+        if value not in names:
+            raise training.error(key, " or ".join(names))
+    return "bf16-pure" if stored == "bfloat16" else "bf16" if computed == "bfloat16" else "fp32"
+
+
+def _quantized(fields: Fields) -> tuple[LinearPrecision | None, Fp8Recipe | None, bool | None, list[str]]:
+    """Return the precision of the linear layers' products, how fp8 is scaled, whether FSDP gathers it, and notes."""
+    converters = str((fields.section("model").value("converters") or "") if "model" in fields else "").lower()
+    converters += str(_registry(fields).value("converters") or "").lower()
+    linear = fields.section("quantize").section("linear") if "quantize" in fields else Fields({}, source=fields.source)
+    notes = ["grouped products of experts in fewer bits: not priced"] if "group" in converters else []
+    converters = re.sub(r"\w*group\w*(\.\w+)*", "", converters)
+    if "nvfp4" in converters:
+        return "nvfp4", None, None, notes
+    if "mx" in converters:
+        linear.section("mx").value("recipe_name")
+        return "mxfp8", None, None, notes
+    if "float8" not in converters:
+        return None, None, None, notes
+    section = linear.section("float8") if "quantize" in fields else Fields(fields.taken("float8"), source=fields.source)
+    recipe = section.text("recipe_name")
+    if recipe is not None or "rowwise" in converters:
+        notes.append(f"float8 recipe {recipe or 'rowwise'}: priced as tensorwise scaling")
+    return "fp8", "tensorwise", bool(section.flag("enable_fsdp_float8_all_gather")) or None, notes
+
+
+def _registry(fields: Fields) -> Fields:
+    """Return the arguments of Python's `model_registry`; none where the model comes from elsewhere."""
+    is_call = isinstance(fields.value("model_spec"), dict)
+    return fields.section("model_spec") if is_call else Fields({}, source=fields.source)
+
+
+def _model_name(fields: Fields) -> str | None:
+    assets = fields.text("hf_assets_path")
+    section = fields.section("model")
+    words = [section.text("name"), section.text("flavor")]
+    assets = assets or section.text("hf_assets_path")
+    if assets is not None and "tests/" not in assets:
+        return assets.rstrip("/").rpartition("/")[2]
+    return " ".join(word for word in words if word) or None

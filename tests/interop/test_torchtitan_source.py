@@ -1,0 +1,158 @@
+"""torchtitan's files, read back: TOML up to v0.2.2, and Python, which is not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from exported_plans import PLANS, subject
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paraplan.api.imported import import_plan
+from paraplan.errors import PlanError
+from paraplan.interop.export import export_plan
+from paraplan.interop.fields import is_off
+from paraplan.interop.known_keys import key_table
+from paraplan.interop.recognized import tool_of
+from paraplan.interop.setup import Given, Setup
+from paraplan.interop.sources.torchtitan import read_torchtitan
+
+MORE = {
+    "replicas of shards": {"dp": 8, "zero_stage": 3, "zero_shards": 4},
+    "experts": {"dp": 8, "ep": 4, "zero_stage": 3},
+    "pipeline alone": {"pp": 4, "pipeline_schedule": "1f1b", "num_microbatches": 8, "stage_blocks": (9, 8, 8, 7)},
+    "gpipe": {"pp": 4, "pipeline_schedule": "gpipe", "num_microbatches": 8},
+    "recompute of operations": {"dp": 8, "zero_stage": 2, "recompute": "selective_ops"},
+}
+REGISTRY = """
+from torchtitan.trainer import Trainer
+
+def small() -> Trainer.Config:
+    registry = model_registry("8B", moe_comm_backend="hybridep")
+    return Trainer.Config(
+        model_spec=registry,
+        optimizer=default_adamw(lr=1e-4),
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=4 * 2048, max_context_length=2048),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+        activation_checkpoint=FullAC.Config(),
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config()),
+    )
+
+def wide() -> Trainer.Config:
+    config = small()
+    config.parallelism.tensor_parallel_degree = 4
+    config.activation_checkpoint = None
+    config.override.imports.append("mine")
+    return config
+"""
+
+
+def titan(text: str, *, num_gpus: int | None = 8, name: str | None = None) -> Setup:
+    return read_torchtitan(text, source="file", given=Given(num_gpus=num_gpus), name=name)
+
+
+def expressible(target: str) -> list[str]:
+    plans = PLANS | MORE
+    return [name for name, plan in plans.items() if not export_plan(subject(plan), target, partial=True).gaps]
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [(target, name) for target in ("torchtitan", "torchtitan-python") for name in expressible(target)],
+)
+def test_an_export_is_read_back_as_the_same_plan(target: str, name: str) -> None:
+    made = subject((PLANS | MORE)[name], compiled=True)
+    text = export_plan(made, target).text
+    assert tool_of(text, "file") == "torchtitan"
+    setup = titan(text, num_gpus=made.plan.world_size)
+    assert setup.plan == made.plan
+    assert (setup.seq_length, setup.precision, setup.optimizer, setup.compiled) == (4096, "bf16", "adamw", True)
+    assert setup.notes == ()
+
+
+def test_most_kinds_of_plans_have_words_in_torchtitan() -> None:
+    assert {"ddp", "zero-2", "zero-3", "replicas of shards", "experts"} <= set(expressible("torchtitan"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[training]\nseq_len = 1024\n", {"zero_stage": 3, "micro_batch_size": 8, "recompute": "full"}),
+        ("[activation_checkpoint]\nmode = 'none'\n", {"recompute": "none"}),
+        ("[activation_checkpoint]\nselective_ac_option = 'op'\n", {"recompute": "selective_ops"}),
+        ("[parallelism]\ndata_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 1\n", {"zero_stage": 0}),
+        ("[parallelism]\ndata_parallel_replicate_degree = 2\n", {"zero_shards": 4, "dp": 8}),
+        ("[parallelism]\ntensor_parallel_degree = 2\n", {"tp": 2, "dp": 4, "sequence_parallel": True}),
+        ("[parallelism]\ntensor_parallel_degree = 2\nexpert_parallel_degree = 4\n", {"ep": 2}),
+        ("[parallelism]\npipeline_parallel_degree = 2\n", {"pp": 2, "zero_stage": 1, "num_microbatches": 8}),
+        ("[training]\nglobal_batch_size = 128\n", {"num_microbatches": 2}),
+        ("[training]\nenable_cpu_offload = true\n", {"offload": "parameters"}),
+    ],
+)
+def test_what_is_left_out_is_torchtitans_default(text: str, expected: dict[str, object]) -> None:
+    plan = titan(text).plan
+    assert {key: getattr(plan, key) for key in expected} == expected
+
+
+def test_a_function_of_a_python_registry_is_read_without_running_it(tmp_path: Path) -> None:
+    path = tmp_path / "config_registry.py"
+    path.write_text(REGISTRY)
+    small, wide = (import_plan(f"{path}:{name}", num_gpus=8).setup for name in ("small", "wide"))
+    assert (small.plan.tp, small.plan.micro_batch_size, small.plan.recompute, small.loss) == (2, 4, "full", "chunked")
+    assert (wide.plan.tp, wide.plan.recompute, wide.seq_length) == (4, "none", 2048)
+    assert any("moe_comm_backend" in note for note in small.notes)
+    assert any("config.override.imports.append" in note for note in wide.notes)
+    with pytest.raises(PlanError, match="has 2 configurations, and one is read") as caught:
+        import_plan(path, num_gpus=8)
+    assert caught.value.hint is not None
+    assert "config_registry.py:small" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[training\nseq_len = 1\n[parallelism]\n", "is not TOML"),
+        ("[training]\nseq_len = 0\n", "training.seq_len: expected a whole number above 0, found 0"),
+        ("[parallelism]\ndata_parallel_shard_degree = 3\n", "are not the 8 data-parallel ranks"),
+        ("[parallelism]\ndata_parallel_shard_degree = 0\n", "-1 or a whole number above 0"),
+        ("[parallelism]\nfsdp_reshard_after_forward = 'often'\n", "default, always or never"),
+        ("[activation_checkpoint]\nmode = 'some'\n", "none, selective, full or memory_budget"),
+        ("[training]\ndtype = 'float64'\n", "bfloat16 or float32"),
+        ("[training]\nglobal_batch_size = 12\n", "a global batch of 12"),
+        ("def a() -> Trainer.Config:\n    return other()\n", "returns no Trainer.Config"),
+        ("def a( -> Trainer.Config:\n", "is not Python"),
+        ("x = Trainer.Config()\n", "has 0 configurations"),
+    ],
+)
+def test_a_broken_file_is_refused_in_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        titan(text)
+
+
+VALUES = st.one_of(st.integers(2, 9), st.just(True), st.sampled_from(["some", "words"]))
+KEYS = sorted(key for key in key_table("torchtitan").known if key.count(".") == 1 and "()" not in key)
+
+
+@settings(max_examples=80)
+@given(st.dictionaries(st.sampled_from([*KEYS, "training.no_such_key", "no_such.section"]), VALUES, max_size=6))
+def test_a_key_is_read_or_without_effect_or_in_a_note(values: dict[str, object]) -> None:
+    table = key_table("torchtitan")
+    sections: dict[str, dict[str, object]] = {"training": {}}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    text = "".join(
+        f"[{section}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in keys.items())
+        for section, keys in sections.items()
+    )
+    try:
+        notes = "\n".join(titan(text).notes)
+    except PlanError:
+        return
+    silent = {key for keys in table.without_effect.values() for key in keys}
+    for key, value in values.items():
+        named = {key, key.partition(".")[0]}
+        if not named & (silent | set(table.read)) and not is_off(value) and value not in table.neutral.get(key, ()):
+            assert key in notes, (key, notes)
