@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from paraplan.model.spec import ModelSpec as ModelSpec
     from paraplan.plan.files import PlanFile as PlanFile
     from paraplan.plan.parallel import ParallelPlan as ParallelPlan
+    from paraplan.plan.stack import StackSettings as StackSettings
     from paraplan.plan.training import TrainingSpec as TrainingSpec
     from paraplan.search.constraints import Constraints as Constraints
     from paraplan.search.verification import PlanCheck as PlanCheck
@@ -65,6 +66,7 @@ _HOMES = {
     "model.spec": ("ModelSpec",),
     "plan.files": ("PlanFile",),
     "plan.parallel": ("ParallelPlan",),
+    "plan.stack": ("StackSettings",),
     "plan.training": ("TrainingSpec",),
     "search.verification": ("PlanCheck",),
     "search.constraints": ("Constraints",),
@@ -86,6 +88,7 @@ __all__ = [
     "PlanError",
     "PlanFile",
     "Recommendation",
+    "StackSettings",
     "TrainingSpec",
     "Workload",
     "__version__",

@@ -14,7 +14,17 @@ import paraplan
 from paraplan import ParallelPlan, PlanError, TrainingSpec, Workload
 
 NAMES = {
-    *("Cluster", "ModelSpec", "NodeTopology", "ParallelPlan", "TrainingSpec", "Workload", "Constraints", "PlanFile"),
+    *(
+        "Cluster",
+        "ModelSpec",
+        "NodeTopology",
+        "ParallelPlan",
+        "StackSettings",
+        "TrainingSpec",
+        "Workload",
+        "Constraints",
+        "PlanFile",
+    ),
     *("Estimate", "Recommendation", "PlanCheck", "Exported", "ImportedPlan"),
     *("ParaplanError", "PlanError", "NoPlanFitsError"),
     *("load_cluster", "load_model", "load_plan", "load_calibration", "probe_topology", "read_topology", "import_plan"),

@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.cost.framework import FUSED_TRAFFIC, FrameworkProfile
-from paraplan.cost.workload import Workload
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.errors import PlanError
 from paraplan.model.quantizers import DEFAULT_QUANTIZER
+from paraplan.model.spec import ModelSpec
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, targeted_layers
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import LossKernel, OptimizerName, TrainingSpec
@@ -31,15 +31,6 @@ _FORMATS: tuple[tuple[str, WeightFormat], ...] = (
 _LOSSES: tuple[tuple[str, LossKernel], ...] = (("liger", "liger"), ("cut cross", "cut"), ("chunked cross", "chunked"))
 _FUSED_KERNELS = ("foak", "unsloth")
 """Kernels of unsloth, which fms-acceleration has too: norms, rotations, MLPs and adapters are one operation each."""
-_FUSED_LOGIT_BYTES, _UNSLOTH_LOGIT_BYTES = 8.0, 4.0
-"""Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers'
-code gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
-_ENGINE_LOSS = {"logit_bytes": 2.0, "traffic_per_logit": 10.0, "multiprocessor_bytes_per_s": 20.3e9}
-"""Megatron-LM's `--cross-entropy-fusion-impl te`: 16-bit logits are read twice, gradients written in their place and
-scaled once more (transformer_engine/common/triton/cross_entropy.py); 3.3 ps a logit on a B200 (SimuMax, as the profile
-of Megatron-Core)."""
-_HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
-"""The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
 _OFFLOADED = r"activation offload|checkpointed activations offloaded to host memory"
 _MODELLED = (
     r"lora.*",
@@ -117,17 +108,6 @@ def stated_loss(kernels: str) -> LossKernel:
     return next((loss for words, loss in _LOSSES if words in kernels.lower()), "plain")
 
 
-def with_fused_kernels(run: MeasuredRun, framework: FrameworkProfile) -> FrameworkProfile:
-    """Return the profile of a run that trains all parameters with the fused kernels that it states, if any."""
-    if "cross-entropy of transformer engine" in run.kernels.lower():
-        return framework.changed(loss=_ENGINE_LOSS)
-    if not any(name in run.kernels.lower() for name in _FUSED_KERNELS):
-        return framework
-    return framework.changed(
-        kernels={"fused": True, "traffic_per_saved_byte": FUSED_TRAFFIC}, loss={"logit_bytes": _FUSED_LOGIT_BYTES}
-    )
-
-
 def _upcasts(run: MeasuredRun) -> bool:
     """Return whether frozen weights that are not quantized are in fp32.
 
@@ -157,59 +137,42 @@ def fine_tuning_optimizer(words: str) -> OptimizerName:
     return next((name for name in names if name in words), "adamw")
 
 
-def with_fine_tuning(run: MeasuredRun, workload: Workload) -> Workload:
-    """Return the workload of a fine-tuning row with its kernels and what its optimizer keeps."""
-    framework, words = workload.framework, f"{run.kernels} {run.nonstandard_features}".lower()
+def fine_tuning_stack(run: MeasuredRun) -> dict[str, Any]:
+    """Return the `StackSettings` that a fine-tuning row states: its kernels, and what its optimizer keeps."""
+    words, settings = f"{run.kernels} {run.nonstandard_features}".lower(), dict[str, Any]()
     if any(name in words for name in _FUSED_KERNELS):
-        adapter = workload.training.trainable.adapter
-        has_mlp = adapter is not None and not {"gate", "up", "down", ALL_LINEAR}.isdisjoint(adapter.targets)
-        framework = framework.changed(
-            kernels={"fused": True, "fuses_adapters": True, "writes_out_gates": not has_mlp},
-            loss={"logit_bytes": _UNSLOTH_LOGIT_BYTES if "unsloth" in words else _FUSED_LOGIT_BYTES},
-        )
-        if adapter is None:  # fused operations with adapters move more than what they save tells
-            framework = framework.changed(kernels={"traffic_per_saved_byte": FUSED_TRAFFIC})
+        settings["fused_kernels"] = "unsloth" if "unsloth" in words else "foak"
     elif re.search(r"\b(hf|trl|transformers)\b", run.framework.lower()):
-        framework = framework.changed(loss=_HF_LOSS)
+        settings["model_loss"] = True
     if "bitsandbytes before 0.43.2" in words:
-        framework = framework.changed(kernels={"keeps_quantized_inputs": True})
-    if "fsdp1" in run.framework.lower():
-        # Shards of flat parameters are plain tensors, which torch's optimizers go over as lists.
-        framework = framework.changed(data_parallel={"shards_are_flat": True})
-    workload = Workload(
-        model=workload.model,
-        training=workload.training,
-        cluster=workload.cluster,
-        links=workload.links,
-        framework=framework,
-        constants=workload.constants,
-    ).trained_as(_named_targets(workload.training, workload))
-    if "optimizer in backward" in run.optimizer.lower() or "optimizer-in-backward" in words:
-        # Each gradient is used and freed as it comes.
-        changed = workload.framework.changed(storage={"gradient_bytes": 0.0, "optimizer_step": "fused"})
-        return Workload(
-            model=workload.model,
-            training=workload.training,
-            cluster=workload.cluster,
-            links=workload.links,
-            framework=changed,
-            constants=workload.constants,
-            whole_model=workload.whole_model,
-            plain_framework=workload.plain_framework,
-        )
-    return workload
+        settings["keeps_quantized_inputs"] = True
+    # Shards of flat parameters are plain tensors, which torch's optimizers go over as lists.
+    settings["flat_shards"] = "fsdp1" in run.framework.lower()
+    # Each gradient is used and freed as it comes.
+    settings["steps_in_backward"] = "optimizer in backward" in run.optimizer.lower() or (
+        "optimizer-in-backward" in words
+    )
+    return settings
+
+
+def stated_kernels(run: MeasuredRun) -> dict[str, Any]:
+    """Return the `StackSettings` of fused kernels that a run states which trains all parameters."""
+    words = run.kernels.lower()
+    if "cross-entropy of transformer engine" in words:
+        return {"engine_loss": True}
+    return {"fused_kernels": "all"} if any(name in words for name in _FUSED_KERNELS) else {}
 
 
 _FUSED_PROJECTIONS = {"c_attn": ("q", "k", "v"), "query_key_value": ("q", "k", "v"), "linear_qkv": ("q", "k", "v")}
 
 
-def _named_targets(training: TrainingSpec, workload: Workload) -> TrainingSpec:
+def with_named_targets(training: TrainingSpec, model: ModelSpec) -> TrainingSpec:
     """Return the training with targets that the model has: shapes of a table do not say whether q, k and v are one."""
     trainable = training.trainable
     adapter = trainable.adapter
     if adapter is None:
         return training
-    names = tuple({one.name for run in workload.model.runs for one in run.block.matmuls if one.num_experts == 1})
+    names = tuple({one.name for run in model.runs for one in run.block.matmuls if one.num_experts == 1})
     targets: list[str] = []
     for target in adapter.targets:
         for one in (target, *_FUSED_PROJECTIONS.get(target, ()), *("qkv",) * (target in ("q", "k", "v"))):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from paraplan.errors import PlanError
+from paraplan.plan.stack import ContextExchange, Dispatcher, Graphs
 from paraplan.plan.training import Fp8Recipe
 from paraplan.records import Record
 
@@ -40,10 +41,6 @@ WORDS = {
 
 ZERO_ALLOWED = ("zero_stage", "dropout", "lora_dropout", "mtp_layers")
 MICROBATCHES_PER_STAGE = 4
-
-Dispatcher = Literal["alltoall", "deepep", "hybridep"]
-Graphs = Literal["none", "layers", "full"]
-ContextExchange = Literal["ring", "heads"]
 
 
 class MeasuredRun(Record):

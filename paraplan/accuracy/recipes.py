@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from paraplan.accuracy.measured_runs import Dispatcher, Graphs, MeasuredRun
-from paraplan.cost.framework import FrameworkProfile
+from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.hardware.profile_json import read_object, validated
 from paraplan.model.model_names import plain_name
 from paraplan.plan.parallel import Recompute
+from paraplan.plan.stack import Dispatcher, Graphs
 from paraplan.records import Record
 from paraplan.resources import profiles_folder
-
-
-class DispatcherValues(Record):
-    """What a dispatcher sets of `ExpertsProfile`."""
-
-    sends_tokens_once: bool
-    row_moves: float
-    padding_row_moves: float
-    link_efficiency: dict[str, float]
-    host_s_per_layer: float
-
-
-class GraphValues(Record):
-    """What CUDA graphs leave to the host."""
-
-    host_s_per_block: float
-    host_s_per_expert_layer: float | None = None
-    """None: as the dispatcher has."""
-    exchange_wait_s: float | None = None
-    """None: as the framework has."""
-    fuses_experts: bool = False
-    """Products of experts, their activation and its quantization are one operation."""
 
 
 class Recipe(Record):
@@ -76,12 +54,6 @@ class RecipeTable(Record):
 
     framework: str
     source: str
-    dispatchers: dict[Dispatcher, DispatcherValues]
-    dispatchers_source: str
-    fp8_attention_speedup: float
-    fp8_attention_source: str
-    graphs: dict[Graphs, GraphValues]
-    graphs_source: str
     recipes: tuple[Recipe, ...]
 
     def completed(self, run: MeasuredRun, framework: str) -> MeasuredRun:
@@ -102,30 +74,6 @@ class RecipeTable(Record):
             recompute=run.recompute or recipe.recompute,
             overlaps_experts=recipe.overlaps if run.overlaps_experts is None else run.overlaps_experts,
         )
-
-    def applied(self, run: MeasuredRun, framework: FrameworkProfile) -> FrameworkProfile:
-        """Return the profile with the dispatcher, overlap, CUDA graphs and 8-bit attention that a run states."""
-        experts: dict[str, object] = {}
-        kernels: dict[str, object] = {}
-        if run.dispatcher:
-            experts |= self.dispatchers[run.dispatcher].model_dump()
-        if run.fp8_attention:
-            kernels["attention_speedup"] = self.fp8_attention_speedup
-        if run.cuda_graphs:
-            values = self.graphs[run.cuda_graphs]
-            kernels["host_s_per_block"] = values.host_s_per_block
-            if values.host_s_per_expert_layer is not None:
-                experts["host_s_per_layer"] = values.host_s_per_expert_layer
-            if values.exchange_wait_s is not None:
-                experts["exchange_wait_s"] = values.exchange_wait_s
-            if values.fuses_experts:
-                experts |= {"bias_bytes": (0.0, 0.0), "clamp_bytes": (0.0, 0.0), "product_start_s": 0.0}
-        if run.capacity_factor:  # all know how many rows come
-            experts["exchange_wait_s"] = 0.0
-        if run.overlaps_experts is not None:
-            most = 1.0 if run.cuda_graphs == "full" else framework.experts.hidden_share_of_overlap
-            experts["hidden_share"] = most if run.overlaps_experts else 0.0
-        return framework.changed(experts=experts, kernels=kernels)
 
 
 def load_recipes() -> RecipeTable:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from paraplan.accuracy.fine_tuning import (
     fine_tuning_fields,
+    fine_tuning_stack,
     is_fine_tuning,
+    stated_kernels,
     stated_loss,
-    with_fine_tuning,
-    with_fused_kernels,
+    with_named_targets,
 )
 from paraplan.accuracy.machines import DescribedMachines, described_cluster, gpu_by_label
 from paraplan.accuracy.measured_runs import SHAPES, MeasuredRun
 from paraplan.accuracy.recipes import RecipeTable, load_recipes
-from paraplan.cost.constants import CostConstants
-from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile
+from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import FALLBACK_FRAMEWORK, FALLBACK_OF_SPLIT_LAYERS, FrameworkCatalog
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.architecture import FLASH_ATTENTION_2
 from paraplan.hardware.catalogue.profile_files import list_gpus
+from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.config_file import ModelConfig
@@ -32,9 +33,9 @@ from paraplan.model.reader import read_fields
 from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
 from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.plan.stack import StackSettings
 from paraplan.plan.stages import running_split
-from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
-from paraplan.units import KIB
+from paraplan.plan.training import AttentionKind, LinearPrecision, OptimizerName, TrainingPrecision, TrainingSpec
 
 DEFAULT_VOCABULARY = 50304
 UNKNOWN_GPUS, UNSTATED_GPU = ("unstated", "not stated", "unknown"), "A100-80GB"
@@ -45,8 +46,6 @@ MODULES_RECOMPUTE, EXPERTS_RECOMPUTE = "norms and activations recomputed", r"nor
 """Features of runs that recompute what Megatron-Core's `--recompute-modules` names."""
 NO_HEAD = "no lm head"
 """The feature of runs of models that answer questions or classify, without logits over the vocabulary."""
-DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
-"""CUBLAS_WORKSPACE_CONFIG=:4096:8, which torch asks for where matmuls must repeat bit by bit."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,27 @@ class BundledData:
 
 
 def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
-    """Return what is priced for a run.
+    """Return what is priced for a run: its model, training, machines, framework and stack, as `Workload.of` takes them.
 
     Blank cells: what the model of that name in `data` has; else a GELU, a vocabulary of 50304, and what
     `described_cluster` assumes. Where the precision is blank, GPUs without bf16 train in fp16.
     Raises `ParaplanError` for a GPU that no profile describes and for shapes that do not divide.
     """
+    cluster, framework = _cluster(run, data), framework_of_run(run, data.frameworks)
+    stack = stack_of_run(run, framework)
+    model = _named_model(run, data.configs) or model_from_shapes(_shapes(run, framework, stack, data.configs))
+    if run.head == "classifier" or NO_HEAD in run.nonstandard_features.lower():
+        # A classifier: the vocabulary stays in the embedding alone.
+        model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
+    training = training_of_run(run, framework).replace(stack=stack)
+    if is_fine_tuning(run):
+        training = with_named_targets(training.replace(**fine_tuning_fields(run, framework)), model)
+    if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
+        training = training.replace(precision="fp16")
+    return Workload.of(model, training, cluster, data.links, framework=framework)
+
+
+def _cluster(run: MeasuredRun, data: BundledData) -> Cluster:
     # Memory alone hardly depends on the GPU.
     is_unstated = run.gpu.lower() in UNKNOWN_GPUS and run.measured_step_time_s is None
     machines = DescribedMachines(
@@ -88,50 +102,14 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
         network=run.network,
         cpu=run.cpu,
     )
-    framework, constants = framework_of_run(run, data.frameworks), CostConstants()
-    framework = data.recipes.applied(run, framework)
-    if run.etp is not None:
-        framework = framework.changed(experts={"over_tensor_ranks": run.etp == 1})
-    model = _named_model(run, framework, data.configs) or model_from_shapes(_shapes(run, framework, data.configs))
-    if run.head == "classifier" or NO_HEAD in run.nonstandard_features.lower():
-        # A classifier: the vocabulary stays in the embedding alone.
-        model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
     cluster = described_cluster(machines, data.gpus)
     if run.power_limit_w is not None:
         cluster = cluster.replace(gpu=cluster.gpu.replace(power_limit_w=run.power_limit_w))
-    if re.search("fp[48]", run.precision):
-        constants = constants.replace(block_matmul_speedup=cluster.gpu.fp8_speedup)
-    if run.deterministic:
-        constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
-    training = training_of_run(run, framework)
-    if "fp8" in run.precision:
-        is_by_block = bool(re.search("mx", run.nonstandard_features.lower()))
-        recipe = run.fp8_recipe or (None if is_by_block else framework.kernels.fp8_recipe)
-        constants = constants.with_fp8_recipe(recipe, compiled=training.compiled)
-    if is_fine_tuning(run):
-        training = training.replace(**fine_tuning_fields(run, framework))
-    else:
-        framework = with_fused_kernels(run, framework)
-    if not run.precision and "bf16" not in cluster.gpu.peak_flops_per_s:
-        training = training.replace(precision="fp16")
-    plain = Workload(
-        model=model,
-        training=training,
-        cluster=cluster,
-        links=data.links,
-        framework=framework,
-        constants=constants,
-    )
-    if is_fine_tuning(run):
-        return with_fine_tuning(run, plain)
-    made = plain.trained_as(training)
-    # AdamW of a published run is what its framework took then.
-    step = framework.storage.optimizer_step if training.optimizer == "adamw" else made.framework.storage.optimizer_step
-    return replace(made, framework=made.framework.changed(storage={"optimizer_step": step}))
+    return cluster
 
 
 def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> FrameworkProfile:
-    """Return the profile of the framework that a run names, with what the run states of gradients, dropout and flags.
+    """Return the profile of the framework that a run names, in the release that has what it used.
 
     A framework that is not known is modelled as plain PyTorch, with tensor or pipeline parallelism as Megatron-Core.
     """
@@ -139,58 +117,50 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     framework = frameworks.find(run.framework) or frameworks.load(fallback)
     later, latest = framework.with_sequence_parallel, framework.with_later_features
     if latest and _has_later_features(run):
-        framework = frameworks.load(latest)
-    elif later and (run.sequence_parallel or run.recompute == "selective"):
-        framework = frameworks.load(later)
-    compiled = {
-        "logit_bytes": framework.loss.compiled_logit_bytes,
-        "parallel_logit_bytes": None,
-        "traffic_per_logit": framework.loss.compiled_traffic_per_logit,
-        "multiprocessor_bytes_per_s": framework.loss.compiled_multiprocessor_bytes_per_s,
-    }
-    storage: dict[str, float | None] = {}
-    if run.context_bytes is not None:
-        storage["context_bytes"] = run.context_bytes
-    precision = run.grad_dtype.lower()
-    if precision.startswith(("bf16", "fp16")):
-        storage |= {"gradient_bytes": 2, "bf16_gradient_bytes": None, "sharded_gradient_bytes": None}
-    elif precision.startswith("fp32") and "reduce" not in precision:
-        storage |= {"gradient_bytes": 4, "bf16_gradient_bytes": None, "sharded_gradient_bytes": None}
-    kernels: dict[str, float | str | None] = {} if run.dropout is None else {"dropout": run.dropout}
+        return frameworks.load(latest)
+    if later and (run.sequence_parallel or run.recompute == "selective"):
+        return frameworks.load(later)
+    return framework
+
+
+def stack_of_run(run: MeasuredRun, framework: FrameworkProfile) -> StackSettings:
+    """Return what a run states of the software, beside what its framework has."""
+    own, precision = framework.kernels, run.grad_dtype.lower()
+    is_half = precision.startswith(("bf16", "fp16"))
+    is_whole = precision.startswith("fp32") and "reduce" not in precision
     # Published runs are older than torch 2.11, whose sdpa takes other kernels on some GPUs; our runtime's are not.
-    usual = None if framework.name == OWN_RUNTIME else framework.kernels.flash_generation or FLASH_ATTENTION_2
-    kernels["flash_generation"] = run.flash_generation or usual
-    if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()):
-        kernels["recomputed_ops"] = "experts"
-    if run.cp_exchange:
-        kernels["ring_attention"] = run.cp_exchange == "ring"
-    exchanges: dict[str, bool] = {}
-    if run.overlaps_gradients is not None:
-        exchanges = {"overlaps_gradients": run.overlaps_gradients, "overlaps_zero_1": run.overlaps_gradients}
-    if run.fuses_accumulation is not None:
-        exchanges["fuses_accumulation"] = run.fuses_accumulation
-    return framework.changed(
-        storage=storage,
-        kernels=kernels,
-        data_parallel=exchanges,
-        tensor_parallel={} if run.overlaps_products is None else {"overlaps_products": run.overlaps_products},
-        loss=compiled if run.compiled_loss else {},
-        packing={} if run.fuses_rotations is None else {"fuses_rotations": run.fuses_rotations},
+    usual = None if framework.is_own_runtime else own.flash_generation or FLASH_ATTENTION_2
+    # Their AdamW is what the framework took then.
+    is_plain = not is_fine_tuning(run) and _optimizer(run.optimizer.lower()) == "adamw"
+    return StackSettings.model_validate(
+        {
+            "dispatcher": run.dispatcher or None,
+            "etp": run.etp,
+            "overlaps_experts": run.overlaps_experts,
+            "drops_tokens": bool(run.capacity_factor),
+            "cuda_graphs": run.cuda_graphs or None,
+            "fp8_attention": run.fp8_attention,
+            "compiled_loss": run.compiled_loss,
+            "flash_generation": run.flash_generation or usual,
+            "ring_attention": run.cp_exchange == "ring" if run.cp_exchange else None,
+            "overlaps_gradients": run.overlaps_gradients,
+            "fuses_accumulation": run.fuses_accumulation,
+            "overlaps_products": run.overlaps_products,
+            "fuses_rotations": run.fuses_rotations,
+            "gradient_bytes": 2 if is_half else 4 if is_whole else None,
+            "dropout": run.dropout,
+            "recomputed_ops": "experts" if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()) else None,
+            "optimizer_step": framework.storage.optimizer_step if is_plain else None,
+            "context_bytes": run.context_bytes,
+            "deterministic": bool(run.deterministic),
+        }
+        | (fine_tuning_stack(run) if is_fine_tuning(run) else stated_kernels(run))
     )
 
 
 def _has_later_features(run: MeasuredRun) -> bool:
     """Return whether a run has what Megatron-LM had only once it ran Megatron-Core: it came before GPUs with 8 bits."""
     return (run.ep or 1) > 1 or (run.cp or 1) > 1 or gpu_by_label(run.gpu).shared.fp8_speedup > 1
-
-
-def padded_vocabulary(run: MeasuredRun, framework: FrameworkProfile, vocab_size: int) -> int:
-    """Return the vocabulary as the framework pads it."""
-    unit = framework.tensor_parallel.vocabulary_multiple
-    if unit == 1:
-        return vocab_size
-    unit *= run.tp or 1
-    return -(-vocab_size // unit) * unit
 
 
 def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSpec:
@@ -202,6 +172,7 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
     attention: AttentionKind = framework.kernels.default_attention
     if run.flash_attention is not None:
         attention = "flash" if run.flash_attention else "eager"
+    linear = _linear_precision(run)
     return TrainingSpec(
         global_batch_size=run.global_batch,
         seq_length=run.seq_len,
@@ -210,10 +181,19 @@ def training_of_run(run: MeasuredRun, framework: FrameworkProfile) -> TrainingSp
         precision=precision,
         optimizer=_optimizer(run.optimizer.lower()),
         attention=attention,
-        compiled=bool(run.torch_compile) and (framework.kernels.compiles_checkpointed or run.recompute != "full"),
+        linear_precision=linear,
+        fp8_recipe=(run.fp8_recipe or None) if linear == "fp8" else None,
+        compiled=bool(run.torch_compile),
         loss=stated_loss(run.kernels),
         expert_load=_expert_load(run, framework),
     )
+
+
+def _linear_precision(run: MeasuredRun) -> LinearPrecision:
+    narrow: dict[str, LinearPrecision] = {"mxfp8": "mxfp8", "fp8": "fp8", "fp4": "nvfp4"}
+    if "fp8" in run.precision and "mx" in run.nonstandard_features.lower():
+        return "mxfp8"
+    return next((name for word, name in narrow.items() if word in run.precision), "16bit")
 
 
 def _expert_load(run: MeasuredRun, framework: FrameworkProfile) -> float | Literal["trained"] | None:
@@ -336,7 +316,7 @@ def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:
     return framework.tensor_parallel.sequence_parallel_by_default
 
 
-def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, Fields]) -> ModelSpec | None:
+def _named_model(run: MeasuredRun, known: Mapping[str, Fields]) -> ModelSpec | None:
     """Return the known model that a run names, None for a run that gives its shapes."""
     blank = [name for name in SHAPES if getattr(run, name) is None]
     fields = named_config(known, run.model_name, num_layers=run.layers)
@@ -345,7 +325,7 @@ def _named_model(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[s
         return None
     if fields is None:
         raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
-    vocabulary = padded_vocabulary(run, framework, run.vocab or int(fields["vocab_size"]))
+    vocabulary = run.vocab or int(fields["vocab_size"])
     fields = fields | {"vocab_size": vocabulary, "mtp_num_layers": run.mtp_layers or 0}
     config = ModelConfig(run.model_name, fields, run.model_name, run.seq_len)
     return read_fields(config)
@@ -365,7 +345,9 @@ def _is_whole(run: MeasuredRun, fields: Fields | None) -> bool:
     return all(value is None or fields.get(name) == value for name, value in stated.items())
 
 
-def _shapes(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, Fields]) -> TransformerShapes:
+def _shapes(
+    run: MeasuredRun, framework: FrameworkProfile, stack: StackSettings, known: Mapping[str, Fields]
+) -> TransformerShapes:
     assert run.layers is not None
     assert run.hidden is not None
     assert run.heads is not None
@@ -384,10 +366,10 @@ def _shapes(run: MeasuredRun, framework: FrameworkProfile, known: Mapping[str, F
         num_heads=run.heads,
         num_kv_heads=run.kv_heads or fields.get("num_key_value_heads"),
         ffn_hidden_size=run.ffn_hidden or fields.get("intermediate_size"),
-        vocab_size=padded_vocabulary(run, framework, run.vocab or fields.get("vocab_size") or DEFAULT_VOCABULARY),
+        vocab_size=run.vocab or fields.get("vocab_size") or DEFAULT_VOCABULARY,
         max_seq_length=run.seq_len,
         activation=activation,
         tied_embeddings=bool(fields.get("tie_word_embeddings") if tied is None else tied),
-        dropout=framework.kernels.dropout,
+        dropout=framework.kernels.dropout if stack.dropout is None else stack.dropout,
         writes_out_gelu=framework.kernels.writes_out_gelu,
     )

@@ -13,6 +13,7 @@ from paraplan.model.spec import ModelSpec
 from paraplan.model.trainable import parse_trainable
 from paraplan.model.weight_formats import WEIGHT_FORMATS as WEIGHT_FORMATS
 from paraplan.model.weight_formats import weight_format as weight_format
+from paraplan.plan.stack import StackSettings as StackSettings
 from paraplan.plan.task import parse_task
 from paraplan.plan.training import MOST_LOAD as MOST_LOAD
 from paraplan.plan.training import OptimizerName
@@ -31,6 +32,11 @@ def trainable_words(text: str) -> str:
 def task_words(text: str) -> str:
     """Return the words of `--task` in their usual form. Raises `PlanError` for others, with what would do."""
     return parse_task(text).text
+
+
+def stack_words(text: str) -> str:
+    """Return the words of `--stack` in their usual form. Raises `PlanError` for others, with what would do."""
+    return StackSettings.parse(text).text
 
 
 def framework_names() -> list[str]:

@@ -14,6 +14,7 @@ from paraplan.api.workloads import (
     MOST_LOAD,
     OPTIMIZERS,
     Cluster,
+    StackSettings,
     TrainingSpec,
     Workload,
     optimizer_name,
@@ -38,6 +39,7 @@ from paraplan.cli.options import (
     NodesOption,
     PrecisionName,
     ProfileOption,
+    StackOption,
     amount,
     count,
     length,
@@ -331,6 +333,7 @@ class TrainingChoices(MediaChoices):
             rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
+    stack: StackOption = ""
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="torch.compile compiles the repeated blocks.", rich_help_panel=TRAINING_PANEL),
@@ -358,6 +361,7 @@ class TrainingChoices(MediaChoices):
             "loss": self.loss,
             "offloads_activations": self.offload_activations,
             **self.media_fields,
+            "stack": StackSettings.parse(self.stack),
         }
 
     @property

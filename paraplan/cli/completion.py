@@ -52,6 +52,14 @@ def weight_formats(incomplete: str) -> list[str]:
     return _beginning(incomplete, WEIGHT_FORMATS)
 
 
+def stack_settings(incomplete: str) -> list[str]:
+    """Return the settings of a stack whose last name begins so, behind those that are there."""
+    from paraplan.api.workloads import StackSettings
+
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in _beginning(last, tuple(StackSettings.model_fields))]
+
+
 def quantizers(incomplete: str) -> list[str]:
     """Return the tools that store weights in fewer bits and begin so."""
     from paraplan.api.workloads import quantizers as known

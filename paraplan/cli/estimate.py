@@ -182,8 +182,8 @@ def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[Trace
 _SAME_JOB = (
     *("profile", "nodes", "gpus_per_node", "gpu", "num_gpus", "link", "network", "calibration", "seq_len"),
     *("global_batch", "sample_len", "packed", "precision", "optimizer", "train", "task", "base_weights"),
-    *("quantizer", "loss", "image_tokens", "audio_tokens"),
-    *("offload_activations", "attention", "linear_precision", "fp8_recipe", "fp8_gather", "expert_load", "compiled"),
+    *("quantizer", "loss", "image_tokens", "audio_tokens", "stack", "offload_activations", "attention"),
+    *("linear_precision", "fp8_recipe", "fp8_gather", "expert_load", "compiled"),
     "framework",
 )
 """Options of a model's machines, training and framework, which `recommend` has too."""

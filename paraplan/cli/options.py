@@ -206,6 +206,27 @@ NodesOption = Annotated[
         rich_help_panel=HARDWARE_PANEL,
     ),
 ]
+
+
+def stack_words(text: str) -> str:
+    """Return the settings of a stack in their usual form."""
+    from paraplan.api.workloads import stack_words as words  # records of trainings, which most commands do without
+
+    return words(text)
+
+
+StackOption = Annotated[
+    str,
+    typer.Option(
+        "--stack",
+        metavar="SETTINGS",
+        parser=stack_words,
+        autocompletion=completion.stack_settings,
+        help="What the framework is told beside all this: dispatcher=deepep,etp=1,cuda_graphs=layers; a name alone "
+        "stands for yes.",
+        rich_help_panel=TRAINING_PANEL,
+    ),
+]
 CalibrationOption = Annotated[
     Path | None,
     typer.Option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from paraplan.cost.framework_packing import PackingProfile
 from paraplan.cost.framework_storage import StorageProfile
 from paraplan.model.trainable import InputCopy
 from paraplan.plan.parallel import ScheduleName
+from paraplan.plan.stack import RecomputedOps
 from paraplan.plan.training import AttentionKind, Fp8Recipe, TrainingSpec
 from paraplan.records import Record, Source
 
@@ -54,15 +55,6 @@ _STEPS = {
     "galore_adamw": "for_loop",
 }
 """How optimizers go over parameters: bitsandbytes has one kernel for each tensor."""
-
-RecomputedOps = Literal["torch", "modules", "experts"]
-"""Who chooses. torch: the policy that torchtitan gives to torch's selective checkpointing. It keeps the input of a
-block, the outputs of attention kernels and of every second `mm`, in the order in which they run
-(torchtitan/distributed/activation_checkpoint.py); products of experts are no `mm`. modules: Megatron-Core's
-`--recompute-modules layernorm moe_act mla_up_proj`, which drops the outputs of norms, of activation functions and of
-latent attention's up projections (core/transformer/transformer_config.py; Korthikanti et al. 2022 keep them).
-experts: its `--recompute-modules layernorm moe`, which runs router, exchanges and experts again, and keeps what
-attention has."""
 
 
 class _Group(Record):

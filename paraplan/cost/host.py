@@ -40,6 +40,15 @@ much CPU time for whole steps (12 small blocks on two CPU ranks, torch 2.13)."""
 
 def host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: WeightWork) -> HostSeconds:
     """Return the seconds of the host for the blocks of each plan."""
+    found = _host_seconds(workload, table, tp, work)
+    is_compiled = workload.compiles(table.recompute)
+    if not workload.training.compiled or is_compiled.all():
+        return found
+    plain = _host_seconds(workload.uncompiled(), table, tp, work)
+    return HostSeconds(*(np.where(is_compiled, *pair) for pair in zip(found, plain, strict=True)))
+
+
+def _host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: WeightWork) -> HostSeconds:
     kernels_s = _block_host_s(workload, table)
     forward_starts, backward_starts = _collective_host_s(workload, table, tp)
     again_s = kernels_s * _rerun_host(workload, table)

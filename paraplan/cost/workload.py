@@ -12,7 +12,8 @@ import numpy as np
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile, KernelProfile
 from paraplan.cost.framework_files import load_framework
-from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, PlanTable
+from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, Mask, PlanTable, RecomputeCode
+from paraplan.cost.stack import DETERMINISTIC_WORKSPACE_BYTES, told_profile
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.cpus import one_core_score
@@ -65,10 +66,12 @@ class Workload:
         constants = CostConstants()
         if cluster.gpu.vendor == "cpu":
             constants = constants.for_cpu()
+        if training.stack.deterministic:
+            constants = constants.replace(cublas_workspace_bytes=DETERMINISTIC_WORKSPACE_BYTES)
         profile = load_framework(framework) if isinstance(framework, str) else framework
         found = load_link_speeds() if links is None else links
-        plain = cls(model, training, cluster, found, profile, calibrated_constants(constants, cluster.gpu))
-        return plain.trained_as(training)
+        constants = calibrated_constants(constants, cluster.gpu)
+        return cls(model, training, cluster, found, profile, constants).trained_as(training)
 
     def trained_as(self, training: TrainingSpec) -> Self:
         """Return the workload of another training: what that freezes and adds, and what it stores.
@@ -76,7 +79,7 @@ class Workload:
         Raises `PlanError` for adapters that the model has no layers for.
         """
         model, framework = self.whole_model or self.model, self.plain_framework or self.framework
-        profile = framework.for_training(training, on_gpu=self.cluster.gpu.vendor != "cpu")
+        profile = told_profile(framework, training, on_gpu=self.cluster.gpu.vendor != "cpu")
         constants = self.constants
         if training.linear_precision != "16bit":
             constants = constants.replace(block_matmul_speedup=narrow_speedup(self.cluster.gpu, training))
@@ -107,6 +110,29 @@ class Workload:
             whole_model=model,
             plain_framework=framework,
         )
+
+    def padded_vocabulary(self, tp: Ints) -> Ints:
+        """Return the rows of the embedding and the head under some degrees of tensor parallelism."""
+        unit = self.framework.tensor_parallel.vocabulary_multiple * tp
+        size = self.model.vocab_size or 0
+        pads = (
+            self.training.stack.pads_vocabulary and self.framework.tensor_parallel.vocabulary_multiple > 1 and size > 1
+        )
+        return -(-size // unit) * unit if pads else np.full_like(unit, size)
+
+    def logits_per_token(self, tp: Ints) -> Ints:
+        """Return the outputs of the head for a token over all ranks, under some degrees of tensor parallelism."""
+        outputs = self.model.vocabulary
+        return self.padded_vocabulary(tp) if outputs == self.model.vocab_size else np.full_like(tp, outputs)
+
+    def compiles(self, recompute: Ints) -> Mask:
+        """Return under which kinds of recompute torch.compile compiles the blocks."""
+        everything = self.framework.kernels.compiles_checkpointed
+        return np.asarray(self.training.compiled & (everything | (recompute != RecomputeCode.FULL)))
+
+    def uncompiled(self) -> Self:
+        """Return the workload without torch.compile."""
+        return self.trained_as(self.training.replace(compiled=False))
 
     @cached_property
     def writes_out_scores(self) -> bool:

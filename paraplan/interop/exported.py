@@ -222,6 +222,8 @@ def shared_notes(subject: Subject, *, compiles: bool = False, narrows: bool = Fa
         notes.append(f"linear layers in {subject.training.linear_precision}: the plan was made for them")
     if subject.training is not None and subject.training.packs_samples and not packs:
         notes.append(f"samples of {subject.training.sample_length} tokens, packed: the plan was made for them")
+    if subject.training is not None and subject.training.stack.text:
+        notes.append(f"{subject.training.stack.text}: the plan was made for a stack with these settings")
     if subject.gpu_order is not None:
         notes.append(f"CUDA_VISIBLE_DEVICES={subject.gpu_order}: in this order groups use the fastest links")
     return notes

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from paraplan.errors import PlanError
 from paraplan.model.quantizers import quantizer_of
 from paraplan.model.spec import ModelSpec, TowerKind
 from paraplan.model.trainable import Trainable, parse_trainable
 from paraplan.model.weight_formats import WeightFormat, is_stored_below_16_bits
+from paraplan.plan.stack import StackSettings
 from paraplan.plan.task import Task, parse_task
 from paraplan.records import Record
 
@@ -134,6 +135,13 @@ class TrainingSpec(Record):
     packs_samples: bool = False
     """Samples stand in sequences one behind the other, and FlashAttention has each attend to its own tokens alone;
     other kernels compute all scores of a sequence and mask them."""
+
+    stack: StackSettings = StackSettings()
+    """What the framework's software is told beside all this."""
+
+    @field_serializer("stack")
+    def _told(self, stack: StackSettings) -> dict[str, Any]:
+        return stack.model_dump(exclude_defaults=True)
 
     @field_validator("task")
     @classmethod
@@ -292,6 +300,7 @@ class TrainingSpec(Record):
         loss += "" if self.task == "sft" else f", {self.task}"
         loss += ", activations on the host" if self.offloads_activations else ""
         loss += "".join(f", {count} {kind} tokens a sequence" for kind, count in self.media_tokens.items() if count)
+        loss += f", {self.stack.text}" if self.stack.text else ""
         return f"{self.precision}{narrow}, {self.optimizer}, {self.attention} attention{compiled}{trained}{loss}"
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
-from paraplan.accuracy.run_workload import BundledData, framework_of_run, workload_of_run
+from paraplan.accuracy.run_workload import BundledData, workload_of_run
 from paraplan.cost.blocks.module_traffic import KERNEL_START_S
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework_files import FrameworkCatalog, load_framework
@@ -149,5 +149,5 @@ def test_rows_state_what_goes_from_sample_to_sample(cells: str, ring: bool, fuse
     row = f"a,H100,8,llama-3-8b,,,,4096,8,Megatron-Bridge,{cells}\n"
     (run,) = read_runs(f"{columns}\n{row}", source="x")
     assert isinstance(run, MeasuredRun), run
-    framework = framework_of_run(run, FrameworkCatalog())
+    framework = workload_of_run(run, BundledData(configs=known_configs())).framework
     assert (framework.kernels.ring_attention, framework.packing.fuses_rotations) == (ring, fuses)

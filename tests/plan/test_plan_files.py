@@ -77,7 +77,7 @@ def test_a_plan_file_that_was_written_before_stays_readable() -> None:
     later = {"train": "full", "base_weights": None, "upcasts_frozen": False, "loss": "plain", "task": "sft"}
     later |= {"sample_length": None, "packs_samples": False}
     later |= {"linear_precision": "16bit", "expert_load": None, "offloads_activations": False}
-    later |= {"fp8_recipe": None, "fp8_gather": False, "quantizer": None}
+    later |= {"fp8_recipe": None, "fp8_gather": False, "quantizer": None, "stack": {}}
     assert now == before | {
         "training": before["training"] | later,
         "model": before["model"] | {"num_experts": None},

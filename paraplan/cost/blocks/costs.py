@@ -10,7 +10,6 @@ import numpy as np
 from paraplan.cost.blocks.kernels import KernelTimes
 from paraplan.cost.blocks.media import media_bytes, media_s
 from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s, unread_s
-from paraplan.cost.blocks.routing import load_of_model
 from paraplan.cost.blocks.saved_tensors import (
     Shardings,
     as_run,
@@ -20,6 +19,7 @@ from paraplan.cost.blocks.saved_tensors import (
     sharding_columns,
     transient_bytes,
 )
+from paraplan.cost.blocks.variants import shardings_of, variants
 from paraplan.cost.cache import ShardingKey
 from paraplan.cost.cost_model import cache_of
 from paraplan.cost.framework import KernelProfile
@@ -135,22 +135,11 @@ def block_costs(workload: Workload, table: PlanTable) -> BlockCosts:
     """
     columns, key = distinct_rows(*sharding_columns(table))
     shardings: list[ShardingKey] = list(zip(*(column.tolist() for column in columns), strict=True))
-    known, framework = cache_of(workload).blocks, workload.framework
+    known = cache_of(workload).blocks
     missing = known.missing(shardings)
-    if missing or not known.rows:
-        training, tp, ep = workload.training, columns[0][missing], columns[-1][missing]
-        new = Shardings.of_columns(
-            [column[missing] for column in columns],
-            workload.kernel_training,
-            autocast=framework.storage.is_autocast,
-            keeps_gathered_inputs=framework.tensor_parallel.keeps_gathered_inputs,
-            rings_context=framework.kernels.ring_attention,
-            fp32_weights=workload.keeps_fp32_weights,
-            fp32_residual=workload.training.upcasts_frozen,
-            inputs_in_8bit=workload.constants.has_8bit_matmuls and framework.kernels.keeps_8bit_inputs,
-            expert_load=load_of_model(workload.model, training, workload.constants, framework, tp=tp, ep=ep),
-        )
-        known.add([shardings[position] for position in missing], _costs_of(workload, new))
+    for positions, variant in variants(workload, columns, np.array(missing, dtype=np.int64)):
+        costs = _costs_of(variant, shardings_of(variant, [column[positions] for column in columns]))
+        known.add([shardings[position] for position in positions], costs)
     rows = np.array([known.rows[one] for one in shardings], dtype=np.int64)
     return BlockCosts(key=rows[key], counts=cache_of(workload).block_counts(workload.model), **known.columns())
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
 from paraplan.cost.blocks.saved_tensors import Shardings, kept_sizes
-from paraplan.cost.framework import RecomputedOps
 from paraplan.cost.plan_table import Floats
 from paraplan.model.spec import BlockSpec, Matmul, SavedTensor
+from paraplan.plan.stack import RecomputedOps
 from paraplan.plan.training import TrainingSpec
 
 _ACTIVATIONS = ("MLP inner output", "activated gate")

@@ -71,7 +71,7 @@ class RankMemory(RankState):
     def num_logits(self) -> Floats:
         """Logits of one micro-batch on this rank: 0 away from the last stage."""
         tokens = self.table.tokens(self.workload.training.seq_length)
-        logits = tokens * self.workload.model.vocabulary * self.stage.is_last
+        logits = tokens * self.workload.logits_per_token(self.table.tp) * self.stage.is_last
         return np.asarray(logits if self.framework.loss.gathers_logits else logits / self.table.tp)
 
     @cached_property

@@ -1,0 +1,43 @@
+"""Shardings by the vocabulary that they pad to, and by whether torch.compile compiles their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from paraplan.cost.blocks.routing import load_of_model
+from paraplan.cost.blocks.saved_tensors import Shardings
+from paraplan.cost.plan_table import Ints
+from paraplan.cost.workload import Workload
+
+
+def variants(workload: Workload, columns: Sequence[Ints], missing: Ints) -> Iterator[tuple[Ints, Workload]]:
+    """Yield which of the `missing` shardings have one vocabulary, and blocks compiled or not, with a workload so."""
+    tp, recompute = columns[0][missing], columns[4][missing]
+    vocabularies, is_compiled = workload.padded_vocabulary(tp), workload.compiles(recompute)
+    for vocabulary, compiled in sorted(set(zip(vocabularies.tolist(), is_compiled.tolist(), strict=True))):
+        alike = missing[(vocabularies == vocabulary) & (is_compiled == compiled)]
+        variant = workload if compiled == workload.training.compiled else workload.uncompiled()
+        if vocabulary != workload.model.vocab_size:
+            variant = replace(variant, model=variant.model.with_vocabulary(vocabulary))
+        yield alike, variant
+    if not len(missing) and not len(columns[0]):
+        yield missing, workload
+
+
+def shardings_of(workload: Workload, columns: Sequence[Ints]) -> Shardings:
+    """Return some shardings of a workload's blocks; `columns` are those of `sharding_columns`."""
+    training, framework = workload.training, workload.framework
+    return Shardings.of_columns(
+        columns,
+        workload.kernel_training,
+        autocast=framework.storage.is_autocast,
+        keeps_gathered_inputs=framework.tensor_parallel.keeps_gathered_inputs,
+        rings_context=framework.kernels.ring_attention,
+        fp32_weights=workload.keeps_fp32_weights,
+        fp32_residual=training.upcasts_frozen,
+        inputs_in_8bit=workload.constants.has_8bit_matmuls and framework.kernels.keeps_8bit_inputs,
+        expert_load=load_of_model(
+            workload.model, training, workload.constants, framework, tp=columns[0], ep=columns[-1]
+        ),
+    )
