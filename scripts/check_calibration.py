@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from columns_of_notes import with_columns
 from pydantic import ValidationError
 
 from paraplan.accuracy.calibration import Calibration, calibrate
@@ -38,7 +37,7 @@ def systems(files: list[Path]) -> dict[str, list[CalibrationRun]]:
     data = BundledData(configs=known_configs())
     found: dict[str, list[CalibrationRun]] = {}
     for file in files:
-        for run in read_runs(with_columns(file.read_text()), source=file.name):
+        for run in read_runs(file.read_text(), source=file.name):
             if not isinstance(run, MeasuredRun) or run.measured_step_time_s is None:
                 continue
             is_wide = run.source == WIDE and run.hidden == WIDTH

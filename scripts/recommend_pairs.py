@@ -1,18 +1,16 @@
 """What is recommended for twelve pairs of model and machine, beside what published practice uses there.
 
-    python scripts/recommend_pairs.py [--write]
-
-Pairs and their sources are in `profiles/published_plans.json`. `--write` renews the table in
-`paraplan/docs/recommendations.md`; without, it is printed.
+Pairs and their sources are in `profiles/published_plans.json`. `scripts/pages.py` renews the table in
+`paraplan/docs/recommendations.md`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from marked import TextOf, between
 
 from paraplan.cost.workload import Workload
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
@@ -56,23 +54,10 @@ def row(pair: dict[str, Any], number: int) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> int:
-    """Print the table, or write it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="renew the table in the documentation")
-    arguments = parser.parse_args()
+def pages(text_of: TextOf) -> dict[Path, str]:
+    """Return the page with the table of today."""
     pairs = json.loads(PAIRS.read_text())
     rows = [row(pair, number) for number, pair in enumerate(pairs, start=1)]
     sources = [f"[{number}] {pair['source']}" for number, pair in enumerate(pairs, start=1)]
     table = "\n".join([HEAD, *rows, "", *(f"{source}  " for source in sources)])
-    if not arguments.write:
-        print(table)
-        return 0
-    before, _, rest = PAGE.read_text().partition(START)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{START}\n\n{table}\n\n{END}{after}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {PAGE: between(text_of(PAGE), START, END, f"\n\n{table}\n\n")}

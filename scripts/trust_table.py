@@ -1,19 +1,16 @@
-"""Write, as Markdown, how far predictions are from measured runs: the tables of `docs/accuracy.md`.
-
-    python scripts/trust_table.py runs.csv [more.csv ...]
+"""How far predictions are from measured runs: the tables of `docs/accuracy.md`, the README's summary, the ranges.
 
 Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
 the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
 The residuals of the scored rows, and those of quality A and B of `later_sources.csv`, `newest_sources.csv`,
 `blind_sources.csv`, `second_blind_sources.csv` and `third_blind_sources.csv` in `profiles/runs`, go into
 `profiles/accuracy.json`, from which predictions get their intervals; how many rows of sources left out these hold is
-printed, and how far off the sources of these files are, mixtures of experts apart.
-Tables may state columns in their notes (`columns_of_notes.py`). Rows without a measured step time or peak are counted.
+printed, and how far off the sources of these files are, mixtures of experts apart. Rows without a measured step time or
+peak are counted. `scripts/pages.py` writes all this.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -26,7 +23,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from columns_of_notes import with_columns
+from marked import TextOf, between
 
 from paraplan.accuracy.intervals import SHARE, AccuracyTable, FittedErrors, accuracy_of, fitted_errors
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
@@ -39,17 +36,19 @@ from paraplan.model.named import known_configs
 README = Path(__file__).parent.parent / "README.md"
 PAGE = README.parent / "paraplan" / "docs" / "accuracy.md"
 RUNS = README.parent / "profiles" / "runs"
+KNOWN = tuple(path for path in sorted((RUNS / "known").glob("*.csv")) if path.stem not in ("fine_tuning", "peft"))
+"""Tables of sources that were there while the cost model was made."""
 LATER = tuple(RUNS / f"{name}_sources.csv" for name in ("later", "newest", "blind", "second_blind", "third_blind"))
 ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
 
-def validate(files: list[str]) -> tuple[tuple[Score, Score, Score], str, AccuracyTable]:
+def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, AccuracyTable]:
     """Return the scores of step times and of memory over the rows that are scored, and of memory over the others.
 
     Beside them stand a sentence about sweeps, and the residuals from which intervals are made.
     """
-    texts = {f"{number}-{Path(file).name}": with_columns(Path(file).read_text()) for number, file in enumerate(files)}
+    texts = {file.name: file.read_text() for file in files}
     rows, summary = predicted(texts)
     later, _ = predicted({path.name: without_poor_rows(path.read_text()) for path in LATER}, "--all")
     standard, others = ([row for scored, row in rows if scored == kind] for kind in (True, False))
@@ -218,28 +217,14 @@ def summary(scores: Sequence[Score], sweeps: str, accuracy: AccuracyTable) -> st
     )
 
 
-def _put(path: Path, text: str) -> None:
-    before, _, rest = path.read_text().partition(START)
-    _, _, after = rest.partition(END)
-    path.write_text(before + START + text + END + after)
-
-
-def main() -> None:
-    """Put the tables between the marks of the page, and a summary between those of the README."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", metavar="RUNS.csv")
-    files: list[str] = parser.parse_args().files
-    for file in files:
-        if not Path(file).is_file():
-            parser.error(f"{file} is not a file: give tables of runs")
+def pages(text_of: TextOf) -> dict[Path, str]:
+    """Return the page, the README and the ranges with the figures of today; `text_of` reads what they were."""
     titles = ("step time", "peak memory", "peak memory of other runs")
-    scores, sweeps, accuracy = validate(files)
+    scores, sweeps, accuracy = validate(KNOWN)
     tables = [table(title, figures) for title, figures in zip(titles, scores, strict=True)]
     tables.insert(1, sweeps)
-    _put(PAGE, "\n" + "\n".join(tables) + "\n")
-    _put(README, summary(scores, sweeps, accuracy))
-    ACCURACY.write_text(accuracy.model_dump_json(indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        PAGE: between(text_of(PAGE), START, END, "\n" + "\n".join(tables) + "\n"),
+        README: between(text_of(README), START, END, summary(scores, sweeps, accuracy)),
+        ACCURACY: accuracy.model_dump_json(indent=2) + "\n",
+    }

@@ -1,8 +1,6 @@
 """Run the commands that the README shows and put their output below them, up to the line that says `...`; draw one.
 
-    python scripts/update_readme.py
-
-The picture is a terminal with the output of the first command, as rich draws it.
+`scripts/pages.py` writes them. The picture is a terminal with the output of the first command, as rich draws it.
 A block starts with `    $ paraplan ...`; if it ends with `    ...`, only its lines before that are kept.
 """
 
@@ -15,6 +13,8 @@ import sys
 import tempfile
 from io import StringIO
 from pathlib import Path
+
+from marked import TextOf
 
 README = Path(__file__).parent.parent / "README.md"
 PROMPT = "    $ paraplan "
@@ -73,11 +73,11 @@ def picture(command: str) -> str:
     console.print(Text(f"$ paraplan {command}", style="bold"))
     for line in colored[:PICTURE_LINES]:
         console.print(Text.from_ansi(line))
-    return console.export_svg(title="paraplan")
+    return console.export_svg(title="paraplan", unique_id="paraplan")
 
 
-if __name__ == "__main__":
-    text = updated(README.read_text())
-    README.write_text(text)
+def pages(text_of: TextOf) -> dict[Path, str]:
+    """Return the README with the output of today, and the picture."""
+    text = updated(text_of(README))
     first = next(line for line in text.splitlines() if line.startswith(PROMPT))
-    PICTURE.write_text(picture(first.removeprefix(PROMPT)))
+    return {README: text, PICTURE: picture(first.removeprefix(PROMPT))}

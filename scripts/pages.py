@@ -1,0 +1,54 @@
+"""Renew every figure that a page shows: tables of accuracy, ranges, recommended plans, outputs of commands.
+
+    python scripts/pages.py [--check]
+
+With --check nothing is written: exit status 1 says which files are not what this package gives, with the lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+import recommend_pairs
+import trust_table
+import update_readme
+
+ROOT = Path(__file__).parent.parent
+MOST_LINES = 20
+
+
+def renewed() -> dict[Path, str]:
+    """Return the files with figures, as this package makes them."""
+    texts: dict[Path, str] = {}
+
+    def text_of(path: Path) -> str:
+        return texts.get(path) or path.read_text()
+
+    for part in (trust_table, recommend_pairs, update_readme):
+        texts |= part.pages(text_of)
+    return texts
+
+
+def main() -> int:
+    """Write the files, or say which differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail where a file differs")
+    arguments = parser.parse_args()
+    changed = {path: text for path, text in renewed().items() if not path.exists() or path.read_text() != text}
+    for path, text in changed.items():
+        name = str(path.relative_to(ROOT))
+        if not arguments.check:
+            path.write_text(text)
+            print(f"wrote {name}")
+            continue
+        print(f"{name} is not what python scripts/pages.py writes:")
+        lines = difflib.unified_diff(path.read_text().splitlines(), text.splitlines(), "there", "now", lineterm="", n=0)
+        print("\n".join(f"    {line}" for line in list(lines)[:MOST_LINES]))
+    return int(arguments.check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
