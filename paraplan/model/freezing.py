@@ -123,7 +123,8 @@ def _freeze_text(model: ModelSpec, trainable: Trainable, storage: FrozenStorage)
 
 
 def _check_towers(model: ModelSpec, trainable: Trainable) -> None:
-    names_parts = trainable.text_model or trainable.projector or trainable.tower
+    is_traced = any(run.block.is_traced for run in model.runs)
+    names_parts = trainable.projector or trainable.tower or (trainable.text_model and is_traced)
     if names_parts and not model.towers:
         raise PlanError(
             f"--train {trainable.text}: {model.name} has no tower for pictures or sound that is read natively",

@@ -97,7 +97,8 @@ def test_words_for_towers_need_one_and_all_of_a_language_model_trains_once() -> 
         )
     )
     with pytest.raises(PlanError, match="has no tower"):
-        freeze(llama, parse_trainable("text"), FrozenStorage())
+        freeze(llama, parse_trainable("text+projector"), FrozenStorage())
+    assert not freeze(llama, parse_trainable("text"), FrozenStorage()).is_partly_frozen  # text is all that it has
     with pytest.raises(PlanError, match="trains already"):
         parse_trainable("text+lora:r=8")
     assert parse_trainable("projector+text").text == "text+projector"

@@ -11,6 +11,7 @@ from paraplan.interop.sources.base_weights import quantizer_asked
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.megatron_lm import megatron_setup
 from paraplan.interop.sources.objectives import objective_of
+from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
 from paraplan.interop.sources.trainer import (
     Batches,
     ReadFile,
@@ -54,7 +55,7 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadF
         if fields.text("stage") == "dpo" and _is_without_reference(fields)
         else fields.text("stage"),
         key="stage",
-        is_full=train is None,
+        is_full=train is None or train.startswith("text"),
     )
     batches = Batches(
         micro_batch=(fields.count("per_device_train_batch_size") or _MICRO_BATCH) * objective.group,
@@ -148,8 +149,13 @@ def _optimizer(fields: Fields) -> tuple[OptimizerName | None, list[str]]:
 def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     words = fields.text("finetuning_type") or "lora"
     fields.value("quantization_method")
+    keys = {
+        "tower": "freeze_vision_tower",
+        "projector": "freeze_multi_modal_projector",
+        "language": "freeze_language_model",
+    }
     if words == "full":
-        return None, []
+        return full_but_towers(fields, **keys)
     if words == "freeze":
         count = fields.value("freeze_trainable_layers")
         count = _LAST_LAYERS if count is None else count
@@ -159,7 +165,7 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     if words != "lora":
         raise fields.error("finetuning_type", "lora, freeze or full")
     kind: AdapterKind = "dora" if fields.flag("use_dora") else "lora"
-    return trainable_of(
+    train, notes = trainable_of(
         fields,
         kind=kind,
         rank=fields.count("lora_rank") or _RANK,
@@ -168,6 +174,7 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
         by_root=bool(fields.flag("use_rslora")),
         saved=fields.value("additional_target"),
     )
+    return train, adapters_of_towers(fields, **keys) + notes
 
 
 def _weights(fields: Fields) -> WeightFormat:

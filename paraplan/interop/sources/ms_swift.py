@@ -20,6 +20,7 @@ from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.megatron_lm import megatron_setup, options_of
 from paraplan.interop.sources.objectives import Objective, objective_of
 from paraplan.interop.sources.shell import command_of
+from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
 from paraplan.interop.sources.trainer import (
     Axes,
     Batches,
@@ -164,7 +165,7 @@ def _scalar(word: str) -> object:
 def _trainer(fields: Fields, given: Given, read_file: ReadFile) -> Setup:
     """Return the training of `swift sft` and its kin, which transformers' Trainer runs."""
     train, notes = _trainable(fields, default="lora")
-    objective = _objective(fields, is_full=train is None)
+    objective = _objective(fields, is_full=train is None or train.startswith("text"))
     batch = fields.count("per_device_train_batch_size") or 1
     steps = fields.count("gradient_accumulation_steps") or max(1, ceil(_BATCH / batch / (given.num_gpus or 1)))
     cp = fields.count("sequence_parallel_size") or 1
@@ -219,7 +220,7 @@ def _trainer(fields: Fields, given: Given, read_file: ReadFile) -> Setup:
 def _megatron(fields: Fields, given: Given) -> Setup:
     """Return the training of Megatron-SWIFT, which Megatron-Core runs."""
     train, notes = _trainable(fields, default="full")
-    objective = _objective(fields, is_full=train is None)
+    objective = _objective(fields, is_full=train is None or train.startswith("text"))
     keys = (*key_table("megatron-lm").read, *key_table("megatron-lm").not_priced_keys)
     values = _MEGATRON_DEFAULTS | {key: fields.value(key) for key in keys if key in fields and key not in _LAUNCHER}
     micro = Fields(values, source=fields.source).count("micro_batch_size") or 1
@@ -275,10 +276,9 @@ def _objective(fields: Fields, *, is_full: bool) -> Objective:
 
 def _trainable(fields: Fields, *, default: str) -> tuple[str | None, list[str]]:
     words = fields.text("tuner_type") or fields.text("train_type") or fields.text("sft_type") or default
-    frozen = [key for key in ("freeze_llm", "freeze_vit", "freeze_aligner") if fields.flag(key) is not None]
-    notes = [f"{', '.join(frozen)}: towers of images and sound are not told apart, and not priced"] if frozen else []
+    keys = {"tower": "freeze_vit", "projector": "freeze_aligner", "language": "freeze_llm"}
     if words == "full":
-        return None, notes
+        return full_but_towers(fields, **keys)
     if words not in ("lora", "dora", "lora_llm", "longlora"):
         raise fields.error("tuner_type", "lora or full, the ways to train that are priced")
     kind: AdapterKind = "dora" if fields.flag("use_dora") else "lora"
@@ -292,7 +292,7 @@ def _trainable(fields: Fields, *, default: str) -> tuple[str | None, list[str]]:
         saved=fields.value("modules_to_save"),
         parameters=fields.value("target_parameters"),
     )
-    return train, notes + found
+    return train, adapters_of_towers(fields, **keys) + found
 
 
 def _weights(fields: Fields) -> WeightFormat:

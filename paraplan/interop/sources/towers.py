@@ -1,0 +1,26 @@
+"""What of a tower for pictures trains, by the keys of tools that freeze it where nobody says otherwise."""
+
+from __future__ import annotations
+
+from paraplan.interop.fields import Fields
+
+
+def full_but_towers(fields: Fields, *, tower: str, projector: str, language: str) -> tuple[str | None, list[str]]:
+    """Return the words of `--train` for a full training of which a file names what is frozen, and what to note.
+
+    The keys are those that freeze a tower, its projector and the language model; the first two are frozen where one of
+    the three is named and nothing is said of them, as in ms-swift and LLaMA-Factory. None trains all.
+    """
+    flags = {key: fields.flag(key) for key in (tower, projector, language)}
+    if all(value is None for value in flags.values()):
+        return None, []
+    notes = [f"{language}: a frozen language model behind a tower that trains is not priced"] if flags[language] else []
+    trained = [word for key, word in ((projector, "projector"), (tower, "tower")) if flags[key] is False]
+    return None if len(trained) == 2 else "+".join(["text", *trained]), notes
+
+
+def adapters_of_towers(fields: Fields, *, tower: str, projector: str, language: str) -> list[str]:
+    """Return what to note of adapters where a file says that they reach a tower too."""
+    fields.flag(language)
+    reached = [key for key in (tower, projector) if fields.flag(key) is False]
+    return [f"{key}: adapters beside the tower's layers are not priced" for key in reached]
