@@ -212,14 +212,14 @@ class TrainingChoices(MediaChoices):
         ),
     ] = False
     precision: Annotated[
-        PrecisionName,
+        PrecisionName | None,
         typer.Option(
             "--precision",
-            help="bf16 and fp16 are mixed: fp32 master weights. bf16-pure has everything in bf16; fp8, mxfp8 "
-            "and nvfp4 are those of linear layers beside bf16.",
+            help="bf16 by default, fp16 on GPUs without it: both are mixed, with fp32 master weights. bf16-pure has "
+            "everything in bf16; fp8, mxfp8 and nvfp4 are those of linear layers beside bf16.",
             rich_help_panel=TRAINING_PANEL,
         ),
-    ] = PrecisionName.bf16
+    ] = None
     optimizer: Annotated[
         str,
         typer.Option(
@@ -367,7 +367,7 @@ class TrainingChoices(MediaChoices):
     @property
     def _precisions(self) -> tuple[str, str]:
         """The precision of the training, and that of linear layers: fp8 stands for bf16 with linear layers in fp8."""
-        precision, linear = self.precision.value, self.linear_precision.value
+        precision, linear = (self.precision or PrecisionName.bf16).value, self.linear_precision.value
         if precision not in list(LinearPrecisionName):
             return precision, linear
         if linear not in (LinearPrecisionName.as_training, precision):

@@ -65,7 +65,7 @@ class LimitOptions:
 
     @property
     def max_memory_bytes(self) -> int | None:
-        """The limit of the peak. Raises `UsageError` for a text that is no number of bytes."""
+        """The limit of the peak. Raises `UsageError` for a text that is not a number of bytes."""
         return read_memory_limit(self.max_memory)
 
     def require(self) -> None:

@@ -26,6 +26,7 @@ from paraplan.cli.options import PLAN_PANEL, JsonOption, ModelArgument
 from paraplan.cli.outputs import HtmlOption, TraceOption, require_files, write_estimate_files
 from paraplan.cli.plan_choices import PlanChoices, plan_count
 from paraplan.cli.terminal import show_note
+from paraplan.cli.usual_precision import with_precision
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def estimate(
         chosen = plan.plan(training.global_batch, framework, **one.fields)
     spec = load_model(model, seq_length=seq_len, micro_batch_size=chosen.micro_batch_size)
     cluster = hardware.cluster_for(chosen.world_size)
+    if one.plan_path is None:
+        choices = with_precision(training, cluster).fields
     asked = training_of(spec, seq_length=seq_len, global_batch_size=chosen.global_batch_size, **choices)
     if one.plan_path is None:
         training.say_length(spec, asked.seq_length)

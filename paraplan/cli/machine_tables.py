@@ -46,7 +46,8 @@ def compare(
 
 
 def _print(found: MachineComparison, workload: Workload) -> None:
-    from rich.table import Table
+    """Print each machine with its plan on a line, and its figures in columns under it: they fit 80 columns."""
+    from rich.padding import Padding
     from rich.text import Text
 
     from paraplan.cli.estimate_tables import print_lines
@@ -56,15 +57,20 @@ def _print(found: MachineComparison, workload: Workload) -> None:
     console = make_console()
     print_lines(console, list(workload_lines(workload)[:2]))
     console.print(f"\n[bold]Machines[/bold], {machines_title(found)}", markup=True)
-    columns, rows, notes = machine_rows(found)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("machine, and its plan")
-    for column in columns[2:]:
-        table.add_column(column.title, justify="right", no_wrap=True)
+    columns, rows, notes = machine_rows(found, with_links=False)
+    titles = [column.title for column in columns[2:]]
+    widths = [max(map(len, cells)) for cells in zip(titles, *(row.cells[2:] for row in rows), strict=True)]
+
+    def figures(cells: Sequence[str], style: str) -> Padding:
+        return Padding(Text("  ".join(map(str.rjust, cells, widths)), style), (0, 0, 0, 2))
+
+    console.print(figures(titles, "bold"))
     for row in rows:
-        machine, plan, *figures = row.cells
-        name = Text.assemble(machine, (f"\n{plan}", "" if row.is_chosen else "dim"))
-        table.add_row(name, *figures, style="bold green" if row.is_chosen else "")
-    console.print(table)
+        machine, plan, *cells = row.cells
+        style = "bold green" if row.is_chosen else ""
+        console.print(Text.assemble((machine, style), (f": {plan}", style or "dim")))
+        if any(cells):
+            console.print(figures(cells, style))
+    console.print()
     for note in notes:
         console.print(note, style="dim")

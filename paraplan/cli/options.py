@@ -122,13 +122,26 @@ def one_of(values: type[StrEnum]) -> str:
     return ", ".join(values)
 
 
+def _beyond(text: str | float, found: float, least: float, most: float) -> str:
+    """Return what is wrong with a number, and the limits: whole ones in digits."""
+    low, high = (f"{limit:,}" if isinstance(limit, int) and limit < 1e12 else f"{limit:g}" for limit in (least, most))
+    if found < least:
+        return f"{str(text)!r} is below the least, {low}: use {low} to {high}"
+    if found > most:
+        return f"{str(text)!r} is above the most, {high}: use {low} to {high}"
+    return f"{str(text)!r} is not a number: use {low} to {high}"
+
+
 def count(least: int, most: int) -> Callable[[str | int], int]:
     """Return the parser of a whole number from `least` to `most`: help shows `N`, errors the limits."""
 
     def read(value: str | int) -> int:
         text = str(value)  # a default is a number already
-        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+        is_whole = text.isascii() and text.removeprefix("-").isdigit()
+        if not is_whole:
             raise typer.BadParameter(f"{text!r} is not a whole number from {least} to {most:,}")
+        if not least <= int(text) <= most:
+            raise typer.BadParameter(_beyond(text, int(text), least, most))
         return int(text)
 
     return read
@@ -157,7 +170,7 @@ def amount(least: float, most: float) -> Callable[[str | float], float]:
             found = float("nan")
         if not least <= found <= most:
             example = "1e12 or 1T" if most >= 1e12 else f"{min(least + 0.5, most):g}"
-            raise typer.BadParameter(f"{value!r} is no number from {least:g} to {most:g}, such as {example}")
+            raise typer.BadParameter(f"{_beyond(value, found, least, most)}, such as {example}")
         return found
 
     return read

@@ -31,11 +31,13 @@ from paraplan.cli.options import (
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
 from paraplan.cli.plan_choices import PlanChoices
 from paraplan.cli.terminal import show_note
+from paraplan.cli.usual_precision import with_precision
 from paraplan.errors import NoPlanFitsError, UsageError
 
 if TYPE_CHECKING:
     from paraplan.api.workloads import Cluster
     from paraplan.model.spec import ModelSpec
+    from paraplan.plan.training import TrainingSpec
 
 app = typer.Typer(add_completion=False)
 MONEY_PANEL = "Time and money"
@@ -302,6 +304,17 @@ class SearchOptions:
         }
 
 
+def _workloads(
+    spec: ModelSpec, asked: TrainingSpec, choices: list[TrainingChoices], machines: list[tuple[Cluster, str]]
+) -> list[Workload]:
+    """Return the workload of each machine, with the precision that its GPUs have."""
+    sizes = {"seq_length": asked.seq_length, "global_batch_size": asked.global_batch_size}
+    return [
+        Workload.of(spec, training_of(spec, **sizes, **each.fields), cluster, framework=framework)
+        for each, (cluster, framework) in zip(choices, machines, strict=True)
+    ]
+
+
 @app.command()
 @grouped
 def recommend(
@@ -331,6 +344,7 @@ def recommend(
     search.require(model)
     named = None if model is None else search.model(model, training, plan, hardware)  # before what else is missing
     clusters = [each.cluster() for each in hardware.each()]
+    training, *_ = choices = [with_precision(training, each) for each in clusters]
     if len(clusters) > 1:
         search.require_comparable(model, output, trace)
     spec = named or search.model(model, training, plan, hardware)
@@ -344,9 +358,8 @@ def recommend(
     if len(clusters) > 1:
         from paraplan.cli.machine_tables import compare
 
-        workloads = [
-            hardware.calibrated(Workload.of(spec, asked, each, framework=search.framework)) for each in clusters
-        ]
+        workloads = _workloads(spec, asked, choices, [(each, search.framework) for each in clusters])
+        workloads = [hardware.calibrated(each) for each in workloads]
         question = search.request(plan, None, for_report=False)
         compare(workloads, question, prices=search.prices, is_spot=search.spot, html=html, as_json=as_json)
         return

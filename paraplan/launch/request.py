@@ -198,7 +198,7 @@ def _check_keeping(spec: LaunchSpec, nodes: NodeRange) -> None:
     if not spec.restart_in_process and not spec.spare_ranks:
         return
     if spec.num_spares < 0:
-        raise ArgumentError(f"--spare-ranks {spec.spare_ranks} is no number of processes", hint="use 0 or more")
+        raise ArgumentError(f"--spare-ranks {spec.spare_ranks} is below the least, 0", hint="use 0 or more")
     if spec.max_restarts < 1 and nodes.min == nodes.max:
         raise ArgumentError(f"{asked} without --max-restarts: ranks never start again", hint="add --max-restarts 3")
     for option, is_given in (
@@ -233,7 +233,7 @@ def _check_preemption(spec: LaunchSpec, environment: Mapping[str, str]) -> None:
     if window_s is not None and not 0 < window_s < _MOST_WINDOW_S:
         raise ArgumentError(f"--preempt-window {window_s:g} is no time to save in", hint="use seconds above 0")
     if spec.memory_checkpoint is not None and spec.memory_checkpoint < 1:
-        raise ArgumentError(f"--memory-checkpoint {spec.memory_checkpoint} is no number of steps", hint="use 1 or more")
+        raise ArgumentError(f"--memory-checkpoint {spec.memory_checkpoint} is below the least, 1", hint="use 1 or more")
     if spec.preempt_notice is None and not spec.requeue:
         return
     from paraplan.launch.preemption import check_requeue, notice_reader  # torch, which a dry run does without

@@ -17,18 +17,24 @@ def machines_title(found: MachineComparison) -> str:
     return "cheapest first" + (f" ({found.currency})" if found.currency else " (in the currency of --price)")
 
 
-def machine_rows(found: MachineComparison) -> tuple[tuple[Column, ...], tuple[Row, ...], tuple[str, ...]]:
+def machine_rows(
+    found: MachineComparison, *, with_links: bool = True
+) -> tuple[tuple[Column, ...], tuple[Row, ...], tuple[str, ...]]:
     """Return columns and rows of the table, and the sources of its prices, a sentence each."""
     titles = ["step", "tokens/s", "MFU", "memory", "GPU-hour", "1e9 tokens"]
     if found.tokens is not None:
-        titles += ["run", "its cost"]
+        titles += ["run", "cost"]
     columns = (Column("machine"), Column("plan"), *(Column(title, is_number=True) for title in titles))
     rows = tuple(
         Row(_cells(offer, has_run=found.tokens is not None), is_chosen=not number and offer.fits)
         for number, offer in enumerate(found.machines)
     )
     priced = [offer for offer in found.machines if offer.price_source is not None and offer.price_url is not None]
-    notes = [f"{offer.machine}: price of {offer.price_source}, {offer.price_url}" for offer in priced]
+    if with_links:
+        notes = [f"{offer.machine}: price of {offer.price_source}, {offer.price_url}" for offer in priced]
+    else:
+        each = "; ".join(f"{offer.machine}, {offer.price_source}" for offer in priced)
+        notes = [f"prices: {each}. Their links: --json"] if each else []
     if found.tokens is not None:
         notes.insert(0, f"run: {format_count(found.tokens)} tokens; steps alone, without starts and failures")
     return columns, rows, tuple(notes)

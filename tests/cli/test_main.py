@@ -79,7 +79,16 @@ def test_numbers_have_their_limits_in_errors_and_not_in_help() -> None:
     for value in ("0", "many", "1000001", "1.5"):
         result = CliRunner().invoke(app, ["recommend", "gpt2", "--tp", value], env={"COLUMNS": "200"})
         assert result.exit_code == 2
-        assert f"'{value}' is not a whole number from 1 to 1,000,000" in result.stderr
+        wrong = {"0": "is below the least, 1", "1000001": "is above the most, 1,000,000"}
+        assert f"'{value}' {wrong.get(value, 'is not a whole number from 1 to 1,000,000')}" in result.stderr
+    for value, wrong in (
+        ("-5", "is below the least, 0.01"),
+        ("1e30", "is above the most"),
+        ("many", "is not a number"),
+    ):
+        result = CliRunner().invoke(app, ["recommend", "gpt2", f"--budget={value}"], env={"COLUMNS": "200"})
+        assert result.exit_code == 2
+        assert f"'{value}' {wrong}" in result.stderr
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -146,9 +146,13 @@ def test_a_model_from_a_factory_gets_a_plan(tmp_path: Path) -> None:
         (["llama-3-8b", "--profile", "dgx-h100", "--gpus-per-node", "9"], "8", 2),
         (["llama-3-8b", "--profile", "dgx-h100", "-o", "/no/such/folder/plan.json"], "cannot write", 2),
         (["gpt3-175b", "--profile", "rtx-3090-x2", "--tp", "1", "--pp", "1", "--cp", "1"], "no plan fits", 1),
-        (["gpt2", "--profile", "dgx-1-v100"], "no bf16 arithmetic", 2),
-        (["gpt2", "--profile", "aws-g4dn-12xlarge"], "use --precision fp16 or --precision fp32", 2),
-        (["gpt2", "--profile", "dgx-1-p100"], "use --precision fp16 or --precision fp32", 2),
+        (["gpt2", "--profile", "dgx-1-v100", "--precision", "bf16"], "no bf16 arithmetic", 2),
+        (
+            ["gpt2", "--profile", "aws-g4dn-12xlarge", "--precision", "bf16"],
+            "use --precision fp16 or --precision fp32",
+            2,
+        ),
+        (["gpt2", "--profile", "dgx-1-p100", "--precision", "bf16"], "use --precision fp16 or --precision fp32", 2),
         (["llama-3-8b", "--profile", "dgx-h100", "--tp", "3"], "use --tp 1, 2, 4 or 8", 2),
         (["gpt2", "--profile", "dgx-h100", "--seq-len", "1025"], "1024 learned positions", 2),
         (["gpt2", "--profile", "dgx-h100", "--global-batch", "9" * 21], "Invalid value for '--global-batch'", 2),
@@ -514,3 +518,25 @@ def test_a_budget_is_counted_in_a_known_price_or_the_users_or_refused(tmp_path: 
     found = run("recommend", *LARGEST, "--budget", "1e10")
     assert found[0] == 0
     assert "on 20 tokens a parameter" in found[2]
+
+
+@pytest.mark.parametrize("command", [["recommend"], ["estimate"]])
+def test_gpus_without_bf16_train_in_fp16_and_it_is_said_in_a_line(command: list[str]) -> None:
+    options = ["gpt2", "--profile", "1xt4", "--global-batch", "4", "--json"]
+    result = CliRunner().invoke(app, [*command, *options], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.stderr
+    assert "NVIDIA T4 has no bf16 arithmetic: --precision fp16 is taken" in result.stderr
+    assert "no bf16" not in CliRunner().invoke(app, [*command, *options, "--precision", "fp16"]).stderr
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_machines_are_compared_in_figures_that_stand_in_columns(columns: str) -> None:
+    options = ["--profile", "8xh100,4xrtx-4090", "--global-batch", "64", "--seq-len", "1024", "--tokens", "1B"]
+    result = CliRunner().invoke(app, ["recommend", "gpt2", *options], env={"COLUMNS": columns})
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    header = next(line for line in lines if line.strip().startswith("step"))
+    rows = [line for line in lines if line.startswith("  ") and "%" in line]
+    assert len(rows) == 2
+    assert {len(line.rstrip()) for line in (header, *rows)} == {len(header.rstrip())}
+    assert "https://" not in result.stdout

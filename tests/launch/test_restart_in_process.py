@@ -357,7 +357,7 @@ def test_an_interruption_waits_for_imports_that_cannot_be_begun_again(
     [
         (["--restart-in-process"], "--restart-in-process without --max-restarts: ranks never start again"),
         (["--spare-ranks", 2], "--spare-ranks 2 without --max-restarts: ranks never start again"),
-        (["--spare-ranks", -1, "--max-restarts", 1], "--spare-ranks -1 is no number of processes"),
+        (["--spare-ranks", -1, "--max-restarts", 1], "--spare-ranks -1 is below the least, 0"),
         (
             ["--restart-in-process", "--max-restarts", 1, "--no-python"],
             "--restart-in-process and --no-python: a script runs again",
