@@ -73,7 +73,7 @@ def linear_written_out(model: ModelSpec) -> ModelSpec:
     for run in model.runs:
         block = run.block
         if any(one.name.startswith("delta rule") for one in block.matmuls):
-            saved = (one for one in block.saved if one.kernels is None or "eager" in one.kernels)
+            kept = (one for one in block.saved if one.kernels is None or "eager" in one.kernels)
             # Kimi's code sums scores feature by feature.
             is_kimi = any("forget_gate" in one.name for one in block.parameters)
             left_out = ("delta rule scores",) if is_kimi else ("delta rule system",)
@@ -81,7 +81,7 @@ def linear_written_out(model: ModelSpec) -> ModelSpec:
             shape = next(one.shape for one in block.parameters if one.name.endswith("conv1d.weight"))
             padded = shape[0] * (length + shape[-1] - 1) / length
             convolution = Matmul(name="convolution", k=shape[-1], n=1, rows_per_token=padded)
-            saved = tuple(one.replace(kernels=None) for one in saved)
+            saved = tuple(one.replace(kernels=None) for one in kept)
             block = block.replace(saved=saved, matmuls=(*counted, convolution))
         runs.append(run.replace(block=block))
     return model.replace(runs=tuple(runs))

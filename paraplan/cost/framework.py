@@ -34,7 +34,6 @@ _PURE_STORAGE: dict[str, Any] = {
     "gradient_bytes": _HALF,
     "master_bytes": 0.0,
     "optimizer_state_bytes": _HALF,
-    "step_gradient_bytes": _HALF,
     "autocast_copy_bytes": 0.0,
     "is_autocast": False,
     "accumulates_separately": False,
@@ -69,16 +68,11 @@ class KernelProfile(_Group):
 
     fused: bool
     """Norms, activations and rotary embeddings are fused kernels (`BlockSpec.saved_fused`)."""
-    keeps_quantized_inputs: bool = False
-    """Products of weights in four bits keep their inputs, which no gradient needs: bitsandbytes before 0.43.2
-    (bitsandbytes/autograd/_functions.py, MatMul4Bit; its commit 9e75374 of July 2024)."""
     keeps_8bit_inputs: bool = False
     """Linear layers that multiply in 8 bits keep their inputs so for the gradients of their weights, as in Transformer
     Engine; torchao casts them again (torchao/float8/float8_linear.py, `save_for_backward`)."""
     fp8_recipe: Fp8Recipe = "delayed"
     """How operands in fp8 are scaled where the training does not say it."""
-    fuses_adapters: bool = False
-    """Adapters run in one operation with their layers, which reads what these read."""
     traffic_per_saved_byte: float = 2.6
     """Bytes that a forward pass moves outside of matmuls for each byte that it saves: `FUSED_TRAFFIC` where kernels are
     fused, 2.6 where each operation reads and writes (a Llama block of transformers moves 127 and saves 49)."""
@@ -107,8 +101,6 @@ class KernelProfile(_Group):
     """Seconds of the host to start one collective of tensor parallelism, where `host_s_per_block` holds none."""
     default_attention: AttentionKind = "flash"
     """The attention kernel of runs that do not name one."""
-    attention_speedup: float = 1.0
-    """How many times as fast as in 16 bits attention's kernels run: above 1 where they multiply in 8 bits."""
     flash_generation: int | None = None
     """Generation of the FlashAttention kernels; None: what torch's sdpa takes on the GPU, else FlashAttention 2."""
     ring_attention: bool = False
@@ -162,11 +154,6 @@ class DataParallelProfile(_Group):
     """The ways that it has to shard over data-parallel ranks."""
     uses_fsdp: bool = False
     """Every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does."""
-    shards_are_flat: bool = False
-    """Shards of parameters are plain tensors, as in FSDP1, which an optimizer goes over as lists; a DTensor, as in
-    FSDP2, it takes one by one (torch/optim/optimizer.py, `_default_to_fused_or_foreach`). Where parameters are frozen,
-    the hook that frees FSDP1's gathered weights (`register_multi_grad_hook`) keeps a block's graph until the next
-    block's is done: the tensors of two blocks stand side by side. The peaks of published runs grow by just that."""
     wraps_embedding_and_head: bool = False
     """Embedding and head are FSDP units of their own where they are as large as a block."""
     gathers_each_weight: bool = False
@@ -226,9 +213,6 @@ class TensorParallelProfile(_Group):
 
     overlaps_backward: bool = False
     """Collectives of backward passes overlap with the gradients of weights."""
-    overlaps_products: bool = False
-    """Under sequence parallelism what a product reads is gathered and what it makes is reduced beside it, by chunks
-    (Transformer Engine's userbuffers, Megatron-LM's `--tp-comm-overlap`; torch's asynchronous tensor parallelism)."""
     keeps_gathered_inputs: bool = False
     """Under sequence parallelism matmuls keep their gathered inputs; Megatron-LM keeps a share of them and gathers it
     again (Korthikanti et al. 2022, section 4.2.2)."""
@@ -263,8 +247,6 @@ class LossProfile(_Group):
     multiprocessor_bytes_per_s: float = 22.3e9
     """What a multiprocessor moves of that in a second at most, since logits are converted to fp32 and back: as measured
     of torch's cross-entropy on upcast logits on an H200 (profiles/measured, kernels-*.json)."""
-    compiled_multiprocessor_bytes_per_s: float = 30e9
-    """The same of a loss under torch.compile, on that H200."""
     recomputes_logits: bool = False
     """No logits are kept: the backward pass makes them again, by one more product of the head."""
     gathers_logits: bool = False
@@ -333,14 +315,13 @@ class FrameworkProfile(Record):
             storage |= _PURE_STORAGE
         return self.changed(storage=storage) if storage else self
 
-    @property
-    def input_copies(self) -> InputCopy:
-        """What an adapter keeps of its input.
+    def input_copies(self, training: TrainingSpec) -> InputCopy:
+        """Return what an adapter keeps of its input.
 
         peft casts it to the adapter's type (peft/tuners/lora/layer.py, `_cast_input_dtype`): to fp32, of which autocast
         makes a 16-bit copy. FSDP gathers adapters in the type of activations, and of 16-bit ones there is no copy.
         """
-        if self.kernels.fuses_adapters:
+        if training.stack.fused_kernels:
             return "fused"
         if self.storage.weight_bytes == _HALF:
             return "shared"

@@ -10,8 +10,6 @@ from paraplan.records import Record, Source
 class PackingProfile(Record):
     """Loops of the host over the samples of a packed sequence, in a forward and in a backward pass."""
 
-    fuses_rotations: bool = True
-    """Queries and keys of all samples are turned at once."""
     rotation_starts: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)
     """Kernels that start for each sample of a layer where they are not, once the lengths of samples are read."""
     exchange_starts: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)

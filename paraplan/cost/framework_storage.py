@@ -44,8 +44,6 @@ class StorageProfile(Record):
     """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
     matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
     """Whose cuBLAS workspaces matmuls hold."""
-    step_gradient_bytes: float = 4.0
-    """A gradient as the optimizer's step reads it, and a copy that the step makes: 2 where nothing is in fp32."""
     quantizer: str = DEFAULT_QUANTIZER
     """What stores frozen weights in fewer bits where a training names nothing else (`profiles/quantizers.json`)."""
     context_bytes: int | None = None

@@ -87,7 +87,9 @@ def _turned_s(workload: Workload, table: PlanTable) -> list[Floats]:
     """Return the seconds in which the host turns queries and keys of packed samples one by one, in either pass."""
     packing, model = workload.framework.packing, workload.model
     turned = sum(run.count for run in model.runs if any(one.is_turned for one in run.block.saved)) / model.num_blocks
-    samples = table.device_batch_size * workload.training.packed_samples * (not packing.fuses_rotations)
+    samples = (
+        table.device_batch_size * workload.training.packed_samples * (workload.training.stack.fuses_rotations is False)
+    )
     return [np.asarray(samples * turned * starts * KERNEL_START_S) for starts in packing.rotation_starts]
 
 

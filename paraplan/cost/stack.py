@@ -23,6 +23,9 @@ _ENGINE_LOSS = {"logit_bytes": 2.0, "traffic_per_logit": 10.0, "multiprocessor_b
 """Megatron-LM's `--cross-entropy-fusion-impl te`: 16-bit logits are read twice, gradients written in their place and
 scaled once more (transformer_engine/common/triton/cross_entropy.py); 3.3 ps a logit on a B200 (SimuMax, as the profile
 of Megatron-Core)."""
+_COMPILED_LOSS_BYTES_PER_S = 30e9
+"""What a multiprocessor moves of a loss under torch.compile in a second at most: as measured on an H200
+(profiles/measured, kernels-*.json)."""
 _HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
 """The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
 
@@ -34,10 +37,8 @@ def told_profile(framework: FrameworkProfile, training: TrainingSpec, *, on_gpu:
         storage=_storage(stack),
         kernels=_kernels(stack, training),
         data_parallel=_data_parallel(stack),
-        tensor_parallel=_stated(overlaps_products=stack.overlaps_products),
         loss=_loss(stack, framework),
         experts=_experts(stack, framework),
-        packing=_stated(fuses_rotations=stack.fuses_rotations),
     )
     made = told.for_training(training, on_gpu=on_gpu)
     step: dict[str, Any] = _stated(optimizer_step=stack.optimizer_step)
@@ -58,26 +59,18 @@ def _storage(stack: StackSettings) -> dict[str, Any]:
 
 
 def _kernels(stack: StackSettings, training: TrainingSpec) -> dict[str, Any]:
-    values = stack_values()
     changes: dict[str, Any] = _stated(
         dropout=stack.dropout,
         flash_generation=stack.flash_generation,
         recomputed_ops=stack.recomputed_ops,
         ring_attention=stack.ring_attention,
-        keeps_quantized_inputs=stack.keeps_quantized_inputs or None,
     )
-    if stack.fp8_attention:
-        changes["attention_speedup"] = values.fp8_attention_speedup
     if stack.cuda_graphs:
-        changes["host_s_per_block"] = values.graphs[stack.cuda_graphs].host_s_per_block
+        changes["host_s_per_block"] = stack_values().graphs[stack.cuda_graphs].host_s_per_block
     if stack.fused_kernels:
         adapter = training.trainable.adapter
         has_mlp = adapter is not None and not {"gate", "up", "down", ALL_LINEAR}.isdisjoint(adapter.targets)
-        changes |= {
-            "fused": True,
-            "fuses_adapters": True,
-            "writes_out_gates": not (has_mlp or stack.fused_kernels == "all"),
-        }
+        changes |= {"fused": True, "writes_out_gates": not (has_mlp or stack.fused_kernels == "all")}
         if adapter is None:  # fused operations with adapters move more than what they save tells
             changes["traffic_per_saved_byte"] = FUSED_TRAFFIC
     return changes
@@ -88,7 +81,6 @@ def _data_parallel(stack: StackSettings) -> dict[str, Any]:
         overlaps_gradients=stack.overlaps_gradients,
         overlaps_zero_1=stack.overlaps_gradients,
         fuses_accumulation=stack.fuses_accumulation,
-        shards_are_flat=stack.flat_shards or None,
     )
 
 
@@ -99,7 +91,7 @@ def _loss(stack: StackSettings, framework: FrameworkProfile) -> dict[str, Any]:
             "logit_bytes": own.compiled_logit_bytes,
             "parallel_logit_bytes": None,
             "traffic_per_logit": own.compiled_traffic_per_logit,
-            "multiprocessor_bytes_per_s": own.compiled_multiprocessor_bytes_per_s,
+            "multiprocessor_bytes_per_s": _COMPILED_LOSS_BYTES_PER_S,
         }
     if stack.engine_loss:
         changes |= _ENGINE_LOSS

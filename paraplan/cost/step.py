@@ -351,7 +351,7 @@ def _tensor_parallel(
     forward, backward, sums = 2.0 * summed_s, 2.0 * summed_s, 2.0
     if profile.overlaps_backward:
         backward, sums = is_divided * summed_s + overlap_s(2.0 * summed_s, backward_s / 2.0, slowdown=slowdown), 3.0
-    if profile.overlaps_products:
+    if workload.training.stack.overlaps_products:
         first = summed_s / table.tp
         beside = [
             count * first + overlap_s(count * (summed_s - first), compute_s, slowdown=slowdown)

@@ -91,8 +91,8 @@ class Workload:
         storage = FrozenStorage(
             weights=training.frozen_weights,
             others_in_fp32=training.upcasts_frozen,
-            input_copies=profile.input_copies,
-            keeps_quantized_inputs=profile.kernels.keeps_quantized_inputs,
+            input_copies=profile.input_copies(training),
+            keeps_quantized_inputs=training.stack.keeps_quantized_inputs,
             reached=reached_weights(training.frozen_weights, quantizer, model.model_type),
             keeps_copies=quantizer_of(quantizer).keeps_copies,
         )

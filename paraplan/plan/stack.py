@@ -57,9 +57,12 @@ class StackSettings(Record):
     fuses_accumulation: bool | None = None
     """Products of gradients add to those of earlier micro-batches themselves."""
     overlaps_products: bool | None = None
-    """Collectives of tensor parallelism go chunk by chunk beside products."""
+    """Under sequence parallelism what a product reads is gathered and what it makes is reduced beside it, by chunks
+    (Transformer Engine's userbuffers, Megatron-LM's `--tp-comm-overlap`; torch's asynchronous tensor parallelism)."""
     fuses_rotations: bool | None = None
-    """Queries and keys of packed samples are turned at once, not one by one."""
+    """Queries and keys of packed samples are turned at once, as all frameworks do today, not one by one: Megatron-Core
+    turns them at once unless --no-rope-fusion (training/arguments.py), and what is not fused as well from core 0.15 to
+    0.18, and again since a commit of 17 August 2026 (e4ba3a30f2)."""
     gradient_bytes: int | None = Field(default=None, ge=2, le=4, multiple_of=2)
     """Bytes of a gradient between micro-batches and on the wire."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
@@ -71,9 +74,13 @@ class StackSettings(Record):
     steps_in_backward: bool = False
     """Each parameter's step follows its gradient, which is freed."""
     flat_shards: bool = False
-    """Shards are plain tensors, as in FSDP1."""
+    """Shards of parameters are plain tensors, as in FSDP1, which an optimizer goes over as lists; a DTensor, as in
+    FSDP2, it takes one by one (torch/optim/optimizer.py, `_default_to_fused_or_foreach`). Where parameters are frozen,
+    the hook that frees FSDP1's gathered weights (`register_multi_grad_hook`) keeps a block's graph until the next
+    block's is done: the tensors of two blocks stand side by side. The peaks of published runs grow by just that."""
     keeps_quantized_inputs: bool = False
-    """Products of weights in four bits keep their inputs: bitsandbytes before 0.43.2."""
+    """Products of weights in four bits keep their inputs, which no gradient needs: bitsandbytes before 0.43.2
+    (bitsandbytes/autograd/_functions.py, MatMul4Bit; its commit 9e75374 of July 2024)."""
     pads_vocabulary: bool = True
     """The vocabulary is padded as the framework pads it."""
     context_bytes: int | None = Field(default=None, ge=0)

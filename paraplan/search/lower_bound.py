@@ -44,7 +44,7 @@ def _blocks_s(workload: Workload, table: PlanTable, costs: BlockCosts) -> Floats
     all_reduce_s = fastest_links(workload, table.tp, "all_reduce").all_reduce_s(activation) * reductions_share(workload)
     profile = workload.framework.tensor_parallel
     backward_sends = table.sequence_parallel if profile.overlaps_backward else 2.0
-    if profile.overlaps_products:  # beside them all but the first chunk may be hidden
+    if workload.training.stack.overlaps_products:  # beside them all but the first chunk may be hidden
         all_reduce_s = all_reduce_s / np.where(table.sequence_parallel == 1, table.tp, 1)
     kind: Collective = "all_gather" if workload.framework.kernels.ring_attention else "all_to_all"
     exchanges: Floats | int = sum(context_parallel_s(workload, table, fastest_links(workload, table.cp, kind)))

@@ -117,7 +117,7 @@ def test_columns_of_adapters_are_taken_in() -> None:
     assert (ends.embeddings, ends.head) == (True, True)
     assert made(nonstandard_features="LoRA; pure bf16: adapters in bf16 too").training.precision == "bf16-pure"
     older = made(base_weight_dtype="nf4", nonstandard_features="LoRA; nf4 base; bitsandbytes before 0.43.2")
-    assert older.framework.kernels.keeps_quantized_inputs
+    assert older.training.stack.keeps_quantized_inputs
 
 
 def test_a_method_that_is_not_modelled_is_said() -> None:

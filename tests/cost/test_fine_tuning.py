@@ -108,7 +108,8 @@ def test_pure_bf16_peaks_at_ten_bytes_a_parameter_of_a_foreach_step() -> None:
 
 def test_fsdp_1_under_mixed_precision_peaks_at_twenty() -> None:
     workload = made(optimizer="adamw_foreach", framework="fsdp", profile="dgx-a100-80gb")
-    flat = replace(workload, framework=workload.framework.changed(data_parallel={"shards_are_flat": True}))
+    stack = workload.training.stack.replace(flat_shards=True)
+    flat = workload.trained_as(workload.training.replace(stack=stack))
     held = memory(flat, dp=2, zero_stage=3, recompute="full")
     assert held.total_bytes == pytest.approx(20 * workload.model.parameters.total / 2, rel=0.01)
 

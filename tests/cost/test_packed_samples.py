@@ -12,7 +12,7 @@ from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
 from paraplan.accuracy.run_workload import BundledData, workload_of_run
 from paraplan.cost.blocks.module_traffic import KERNEL_START_S
 from paraplan.cost.estimate import evaluate_plan
-from paraplan.cost.framework_files import FrameworkCatalog, load_framework
+from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.model.named import known_configs
@@ -72,8 +72,13 @@ def in_framework(made: Workload, name: str) -> Workload:
     return replace(made, framework=load_framework(name))
 
 
-def looped(made: Workload, **packing: object) -> Workload:
-    return replace(made, framework=made.framework.changed(packing=packing))
+def exchanging(made: Workload, starts: tuple[float, float]) -> Workload:
+    return replace(made, framework=made.framework.changed(packing={"exchange_starts": starts}))
+
+
+def looped(made: Workload, *, fuses_rotations: bool) -> Workload:
+    stack = made.training.stack.replace(fuses_rotations=fuses_rotations)
+    return made.trained_as(made.training.replace(stack=stack))
 
 
 def test_rotations_that_go_from_sample_to_sample_wait_for_the_host(workload: MakeWorkload) -> None:
@@ -102,9 +107,7 @@ def test_an_exchange_of_heads_finds_its_order_sample_by_sample(workload: MakeWor
         made = in_framework(made, framework)
         made = replace(made, framework=made.framework.changed(kernels={"ring_attention": ring}))
         plan = ParallelPlan(dp=4 // cp, cp=cp, tp=2, num_microbatches=4, recompute=recompute)
-        steps = [
-            evaluate_plan(looped(made, exchange_starts=starts), plan).step for starts in ((0.0, 0.0), (80.0, 64.0))
-        ]
+        steps = [evaluate_plan(exchanging(made, starts), plan).step for starts in ((0.0, 0.0), (80.0, 64.0))]
         assert steps[1].compute_s == pytest.approx(steps[0].compute_s)
         return (steps[1].context_parallel_s - steps[0].context_parallel_s) / (cp * 4 * 36 * 64 * KERNEL_START_S)
 
@@ -117,11 +120,6 @@ def test_an_exchange_of_heads_finds_its_order_sample_by_sample(workload: MakeWor
         ({"framework": "torchtitan", "ring": False, "recompute": "selective_ops"}, 224),
     ):
         assert more_s(**ways) == pytest.approx(starts), ways  # type: ignore[arg-type]
-
-
-def test_frameworks_as_they_are_now_turn_all_samples_at_once() -> None:
-    for name in FrameworkCatalog().names():
-        assert load_framework(name).packing.fuses_rotations, name
 
 
 def test_what_is_packed_has_a_length() -> None:
@@ -149,5 +147,6 @@ def test_rows_state_what_goes_from_sample_to_sample(cells: str, ring: bool, fuse
     row = f"a,H100,8,llama-3-8b,,,,4096,8,Megatron-Bridge,{cells}\n"
     (run,) = read_runs(f"{columns}\n{row}", source="x")
     assert isinstance(run, MeasuredRun), run
-    framework = workload_of_run(run, BundledData(configs=known_configs())).framework
-    assert (framework.kernels.ring_attention, framework.packing.fuses_rotations) == (ring, fuses)
+    made = workload_of_run(run, BundledData(configs=known_configs()))
+    turned = made.training.stack.fuses_rotations is not False
+    assert (made.framework.kernels.ring_attention, turned) == (ring, fuses)

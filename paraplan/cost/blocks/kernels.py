@@ -13,6 +13,7 @@ from paraplan.cost.blocks.module_traffic import module_traffic, num_kernels
 from paraplan.cost.blocks.routing import expert_ranks
 from paraplan.cost.blocks.saved_tensors import saved_bytes
 from paraplan.cost.plan_table import Floats
+from paraplan.cost.stack import stack_values
 from paraplan.model.spec import Attention, BlockSpec, Matmul
 
 _UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
@@ -230,7 +231,7 @@ class KernelTimes(MatmulTimes):
                 return np.asarray((0.5 if attention.is_causal else 1.0) * flops / measured)
             width = (attention.qk_head_dim + attention.v_head_dim) / 2
             efficiency = speed.peak_share(width, backward=backward) * constants.flash_attention_factor
-            efficiency *= self.framework.kernels.attention_speedup
+            efficiency *= stack_values().fp8_attention_speedup if self.training.stack.fp8_attention else 1.0
             efficiency *= self._reached_share() if speed.is_of_reached else 1.0
             reach = min(length, attention.window or length)
             computed = 0.5 * (1.0 + speed.causal_tokens / reach) if attention.is_causal else 1.0

@@ -174,7 +174,7 @@ def _working_bytes(rank: RankMemory) -> Floats:
     """Return what the backward pass of a block has beside what was kept for it."""
     costs, key = rank.costs, rank.costs.key
     gradient = costs.largest_gradient_bytes[key]
-    keeps_next = rank.framework.data_parallel.shards_are_flat and rank.workload.model.is_partly_frozen
+    keeps_next = rank.workload.training.stack.flat_shards and rank.workload.model.is_partly_frozen
     num_blocks = np.where(rank.is_fsdp & keeps_next, 2.0, 1.0)
     return np.asarray(costs.working_bytes[key] * num_blocks + costs.boundary_bytes[key] + gradient)
 
@@ -244,7 +244,7 @@ def step_copies_bytes(rank: RankMemory) -> Floats:
         costs.head_parameters[costs.key] * rank.stage.is_last,
     )
     one = states.loop_copies * np.maximum(weight, ends) + states.left_over * weight
-    is_by_tensor = rank.is_fsdp & (not rank.framework.data_parallel.shards_are_flat)
+    is_by_tensor = rank.is_fsdp & (not rank.workload.training.stack.flat_shards)
     loops = is_by_tensor | (rank.framework.storage.optimizer_step == "for_loop") | (states.foreach_copies is None)
     copies = np.where(loops, one, rank.parameters * (states.foreach_copies or 0.0)) / rank.state_shards
     return np.asarray(flat + copies * rank.full_bytes)

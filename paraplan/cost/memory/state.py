@@ -12,7 +12,7 @@ from paraplan.cost.blocks.costs import BlockCosts
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
 from paraplan.cost.memory.overheads import gathered_frozen_bytes, optimizer_shards, root_frozen_bytes, shard_padding
-from paraplan.cost.memory.parts import FP32
+from paraplan.cost.memory.parts import FP32, HALF
 from paraplan.cost.pipeline.stages import StageBlocks, chunk_in_flight, mean_in_flight, one_chunk_in_flight
 from paraplan.cost.plan_table import Floats, Mask, OffloadCode, PlanTable, ScheduleCode
 from paraplan.cost.workload import Workload
@@ -100,7 +100,8 @@ class RankState:
     @cached_property
     def full_bytes(self) -> float:
         """Bytes of a gradient's element as the optimizer reads it, and of a copy that its step makes."""
-        return self.framework.storage.step_gradient_bytes if self.is_mixed else FP32
+        is_pure = self.workload.training.precision == "bf16-pure"
+        return HALF if is_pure else FP32
 
     @cached_property
     def is_fsdp(self) -> Mask:
