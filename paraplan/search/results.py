@@ -118,8 +118,8 @@ FEW_TOKENS = 4096
 
 
 FEW_VIRTUAL, USUAL_VIRTUAL = 4, 12
-"""Virtual stages: most published runs that interleave have at most the first number, of 50 all but 4 at most the
-second (`profiles/runs`)."""
+"""Virtual stages: of 50 published runs that interleave (`profiles/runs`) 18 have at most the first number, all but 4 at
+most the second."""
 IDLE = 30
 """The complexity of a pipeline in which ranks wait because there are fewer micro-batches than stages."""
 

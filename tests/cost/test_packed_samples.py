@@ -78,7 +78,7 @@ def exchanging(made: Workload, starts: tuple[float, float]) -> Workload:
 
 def looped(made: Workload, *, fuses_rotations: bool) -> Workload:
     stack = made.training.stack.replace(fuses_rotations=fuses_rotations)
-    return made.trained_as(made.training.replace(stack=stack))
+    return replace(made, training=made.training.replace(stack=stack))
 
 
 def test_rotations_that_go_from_sample_to_sample_wait_for_the_host(workload: MakeWorkload) -> None:
