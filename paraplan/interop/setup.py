@@ -50,6 +50,11 @@ class Setup(Record):
     notes: tuple[str, ...] = ()
 
     @property
+    def keeps_fp32(self) -> bool:
+        """Whether fp32 weights are kept beside those of a model in 16 bits: DeepSpeed does at every stage, and FSDP."""
+        return self.framework == "deepspeed zero" or self.plan.zero_stage > 0
+
+    @property
     def training(self) -> dict[str, object]:
         """The fields of a `TrainingSpec` that the configuration says, but for batch and length."""
         names = ("precision", "optimizer", "attention", "train", "base_weights", "loss", "compiled", "task")

@@ -207,3 +207,19 @@ def test_a_file_is_known_by_its_own_tools_keys(tool: str, tmp_path: Path) -> Non
         "peft": "peft",
     }
     assert setup_of(BASES[tool], tmp_path).tool.split(", ")[0] == names[tool]
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "ms-swift", "trl"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("num_gpus", [1, 4])
+def test_deepspeed_keeps_fp32_weights_on_any_number_of_gpus(
+    tool: str, stage: int, num_gpus: int, tmp_path: Path
+) -> None:
+    half: dict[str, dict[str, object]] = {
+        "axolotl": {"bf16": True},
+        "ms-swift": {"tuner_type": "full", "torch_dtype": "bfloat16"},
+        "trl": {"dtype": "bfloat16", "bf16": True},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BASES[tool] | half[tool] | {"deepspeed": {"zero_optimization": {"stage": stage}}}))
+    assert import_plan(path, num_gpus=num_gpus).setup.precision == "bf16"

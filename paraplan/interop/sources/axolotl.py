@@ -64,7 +64,7 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
     setup = setup.replace(
         plan=with_ep(fields, setup.plan, ep),
         says_gpus=setup.says_gpus or ep > 1,
-        precision=_precision(fields, is_pure=train is None and (not setup.plan.zero_stage or _is_fsdp2(sharding))),
+        precision=_precision(fields, is_pure=train is None and (not setup.keeps_fp32 or _is_fsdp2(sharding))),
         optimizer=optimizer,
         attention=_attention(fields),
         train=train,

@@ -201,7 +201,7 @@ def _trainer(fields: Fields, given: Given, read_file: ReadFile) -> Setup:
         notes.append(f"optimizer {fields.text('optimizer')}: priced as {optimizer}")
     precision = _precision(fields)
     notes += tf32_note(fields, precision)
-    is_pure = precision == "bf16" and train is None and not setup.plan.zero_stage
+    is_pure = precision == "bf16" and train is None and not setup.keeps_fp32
     return setup.replace(
         precision="bf16-pure" if is_pure else precision,
         optimizer=optimizer,

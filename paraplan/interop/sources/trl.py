@@ -69,7 +69,7 @@ def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Se
     optimizer, found = trainer_optimizer(fields, "optim")
     loss = _LOSSES.get(str(fields.value("loss_type")), "plain")
     setup = setup.replace(
-        precision=_precision(fields, is_pure=loads_half and not has_adapters and not setup.plan.zero_stage),
+        precision=_precision(fields, is_pure=loads_half and not has_adapters and not setup.keeps_fp32),
         optimizer=optimizer,
         attention=attention_of(fields.text("attn_implementation")) or "sdpa",
         train=train,
