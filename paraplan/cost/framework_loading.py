@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from paraplan.records import Record, Source
 
 LoadWay = Literal["each_rank_gpu", "each_rank_host", "first_rank_host", "shards"]
@@ -26,6 +28,9 @@ class LoadingProfile(Record):
     """How weights are loaded without that."""
     quantized: LoadWay | None = None
     """Where the weights that do not train are below 16 bits, whatever is sharded."""
+    quantized_shards: dict[str, LoadWay] = Field(default_factory=dict)
+    """How those are loaded where ranks keep shards, by the tool that stores them (`--quantizer`); as all of them where
+    it is left out."""
     dequantized: LoadWay | None = None
     """Where they are released below 16 bits (`released_quantized`) and trained in 16, whatever is sharded."""
     released_quantized: tuple[str, ...] = ()

@@ -104,7 +104,10 @@ _WAYS_OUT: dict[LoadWay, str] = {
     "first_rank_host": "a machine with more memory, or swap space while it is loaded",
     "shards": "more ranks, which share the weights",
 }
-_OF_QUANTIZED = "weights in fewer bits, or GPUs with more memory (transformers 4 read them into host memory under FSDP)"
+_OF_QUANTIZED = (
+    "weights in fewer bits, GPUs with more memory, or transformers 4, which keeps them in the host's memory under FSDP "
+    "(--framework fsdp --quantizer transformers-4)"
+)
 _OF_DEQUANTIZED = "a copy of the release in 16 bits, which FSDP and ZeRO-3 load in shares"
 
 
@@ -166,8 +169,10 @@ def _loading(workload: Workload, *, is_sharded: bool) -> _Loading | None:
     if workload.cluster.gpu.vendor == "cpu":
         return None
     if workload.training.train != "full" and is_stored_below_16_bits(weights):
-        way_out = _OF_QUANTIZED if profile.quantized == "each_rank_gpu" else None
-        return profile.quantized and _Loading(profile.quantized, way_out=way_out, converts=True)
+        by_tool = profile.quantized_shards if is_sharded else {}
+        quantized = by_tool.get(workload.training.quantizer or workload.framework.storage.quantizer, profile.quantized)
+        way_out = _OF_QUANTIZED if quantized == "each_rank_gpu" else None
+        return quantized and _Loading(quantized, way_out=way_out, converts=True)
     if profile.dequantized is not None and workload.model.model_type in profile.released_quantized:
         return _Loading(
             profile.dequantized, way_out=_OF_DEQUANTIZED if profile.dequantized == "each_rank_gpu" else None

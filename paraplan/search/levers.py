@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from paraplan.cost.stored_weights import wider_quantizers
+from paraplan.cost.stored_weights import untrainable_notes, wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
+from paraplan.model.weight_formats import WEIGHT_FORMATS
 from paraplan.plan.executor import Executor, training_gap
 from paraplan.plan.support import rule_of
 from paraplan.plan.training import TrainingSpec
@@ -71,8 +72,8 @@ class Lever:
 def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterator[Lever]:
     """Yield the levers that the training and what is `fixed` leave, in the order in which they are tried.
 
-    A fused or chunked loss; the model's own 4-bit weights, or QLoRA; an 8-bit optimizer; recompute; activation offload;
-    fewer sequences at once.
+    A fused or chunked loss; the model's own 4-bit weights, or QLoRA, with scales in bytes; an 8-bit optimizer;
+    recompute; activation offload; fewer sequences at once.
     """
     training = workload.training
     has_gpu = workload.cluster.gpu.vendor != "cpu"
@@ -115,6 +116,9 @@ def _narrower_weights(workload: Workload) -> Iterator[Lever]:
     if is_full:
         yield Lever("LoRA", f"--train {LORA}", adapter, keeps_training=False)
     yield from _with_experts(Lever("", "", keeps_training=False), workload)
+    narrower = f"{training.frozen_weights}:double"
+    if not is_full and narrower in WEIGHT_FORMATS:
+        yield Lever("scales in bytes", f"--base-weights {narrower}", {"base_weights": narrower}, keeps_training=False)
     is_wide = training.base_weights in (None, "bf16", "fp32")
     if training.linear_precision != "16bit" or not is_wide:
         return  # weights in 4 bits are multiplied in 16
@@ -148,7 +152,9 @@ def lacking(lever: Lever, workload: Workload, executor: Executor) -> str | None:
     except ParaplanError as error:  # options that exclude each other
         return error.message
     gap = training_gap(executor, changed, workload.model.num_blocks)
-    return None if gap is None else rule_of(gap)
+    if gap is not None:
+        return rule_of(gap)
+    return next(iter(untrainable_notes(replace(workload, training=changed))), None)
 
 
 def with_room(workload: Workload) -> Workload:

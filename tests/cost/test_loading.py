@@ -54,6 +54,24 @@ def test_weights_that_are_quantized_while_they_are_loaded_stand_on_each_gpu_with
     assert found.gpu_bytes == found.weights_bytes + embedding
 
 
+@pytest.mark.parametrize(
+    ("framework", "way"),
+    [("fsdp", "first_rank_host"), ("huggingface-trainer", "first_rank_host"), ("deepspeed-zero", "each_rank_host")],
+)
+def test_transformers_4_keeps_quantized_shards_in_the_memory_of_the_host(framework: str, way: str) -> None:
+    fields = {"train": "lora:r=8", "base_weights": "nf4"}
+    before = made("llama-3-70b", framework, "rtx-4090-x8", **fields)
+    refused = loaded(before)
+    assert not refused.fits
+    assert "--framework fsdp --quantizer transformers-4" in refused.way_out
+    found = loaded(made("llama-3-70b", framework, "rtx-4090-x8", **fields, quantizer="transformers-4"))
+    assert found.way == way
+    assert found.fits_gpu
+    assert found.gpu_bytes < found.weights_bytes / 2
+    replicas = loading_of(before, estimate_plan(before, ZERO_3.model_copy(update={"zero_stage": 1})))
+    assert replicas is None or replicas.way != way
+
+
 def test_a_release_below_16_bits_is_whole_on_each_gpu_where_it_is_dequantized() -> None:
     workload = made("gpt-oss-120b", "fsdp", train="lora:r=8")
     found = loaded(workload)

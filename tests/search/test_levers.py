@@ -91,7 +91,7 @@ def test_a_fused_loss_makes_a_million_tokens_fit(workload: MakeWorkload) -> None
 @pytest.mark.parametrize(
     ("model", "profile", "options", "most_gib"),
     [
-        ("gpt-oss-20b", "1xrtx-4090", "--base-weights mxfp4", 21.8),  # the format that it is released in
+        ("gpt-oss-20b", "1xrtx-4090", "--base-weights nf4:double --quantizer axolotl", 21.8),
         ("llama-3-8b", "1xrtx-3060", "--base-weights nf4:double", 10.4),
     ],
 )
@@ -104,6 +104,20 @@ def test_adapters_that_do_not_fit_are_offered_weights_in_4_bits(
     first = next(one for one in caught.value.offers if one.fits)
     assert first.options == options
     assert (first.peak_memory_bytes or 0) < most_gib * GIB
+
+
+def test_a_format_over_which_the_tool_trains_nothing_is_no_way_out(workload: MakeWorkload) -> None:
+    made = workload("gpt-oss-120b", profile="1xrtx-pro-6000", seq_length=1024, global_batch_size=8, train="lora:r=16")
+    own = _by_options(LeverTrials(made, OWN_RUNTIME, FREE).offers())["--base-weights mxfp4"]  # it is released so
+    assert not own.fits
+    assert "trains no adapters over mxfp4" in own.in_words
+
+
+def test_4_bit_weights_that_lack_little_are_offered_with_scales_in_bytes(workload: MakeWorkload) -> None:
+    fields = {"seq_length": 1024, "global_batch_size": 8, "train": "lora:r=16", "base_weights": "nf4"}
+    made = workload("llama-3.3-70b", profile="1xrtx-a6000", **fields)
+    offers = LeverTrials(made, OWN_RUNTIME, Constraints(offload="none")).offers()
+    assert any(one.fits and "--base-weights nf4:double" in one.options for one in offers)
 
 
 def test_levers_that_are_not_enough_alone_are_tried_together(workload: MakeWorkload) -> None:
