@@ -7,9 +7,11 @@ import io
 import math
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from paraplan.errors import PlanError
+from paraplan.plan.parallel import ScheduleName
 from paraplan.plan.stack import ContextExchange, Dispatcher, Graphs
 from paraplan.plan.training import Fp8Recipe
 from paraplan.records import Record
@@ -32,6 +34,7 @@ WORDS = {
     "flash_attention": dict.fromkeys(("flash", "fa2", "fa3"), "1") | {"eager": "0"},
     "recompute": {"true": "full", "yes": "full", "1": "full", "false": "none", "no": "none", "0": "none"},
     "dispatcher": {"a2a": "alltoall", "all-to-all": "alltoall"},
+    "schedule": {"1f1b-interleaved": "interleaved_1f1b", "zb": "zero_bubble", "zbh1": "zero_bubble"},
     "cp_exchange": {"p2p": "ring", "a2a": "heads", "ulysses": "heads"},
     "cuda_graphs": {"no": "none", "0": "none", "false": "none", "full_iteration": "full"},
     "memory_rank": dict.fromkeys(("max", "every"), "all"),
@@ -90,6 +93,8 @@ class MeasuredRun(Record):
     etp: int | None = None
     """Ranks that split one expert: Megatron-Core's --expert-tensor-parallel-size. Blank: the framework's own."""
     vpp: int | None = None
+    schedule: ScheduleName | Literal[""] = ""
+    """The order of micro-batches in a pipeline. Blank: 1F1B, interleaved where `vpp` is above 1."""
     sequence_parallel: bool | None = None
     zero_stage: int | None = None
     zero_shards: int | None = None
@@ -199,6 +204,20 @@ def read_runs(text: str, *, source: str) -> list[MeasuredRun | UnusableRow]:
         return [_row(row, number) for number, row in enumerate(reader, start=2)]
     except csv.Error as error:
         raise PlanError(f"{source} is no table, line {reader.line_num or 1}: {error}", hint="give a CSV file") from None
+
+
+_FOR_PEOPLE = ("source_locator", "source_url", "derived_fields", "flops_definition")
+"""Columns that tables have beside those that are read."""
+
+
+def unread_columns(text: str) -> dict[str, str]:
+    """Return the columns of a table from which nothing is read, each with the one that may be meant, or nothing."""
+    names = next(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline="")), [])
+    known, found = [*MeasuredRun.model_fields], dict[str, str]()
+    for name in (name.strip().lower() for name in names):
+        if name and name not in known and name not in _FOR_PEOPLE:
+            found[name] = next(iter(get_close_matches(name, known, 1, 0.8)), "")
+    return found
 
 
 def _row(row: Mapping[str, str | None], number: int) -> MeasuredRun | UnusableRow:

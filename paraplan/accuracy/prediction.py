@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from paraplan.accuracy.fine_tuning import has_only_modelled_features, is_fine_tuning
+from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.plan_table import PlanTable
@@ -46,6 +47,11 @@ class RunPrediction(Record):
     memory_reading: MemoryReading | None = None
     fits: bool | None = None
     predicted_fits: bool | None = None
+    predicted_step_time_low_s: float | None = None
+    """What 80 % of runs took no less and no more than, as `paraplan estimate` tells it."""
+    predicted_step_time_high_s: float | None = None
+    out_of_memory_risk: float | None = None
+    """The share of measured runs in which a peak as predicted would have passed the usable memory."""
     skipped: str | None = None
 
 
@@ -75,7 +81,7 @@ def predict_run(
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
     reading = _reading(run.memory_metric)
     predicted_bytes = _as_read(estimate, workload, reading, run.memory_rank)
-    step_s = estimate.step.step_time_s
+    step_s, interval = estimate.step.step_time_s, step_interval(workload, estimate)
     return RunPrediction(
         id=run.id,
         source=run.source,
@@ -95,6 +101,9 @@ def predict_run(
         memory_reading=reading if measured_bytes else None,
         fits={"fits": True, "oom": False}.get(run.fit_status),
         predicted_fits=max(stage.cached_device_bytes for stage in estimate.memory) <= workload.cluster.gpu_memory_bytes,
+        predicted_step_time_low_s=interval.low_s if interval else None,
+        predicted_step_time_high_s=interval.high_s if interval else None,
+        out_of_memory_risk=out_of_memory_probability(workload, estimate),
     )
 
 

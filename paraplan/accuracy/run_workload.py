@@ -32,7 +32,7 @@ from paraplan.model.named import Fields, named_config
 from paraplan.model.reader import read_fields
 from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
 from paraplan.model.spec import BlockSpec, ModelSpec
-from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.plan.parallel import Offload, ParallelPlan, Recompute
 from paraplan.plan.stack import StackSettings
 from paraplan.plan.stages import running_split
 from paraplan.plan.training import AttentionKind, LinearPrecision, OptimizerName, TrainingPrecision, TrainingSpec
@@ -252,9 +252,10 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
             "sequence_parallel": tp > 1 and _splits_sequences(run, framework),
             "micro_batch_size": micro_batch,
             "num_microbatches": run.num_microbatches or max(1, round(run.global_batch / dp / micro_batch)),
-            "pipeline_schedule": None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
+            "pipeline_schedule": None if pp == 1 else run.schedule or ("interleaved_1f1b" if virtual > 1 else "1f1b"),
             "virtual_pipeline_size": virtual,
             "recompute": _recompute(run),
+            "offload": _offload(run),
             "stage_blocks": _stage_blocks(run, framework, num_stages=pp * virtual) if pp > 1 else None,
         }
     )
@@ -302,6 +303,14 @@ def _recompute(run: MeasuredRun) -> Recompute:
     if MODULES_RECOMPUTE in features or re.search(EXPERTS_RECOMPUTE, features):
         return "selective_ops"
     return next((known for known in get_args(Recompute) if run.recompute == known), "none")
+
+
+def _offload(run: MeasuredRun) -> Offload:
+    """Return what a row's `offload` leaves on the host beside activations: ZeRO's are optimizer states."""
+    words = run.offload.lower()
+    if "param" in words:
+        return "parameters"
+    return "optimizer" if "optimizer" in words or "zero" in words else "none"
 
 
 def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
 
 from paraplan.accuracy.calibration import Calibration
-from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs
+from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs, unread_columns
 from paraplan.accuracy.prediction import RunPrediction, is_standard, predict_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.accuracy.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
@@ -62,6 +62,8 @@ class Validation:
     """Whether rows of low quality or with unusual features are scored too."""
     calibration: Calibration | None = None
     """What predictions were made with beside the sourced constants."""
+    unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By table its columns from which nothing is read, each with the one that may be meant, or nothing."""
 
     @cached_property
     def scored(self) -> Scores:
@@ -130,7 +132,8 @@ def validate(
             if number % 50 == 0:
                 say(f"predicting measured runs, {number} of {len(entries)}")
             rows.append((entry, _predict(entry, data, calibration)))
-    return Validation(tuple(rows), everything=everything, calibration=calibration)
+    unread = {source: found for source, text in tables.items() if (found := unread_columns(text))}
+    return Validation(tuple(rows), everything=everything, calibration=calibration, unread=unread)
 
 
 def _predict(entry: MeasuredRun | UnusableRow, data: BundledData, fitted: Calibration | None) -> RunPrediction:

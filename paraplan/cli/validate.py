@@ -12,7 +12,7 @@ from paraplan.api.calibrations import load_calibration
 from paraplan.api.validation import Validation
 from paraplan.api.validation import validate as validate_runs
 from paraplan.cli.options import CalibrationOption, JsonOption
-from paraplan.cli.terminal import make_console
+from paraplan.cli.terminal import make_console, show_note
 from paraplan.cli.validate_tables import print_factors, print_fits, print_scores, print_skipped, print_sweeps
 from paraplan.errors import PlanError
 
@@ -39,14 +39,17 @@ def validate(
     the best prediction took than the best of all; and the same at each global batch apart.
     Blank cells take stated defaults: bf16, AdamW, the framework's attention kernel, degrees of 1, micro-batches of 1,
     8 GPUs a node with NVLink where the GPU has it, the shapes of the bundled model of that name or a vocabulary of
-    50304; no recompute if that fits, else full; of a batch that is not stated only the memory is compared. FP8 doubles
-    the rate of linear layers, LoRA is predicted as full training. Without --calibration nothing is fitted.
+    50304; no recompute if that fits, else full; of a batch that is not stated only the memory is compared. Rows are
+    priced as paraplan estimate prices the same settings. Without --calibration nothing is fitted.
     --why multiplies constants and parts of the estimates one by one by 1/4 to 4, over up to 32 rows of each source.
     """
     tables = {str(path): _text(path) for path in files}
     fitted = load_calibration(calibration) if calibration else None
     found = validate_runs(tables, calibration=fitted, everything=everything)
     factors = found.factors() if why else []
+    for source, columns in found.unread.items():
+        names = [f"{name} (did you mean {near}?)" if near else name for name, near in columns.items()]
+        show_note(f"nothing is read from these columns of {source}: {', '.join(names)}")
     if as_json:
         explained = {"why": [one.model_dump() for one in factors]} if why else {}
         typer.echo(json.dumps(found.to_dict() | explained, indent=2))

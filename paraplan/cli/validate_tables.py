@@ -64,10 +64,10 @@ def print_sweeps(console: Console, sweeps: SweepScore, batch_sweeps: SweepScore)
 def print_fits(console: Console, fits: FitScore) -> None:
     """Print for how many runs it was predicted whether they run or run out of memory; nothing without such runs."""
     if fits.out_of_memory:
-        failed = f"{fits.out_of_memory_predicted} of {fits.out_of_memory} runs that ran out of memory"
-        ran = f", and {fits.ran_predicted} of {fits.ran} that ran" if fits.ran else ""
+        failed = f"of {fits.out_of_memory} runs that ran out of memory {fits.out_of_memory_predicted} were predicted to"
+        ran = f", of {fits.ran} that ran {fits.ran - fits.ran_predicted} too" if fits.ran else ""
         others = f"; {fits.ended_otherwise} more failed, where one with no less on each GPU ran"
-        console.print(f"Fits or not: {failed} were predicted to{ran}{others if fits.ended_otherwise else ''}\n")
+        console.print(f"Fits or not: {failed}{ran}{others if fits.ended_otherwise else ''}\n")
 
 
 def print_factors(console: Console, found: Sequence[SourceFactors]) -> None:
