@@ -27,7 +27,7 @@ from marked import TextOf, between
 
 from paraplan.accuracy.intervals import SHARE, AccuracyTable, FittedErrors, accuracy_of, fitted_errors
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
-from paraplan.accuracy.prediction import RunPrediction
+from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.accuracy.run_workload import BundledData, workload_of_run
 from paraplan.accuracy.scoring import ErrorSummary, Score, score
 from paraplan.errors import ParaplanError

@@ -19,7 +19,7 @@ from paraplan.records import Record
 from paraplan.resources import profiles_folder
 
 if TYPE_CHECKING:  # measured runs, which the interval of a prediction does without
-    from paraplan.accuracy.prediction import RunPrediction
+    from paraplan.accuracy.run_prediction import RunPrediction
 
 SHARE = 0.8
 """The share of runs that an interval is to hold."""

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 from paraplan.accuracy.fine_tuning import has_only_modelled_features, is_fine_tuning
 from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
 from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.run_prediction import MemoryReading, RunPrediction
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import ComputePrecision
-from paraplan.records import Record
 from paraplan.units import GIB
-
-MemoryReading = Literal["max_allocated", "max_reserved", "allocated or reserved", "nvidia-smi", "not stated"]
-
-
-class RunPrediction(Record):
-    """One row of `paraplan validate`. Errors are predicted / measured - 1; what was not measured is None.
-
-    `fits` says whether a run ran (True) or ran out of memory (False), `predicted_fits` whether what torch's allocator
-    takes, with what it keeps for later, is less than the GPU has: of what it keeps it gives back whole segments alone.
-    `parallelism` names the kinds of splitting without their degrees, `plan` the whole plan; `memory_reading` is what
-    the measured peak is.
-    Runs of a framework that is not known are modelled as plain PyTorch, with tp or pp as Megatron-Core.
-    """
-
-    id: str
-    source: str
-    gpu: str
-    framework: str
-    framework_profile: str = ""
-    gpu_profile: str = ""
-    is_known_framework: bool = True
-    parallelism: str = ""
-    plan: str = ""
-    predicted_step_time_s: float | None = None
-    measured_step_time_s: float | None = None
-    step_time_error: float | None = None
-    predicted_peak_memory_bytes: int | None = None
-    measured_peak_memory_bytes: int | None = None
-    memory_error: float | None = None
-    memory_reading: MemoryReading | None = None
-    fits: bool | None = None
-    predicted_fits: bool | None = None
-    predicted_step_time_low_s: float | None = None
-    """What 80 % of runs took no less and no more than, as `paraplan estimate` tells it."""
-    predicted_step_time_high_s: float | None = None
-    out_of_memory_risk: float | None = None
-    """The share of measured runs in which a peak as predicted would have passed the usable memory."""
-    skipped: str | None = None
 
 
 def estimate_run(run: MeasuredRun, workload: Workload, plan: ParallelPlan) -> PlanEstimate:

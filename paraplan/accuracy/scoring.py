@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 
 from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow
-from paraplan.accuracy.prediction import RunPrediction
+from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.cost.plan_table import Floats
 from paraplan.records import Record
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from paraplan.accuracy.calibration import Calibration
 from paraplan.accuracy.measured_runs import MeasuredRun, UnusableRow, read_runs, unread_columns
-from paraplan.accuracy.prediction import RunPrediction, is_standard, predict_run
+from paraplan.accuracy.prediction import is_standard, predict_run
+from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.accuracy.scoring import FitScore, Score, SweepScore, score, score_fits, score_sweeps
 from paraplan.accuracy.why import SourceFactors, source_factors

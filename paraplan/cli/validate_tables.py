@@ -13,7 +13,7 @@ from paraplan.cli.terminal import escape
 from paraplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from paraplan.accuracy.prediction import RunPrediction
+    from paraplan.accuracy.run_prediction import RunPrediction
     from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore
     from paraplan.accuracy.why import SourceFactors
 

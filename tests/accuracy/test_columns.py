@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs, unread_columns
-from paraplan.accuracy.prediction import RunPrediction, predict_run
+from paraplan.accuracy.prediction import predict_run
+from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cli.main import app
 

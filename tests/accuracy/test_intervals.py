@@ -17,7 +17,7 @@ from paraplan.accuracy.intervals import (
     out_of_memory_probability,
     step_interval,
 )
-from paraplan.accuracy.prediction import RunPrediction
+from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan

@@ -9,7 +9,8 @@ import pytest
 from small_run import run
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.accuracy.prediction import RunPrediction, predict_run
+from paraplan.accuracy.prediction import predict_run
+from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, training_of_run, workload_of_run
 from paraplan.accuracy.scoring import score_fits
 from paraplan.cost.estimate import evaluate_plan

@@ -5,7 +5,7 @@ import pytest
 from small_run import run
 
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.accuracy.prediction import RunPrediction
+from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.accuracy.scoring import rank_correlation, score, score_sweeps, summarize
 
 
