@@ -11,6 +11,7 @@ from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.framework_loading import LoadWay
 from paraplan.cost.plan_table import Ints, Mask
 from paraplan.cost.workload import Workload
+from paraplan.hardware.cluster import Cluster
 from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.plan.parallel import AXES
 from paraplan.records import Record
@@ -37,7 +38,7 @@ class LoadingEstimate(Record):
     usable_memory_bytes: int
     """What training may allocate on a GPU."""
     host_memory_bytes: int | None
-    """The memory of a machine, None where nobody said."""
+    """The memory of a machine, with what GPUs share of it; None where nobody said."""
     step_memory_bytes: int
     """What a GPU holds at the peak of a step."""
     way_out: str
@@ -211,8 +212,15 @@ class _Sizes:
 
     def fits_host(self, workload: Workload, way: LoadWay) -> bool:
         """Return whether the host has room for it."""
-        limit = workload.cluster.host_memory_bytes
+        limit = _host_memory(workload.cluster)
         return limit is None or self.host_bytes(way) <= limit
+
+
+def _host_memory(cluster: Cluster) -> int | None:
+    """Return what a machine has for weights that are read, None where nobody said: with what GPUs share of it."""
+    known = cluster.host_memory_bytes
+    shared = cluster.gpus_per_node * cluster.gpu_memory_bytes if cluster.gpu.shares_host_memory else 0
+    return None if known is None else known + shared
 
 
 def _in_way(workload: Workload, estimate: PlanEstimate, way: LoadWay, *, converts: bool) -> LoadingEstimate:
@@ -232,6 +240,6 @@ def _in_way(workload: Workload, estimate: PlanEstimate, way: LoadWay, *, convert
         gpu_bytes=round(on_gpu),
         host_bytes_per_node=round(sizes.host_bytes(way)),
         usable_memory_bytes=estimate.usable_memory_bytes,
-        host_memory_bytes=estimate.host_memory_bytes,
+        host_memory_bytes=_host_memory(workload.cluster),
         step_memory_bytes=estimate.peak_memory_bytes,
     )

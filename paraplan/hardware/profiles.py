@@ -98,6 +98,7 @@ class GpuProfile(Record):
     pcie_bandwidth_bytes_per_s: float = Field(gt=0, description="one direction, as measured between GPUs")
     nvlink_bridge: bool = False
     peer_access: bool | None = None
+    shares_host_memory: bool = Field(default=False, description="GPU and CPU have one memory")
     calibration: KernelCalibration | None = None
     source: str
     source_kind: SourceKind | None = None

@@ -55,6 +55,10 @@ def memory_verdict(workload: Workload, estimate: PlanEstimate) -> tuple[str, str
     """Return whether a plan fits, by its peak, its risk and torch's allocator in one verdict, and the tone of that."""
     peak, usable = estimate.peak_memory_bytes, estimate.usable_memory_bytes
     memory = f"{format_bytes(peak)} of {format_bytes(usable)} usable per GPU"
+    if estimate.host_bytes_per_node:
+        known = estimate.host_memory_bytes
+        of = "" if known is None else f" of {format_bytes(known)}"
+        memory += f", {format_bytes(estimate.host_bytes_per_node)}{of} in a machine's memory for offload"
     if peak > usable:
         return f"does not fit, {format_bytes(peak - usable)} too much on a GPU: {memory}", "bad"
     if not estimate.fits:

@@ -90,6 +90,15 @@ def test_every_rank_of_a_machine_reads_all_weights_where_scripts_build_the_model
     assert found.without.host_bytes_per_node == 8 * found.weights_bytes
 
 
+def test_weights_are_read_into_the_memory_that_a_gpu_shares_with_its_host() -> None:
+    plan = ParallelPlan(num_microbatches=8)
+    for model, fits in (("llama-3-8b", True), ("llama-3-70b", False)):
+        found = loaded(made(model, "paraplan", "dgx-spark", train="lora:r=8"), plan)
+        assert found.without is not None
+        assert found.without.fits is fits
+        assert ("which does not fit" in found.in_words) is not fits
+
+
 def test_ranks_of_megatron_read_their_own_shares_and_nothing_is_said() -> None:
     workload = made("llama-3-8b", "megatron-core")
     plan = ParallelPlan(dp=2, tp=4, zero_stage=1, num_microbatches=4)

@@ -22,6 +22,7 @@ from paraplan.search.reasons import speed_in_words
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.results import RANGE, TOLERANCE, SearchResult, complexity
 from paraplan.search.search import search
+from paraplan.units import format_bytes
 
 MakeWorkload = Callable[..., Workload]
 CASES: tuple[dict[str, Any], ...] = (
@@ -105,6 +106,13 @@ def test_one_line_judges_memory_and_the_allocator_decides_it(workload: MakeWorkl
     assert tone == "caution"
     labels = [line.label for line in recommendation_lines(recommendation(made, SearchRequest()))]
     assert labels.count("Memory") == 1
+
+
+def test_the_verdict_on_memory_says_what_offload_keeps_on_the_host(workload: MakeWorkload) -> None:
+    made = workload("llama-2-70b", profile="8xa100", seq_length=2048, global_batch_size=8)
+    best = search(made, num_candidates=1).best
+    words, _ = memory_verdict(made, best)
+    assert f"{format_bytes(best.host_bytes_per_node)} of 2.00 TiB in a machine's memory for offload" in words
 
 
 def test_small_rigs_and_adapters_get_data_parallelism_within_the_range(workload: MakeWorkload) -> None:
