@@ -8,6 +8,7 @@ from functools import reduce
 
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.loading import loading_of
+from paraplan.cost.stored_weights import untrainable_notes
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.hardware.cluster import Cluster
@@ -261,6 +262,7 @@ def _priced(
     return offer.replace(
         fits=best.fits and unloadable is None,
         unloadable=unloadable,
+        note=next(iter(untrainable_notes(workload)), None),
         plan=best.plan.describe(),
         peak_memory_bytes=best.peak_memory_bytes,
         usable_memory_bytes=best.usable_memory_bytes if without is None else without.usable_memory_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from paraplan.cost.stored_weights import untrainable_notes, wider_quantizers
+from paraplan.cost.stored_weights import wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.model.weight_formats import WEIGHT_FORMATS
@@ -152,9 +152,7 @@ def lacking(lever: Lever, workload: Workload, executor: Executor) -> str | None:
     except ParaplanError as error:  # options that exclude each other
         return error.message
     gap = training_gap(executor, changed, workload.model.num_blocks)
-    if gap is not None:
-        return rule_of(gap)
-    return next(iter(untrainable_notes(replace(workload, training=changed))), None)
+    return None if gap is None else rule_of(gap)
 
 
 def with_room(workload: Workload) -> Workload:

@@ -46,6 +46,8 @@ class LeverOffer(Record):
     """GPUs that this is for."""
     fewest_gpus: int | None = None
     """The fewest of these machines' GPUs that fit with it, where they were looked for."""
+    note: str | None = None
+    """What to know of it: a tool that trains nothing over such weights."""
     found: str | None = None
     """What `--find` finds with it."""
 
@@ -80,7 +82,8 @@ class LeverOffer(Record):
         step = f"{format_seconds(step_s)} a step{self._change}, {rate} tokens/s per GPU"
         few = self.fewest_gpus
         also = f"; {gpus(few)} would do" if few is not None and few < self.num_gpus else ""
-        return f"{self.options}: {found}{memory}, {step} ({self.plan}){also}"
+        note = f"; {self.note}" if self.note else ""
+        return f"{self.options}: {found}{memory}, {step} ({self.plan}){also}{note}"
 
     @property
     def step_in_words(self) -> str:
