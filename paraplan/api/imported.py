@@ -27,6 +27,7 @@ from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
+from paraplan.plan.stack import StackSettings
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
@@ -178,7 +179,7 @@ class Alternatives:
 
 
 def workloads_of(imported: ImportedPlan, workload: Workload, *, has_attention: bool) -> tuple[Workload, Workload]:
-    """Return a workload modelled for the tool's framework, and for paraplan's runtime.
+    """Return a workload modelled for the tool's framework, and for paraplan's runtime, which no file tells settings.
 
     Unless `has_attention`, both train with the attention that the framework uses by default.
     """
@@ -186,9 +187,12 @@ def workloads_of(imported: ImportedPlan, workload: Workload, *, has_attention: b
     theirs = Workload.of(model, training, cluster, framework=imported.framework)
     # What the tool's own configuration can say, not that of others who train by the same framework.
     theirs = replace(theirs, framework=theirs.framework.replace(export_target=imported.setup.target))
+    plain = training.replace(stack=StackSettings()) if imported.setup.stack.text else training
+    ours = workload.trained_as(plain) if plain != training else workload
     if not has_attention:
-        training = training.replace(attention=theirs.framework.kernels.default_attention)
-    return replace(theirs, training=training), replace(workload, training=training)
+        attention = theirs.framework.kernels.default_attention
+        training, plain = training.replace(attention=attention), plain.replace(attention=attention)
+    return replace(theirs, training=training), replace(ours, training=plain)
 
 
 def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Alternatives:

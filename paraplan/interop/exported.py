@@ -207,11 +207,18 @@ def launch_words(subject: Subject, *, plan_path: str) -> str:
     return shlex.join([*order, "--plan", plan_path, subject.script])
 
 
-def shared_notes(subject: Subject, *, compiles: bool = False, narrows: bool = False, packs: bool = False) -> list[str]:
+def shared_notes(
+    subject: Subject,
+    *,
+    compiles: bool = False,
+    narrows: bool = False,
+    packs: bool = False,
+    tells: frozenset[str] = frozenset(),
+) -> list[str]:
     """Return what a trainer's format has no place for: missing precision and the like, the order of GPUs, compiling.
 
     `compiles` says that the format has a place for torch.compile, `narrows` one for products in 8 bits, `packs` one for
-    packed samples.
+    packed samples; `tells` are the settings of the software that it names.
     """
     notes = []
     if subject.training is None:
@@ -222,8 +229,9 @@ def shared_notes(subject: Subject, *, compiles: bool = False, narrows: bool = Fa
         notes.append(f"linear layers in {subject.training.linear_precision}: the plan was made for them")
     if subject.training is not None and subject.training.packs_samples and not packs:
         notes.append(f"samples of {subject.training.sample_length} tokens, packed: the plan was made for them")
-    if subject.training is not None and subject.training.stack.text:
-        notes.append(f"{subject.training.stack.text}: the plan was made for a stack with these settings")
+    rest = subject.training.stack.without(tells).text if subject.training is not None else ""
+    if rest:
+        notes.append(f"{rest}: the plan was made for a stack with these settings")
     if subject.gpu_order is not None:
         notes.append(f"CUDA_VISIBLE_DEVICES={subject.gpu_order}: in this order groups use the fastest links")
     return notes

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from paraplan.errors import PlanError
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stack import StackSettings
 from paraplan.plan.training import (
     AttentionKind,
     Fp8Recipe,
@@ -45,6 +46,7 @@ class Setup(Record):
     fp8_gather: bool | None = None
     offloads_activations: bool | None = None
     task: str | None = None
+    stack: StackSettings = StackSettings()
     model_name: str | None = None
     says_gpus: bool = True
     notes: tuple[str, ...] = ()
@@ -62,7 +64,8 @@ class Setup(Record):
             name: getattr(self, name)
             for name in (*names, "linear_precision", "quantizer", "fp8_recipe", "fp8_gather", "offloads_activations")
         }
-        return {name: value for name, value in values.items() if value is not None}
+        told = {"stack": self.stack} if self.stack.text else {}
+        return {name: value for name, value in values.items() if value is not None} | told
 
 
 class Given(Record):

@@ -110,6 +110,10 @@ class StackSettings(Record):
                 f"{name}={values[name]} of a stack is not {reason}", hint=f"give {name}=VALUE, or leave it out"
             ) from None
 
+    def without(self, names: frozenset[str]) -> Self:
+        """Return the settings with those of these names as the framework has them."""
+        return self.model_validate(self.model_dump(exclude=set(names)))
+
     @property
     def text(self) -> str:
         """The settings that differ from what a framework has, as `parse` reads them."""

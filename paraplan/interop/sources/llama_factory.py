@@ -36,7 +36,7 @@ _MEGATRON_KEYS = (
         "optimizer_cpu_offload",
     ),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("moe_token_dispatcher_type", "transformer_impl", "attention_backend"),
+    *("moe_token_dispatcher_type", "transformer_impl", "attention_backend", "overlap_moe_expert_parallel_comm"),
 )
 _LENGTH, _RANK, _MICRO_BATCH, _LAST_LAYERS = 2048, 8, 8, 2
 

@@ -10,6 +10,7 @@ from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of
+from paraplan.interop.sources.megatron_stack import flexible_dispatcher, megatron_stack
 from paraplan.interop.sources.shell import command_of
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
@@ -23,6 +24,8 @@ _MISSPELT = 0.93
 
 Of the 924 options in Megatron-LM's sources (commit d98e8a64dd) none is nearer than 0.89 to one that is read here.
 """
+_SWITCHED_OFF: dict[str, object] = {"overlap_grad_reduce": False}
+"""What Megatron-LM does only when told to, and its profile does by default."""
 _ATTENTION: dict[str, AttentionKind] = {"flash": "flash", "fused": "flash", "unfused": "eager", "local": "eager"}
 
 
@@ -32,7 +35,7 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
     The model's own options are passed over. Raises `PlanError` naming the option for what is broken.
     """
     options, notes = _options(arguments, source)
-    fields = Fields(options, source=source, prefix="--")
+    fields = Fields(_SWITCHED_OFF | options, source=source, prefix="--")
     processes, nodes = fields.value("nproc_per_node") or fields.value("nproc"), fields.value("nnodes") or "1"
     if given.num_gpus is None and str(processes).isdigit() and str(nodes).isdigit():
         given = given.replace(num_gpus=max(1, int(str(processes)) * int(str(nodes))))
@@ -58,6 +61,7 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
     has_momentum = str(fields.value("sgd_momentum")) not in ("0", "0.0")
     optimizer, notes = optimizer_of(fields.text("optimizer") or "adam", has_momentum=has_momentum)
     ep, expert_notes = _experts(fields, tp, dp * cp)
+    has_whole_experts = _has_whole_experts(fields, tp, dp * cp)
     shards = _shards(fields, dp, cp, ep, notes) if zero_stage else None
     notes += _unpriced(fields)
     notes += expert_notes
@@ -95,6 +99,7 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
         fp8_gather=True if fields.is_on("fp8_param_gather") and _linear_precision(fields) in ("fp8", "mxfp8") else None,
         optimizer=optimizer,
         attention=_attention(fields),
+        stack=megatron_stack(fields, zero_stage=zero_stage, has_whole_experts=has_whole_experts),
         notes=tuple(notes),
     )
 
@@ -153,11 +158,8 @@ def _experts(fields: Fields, tp: int, ranks: int) -> tuple[int, list[str]]:
     ep = fields.count("expert_model_parallel_size") or 1
     name = fields.shown("expert_model_parallel_size")
     kind = fields.text("moe_token_dispatcher_type")
-    if fields.count("expert_tensor_parallel_size") == 1 and tp > 1 and ep % tp == 0 and ranks % (ep // tp) == 0:
-        return ep // tp, [
-            f"{name} {ep}: priced as experts that tp {tp} divides, over the same ranks",
-            *_dispatched(fields, kind),
-        ]
+    if _has_whole_experts(fields, tp, ranks):
+        return ep // tp, _dispatched(fields, kind)
     if ranks % ep:
         raise PlanError(
             f"{fields.source}: {name} {ep} does not divide the {ranks} data- and context-parallel ranks",
@@ -172,10 +174,17 @@ def _experts(fields: Fields, tp: int, ranks: int) -> tuple[int, list[str]]:
     return ep, notes + _dispatched(fields, kind)
 
 
+def _has_whole_experts(fields: Fields, tp: int, ranks: int) -> bool:
+    """Return whether experts go over all ranks of tp, each of which holds whole ones."""
+    ep = fields.count("expert_model_parallel_size") or 1
+    is_single = fields.count("expert_tensor_parallel_size") == 1
+    return is_single and tp > 1 and ep % tp == 0 and ranks % (ep // tp) == 0
+
+
 def _dispatched(fields: Fields, kind: str | None) -> list[str]:
     """Return where tokens are sent otherwise than as they are priced; Megatron-LM's default is allgather."""
     kind = kind or "allgather"
-    if kind == "alltoall":
+    if kind == "alltoall" or flexible_dispatcher(fields) is not None:
         return []
     return [f"{fields.shown('moe_token_dispatcher_type')} {kind}: tokens are priced as sent all-to-all"]
 

@@ -52,6 +52,8 @@ _MEGATRON_DEFAULTS: dict[str, object] = {
     "use_distributed_optimizer": True,
     "attention_backend": "flash",
     "moe_token_dispatcher_type": "alltoall",
+    "overlap_grad_reduce": False,
+    "cross_entropy_loss_fusion": True,
     "expert_tensor_parallel_size": 1,
     "bf16": True,
 }

@@ -285,6 +285,8 @@ def _quantized(fields: Fields) -> tuple[LinearPrecision | None, Fp8Recipe | None
     converters += str(_registry(fields).value("converters") or "").lower()
     linear = fields.section("quantize").section("linear") if "quantize" in fields else Fields({}, source=fields.source)
     notes = ["grouped products of experts in fewer bits: not priced"] if "group" in converters else []
+    if re.search(r"\bfqns\b", converters):
+        notes.append("converters with fqns, which name some layers: priced as all linear layers")
     converters = re.sub(r"\w*group\w*(\.\w+)*", "", converters)
     if "nvfp4" in converters:
         return "nvfp4", None, None, notes

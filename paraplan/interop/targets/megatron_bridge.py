@@ -10,7 +10,9 @@ from paraplan.interop.exported import Exported, Subject, expert_ranks, remarks, 
 from paraplan.interop.exported import order_gap as gap_of_order
 from paraplan.interop.quoting import comment, to_yaml
 from paraplan.interop.targets.megatron_lm import (
+    GRAPHS,
     MODULES_NOTE,
+    TOLD,
     interleaved_group,
     megatron_gaps,
     pipeline_layout,
@@ -18,6 +20,7 @@ from paraplan.interop.targets.megatron_lm import (
     recomputed_modules,
 )
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
+from paraplan.plan.stack import StackSettings
 from paraplan.plan.stages import even_split
 from paraplan.plan.training import LinearPrecision
 
@@ -45,7 +48,7 @@ def to_megatron_bridge(subject: Subject) -> Exported:
     gaps = megatron_gaps(subject)
     notes = [
         "the model: start from its recipe, and give this file as the overrides",
-        *shared_notes(subject, narrows=True),
+        *shared_notes(subject, narrows=True, tells=TOLD),
     ]
     if plan.recompute == "selective_ops":
         notes.append(MODULES_NOTE)
@@ -82,13 +85,16 @@ def _model(subject: Subject) -> dict[str, object]:
         "context_parallel_size": plan.cp,
         "sequence_parallel": plan.sequence_parallel,
     }
-    experts = expert_ranks(subject)
+    stack = subject.training.stack if subject.training is not None else StackSettings()
+    is_split = (stack.etp or 1) > 1
+    experts = plan.ep if is_split else expert_ranks(subject)
     if experts > 1:
         model |= {
             "expert_model_parallel_size": experts,
-            "expert_tensor_parallel_size": 1,
-            "moe_token_dispatcher_type": "alltoall",
+            "expert_tensor_parallel_size": plan.tp if is_split else 1,
+            "moe_token_dispatcher_type": "alltoall" if stack.dispatcher in (None, "alltoall") else "flex",
         }
+    model |= _told(stack)
     if subject.training is not None:
         model["seq_length"] = subject.training.seq_length
     num_blocks = file_model.num_blocks if file_model is not None else None
@@ -111,6 +117,21 @@ def _model(subject: Subject) -> dict[str, object]:
     return model
 
 
+def _told(stack: StackSettings) -> dict[str, object]:
+    """Return the fields of the model for settings of the software that the plan was made for."""
+    told: dict[str, object] = {
+        "moe_flex_dispatcher_backend": stack.dispatcher if stack.dispatcher in ("deepep", "hybridep") else None,
+        "overlap_moe_expert_parallel_comm": stack.overlaps_experts,
+        "cuda_graph_impl": GRAPHS[stack.cuda_graphs] if stack.cuda_graphs is not None else None,
+        "fp8_dot_product_attention": stack.fp8_attention,
+        "cross_entropy_loss_fusion": True if stack.engine_loss else stack.compiled_loss,
+        "cross_entropy_fusion_impl": "te" if stack.engine_loss else "native" if stack.compiled_loss else None,
+        "gradient_accumulation_fusion": stack.fuses_accumulation,
+        "tp_comm_overlap": stack.overlaps_products,
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
 def _optimizer(subject: Subject) -> dict[str, object]:
     optimizer: dict[str, object] = {}
     if subject.training is not None and subject.training.optimizer in _OPTIMIZERS:
@@ -124,11 +145,15 @@ def _optimizer(subject: Subject) -> dict[str, object]:
 
 def _ddp(subject: Subject) -> dict[str, object]:
     plan = subject.plan
+    stack = subject.training.stack if subject.training is not None else StackSettings()
+    overlaps = stack.overlaps_gradients is not False
     ddp: dict[str, object] = {
         "use_distributed_optimizer": plan.zero_stage >= 1,
-        "overlap_grad_reduce": plan.dp * plan.cp > 1,
-        "overlap_param_gather": plan.zero_stage >= 1,
+        "overlap_grad_reduce": overlaps and plan.dp * plan.cp > 1,
+        "overlap_param_gather": overlaps and plan.zero_stage >= 1,
     }
+    if stack.gradient_bytes is not None:
+        ddp["grad_reduce_in_fp32"] = stack.gradient_bytes == 4
     replicas, _ = shard_degrees(plan)
     if replicas > 1:
         ddp["num_distributed_optimizer_instances"] = replicas

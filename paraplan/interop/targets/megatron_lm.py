@@ -9,6 +9,7 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    expert_ranks,
     field_gap,
     hybrid_gap,
     order_gap,
@@ -19,6 +20,7 @@ from paraplan.interop.exported import (
 )
 from paraplan.interop.quoting import comment
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis, ParallelPlan
+from paraplan.plan.stack import Graphs, StackSettings
 from paraplan.plan.stages import even_split
 from paraplan.plan.training import Fp8Recipe, LinearPrecision, TrainingSpec
 
@@ -30,6 +32,13 @@ MODULES_NOTE = (
     "attention is latent"
 )
 
+TOLD = frozenset(
+    {
+        *("dispatcher", "etp", "overlaps_experts", "cuda_graphs", "fp8_attention", "compiled_loss", "engine_loss"),
+        *("overlaps_gradients", "fuses_accumulation", "overlaps_products", "gradient_bytes"),
+    }
+)
+"""Settings of the software that Megatron-Core has options for."""
 _OPTIMIZERS = {
     "adamw": ["--optimizer adam"],
     "sgd_momentum": ["--optimizer sgd"],
@@ -44,6 +53,8 @@ _NARROW: dict[LinearPrecision, list[str]] = {
     "nvfp4": ["--fp4-format e2m1", "--fp4-recipe nvfp4"],
 }
 """Linear layers below 16 bits (megatron/training/arguments.py)."""
+GRAPHS: dict[Graphs, str] = {"none": "none", "layers": "transformer_engine", "full": "full_iteration"}
+"""What CUDA graphs hold, in Megatron-Core's words (cuda_graph_impl)."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -53,7 +64,7 @@ def to_megatron_lm(subject: Subject) -> Exported:
     notes = ["the model (--num-layers, --hidden-size ...), data and learning rate: arguments of this script"]
     if subject.layout.num_nodes > 1:
         notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
-    notes += shared_notes(subject, narrows=True)
+    notes += shared_notes(subject, narrows=True, tells=TOLD)
     if subject.plan.recompute == "selective_ops":
         notes.append(MODULES_NOTE)
     arguments = "".join(f"  {argument}\n" for argument in megatron_arguments(subject))
@@ -78,14 +89,17 @@ def megatron_arguments(subject: Subject) -> list[str]:
         f"--micro-batch-size {plan.micro_batch_size}",
         f"--global-batch-size {plan.global_batch_size}",
     ]
-    if plan.ep > 1:
+    stack = training.stack if training is not None else StackSettings()
+    experts, expert_tp = (expert_ranks(subject), 1) if stack.etp == 1 else (plan.ep, plan.tp)
+    if experts > 1:
         arguments += [
-            f"--expert-model-parallel-size {plan.ep}",
-            f"--expert-tensor-parallel-size {plan.tp}",
-            "--moe-token-dispatcher-type alltoall",
+            f"--expert-model-parallel-size {experts}",
+            f"--expert-tensor-parallel-size {expert_tp}",
+            f"--moe-token-dispatcher-type {'alltoall' if stack.dispatcher in (None, 'alltoall') else 'flex'}",
         ]
+    arguments += told_arguments(stack)
     arguments += ["--sequence-parallel"] * plan.sequence_parallel
-    arguments += _pipeline(subject) + _sharding(plan) + _recompute(plan)
+    arguments += _pipeline(subject) + _sharding(plan, stack) + _recompute(plan)
     if plan.offload == "optimizer":
         arguments += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     if order_gap(plan, "", MEGATRON_RANK_ORDER) and not order_gap(plan, "", PIPELINE_INSIDE_DATA):
@@ -94,12 +108,28 @@ def megatron_arguments(subject: Subject) -> list[str]:
         arguments.append(f"--seq-length {training.seq_length}")
         arguments += [f"--{training.precision}"] * (training.precision != "fp32")
         # Megatron-FSDP's gradients are priced in 16 bits, which releases before 2026 have to be told.
-        arguments += ["--grad-reduce-in-bf16"] * (training.precision == "bf16" and plan.zero_stage >= 2)
+        in_16_bits = stack.gradient_bytes == 2 or plan.zero_stage >= 2
+        arguments += ["--grad-reduce-in-bf16"] * (training.precision == "bf16" and in_16_bits)
         arguments += _NARROW[training.linear_precision]
         arguments += [f"--fp8-recipe {recipe_name(training, usual='delayed')}"] * (training.linear_precision == "fp8")
         arguments += ["--fp8-param-gather"] * training.fp8_gather
         arguments += _OPTIMIZERS.get(training.optimizer, []) + _ATTENTION[training.attention]
     return arguments
+
+
+def told_arguments(stack: StackSettings) -> list[str]:
+    """Return the options for settings of the software that the plan was made for."""
+    options = {
+        f"--moe-flex-dispatcher-backend {stack.dispatcher}": stack.dispatcher in ("deepep", "hybridep"),
+        "--overlap-moe-expert-parallel-comm": stack.overlaps_experts,
+        f"--cuda-graph-impl {GRAPHS.get(stack.cuda_graphs or 'none')}": stack.cuda_graphs is not None,
+        "--fp8-dot-product-attention": stack.fp8_attention,
+        "--cross-entropy-loss-fusion": stack.compiled_loss or stack.engine_loss,
+        "--cross-entropy-fusion-impl te": stack.engine_loss,
+        "--no-gradient-accumulation-fusion": stack.fuses_accumulation is False,
+        "--tp-comm-overlap": stack.overlaps_products,
+    }
+    return [option for option, is_told in options.items() if is_told]
 
 
 def recipe_name(training: TrainingSpec, *, usual: Fp8Recipe) -> str:
@@ -184,22 +214,24 @@ def interleaved_group(plan: ParallelPlan) -> int | None:
     return next((size for size in range(plan.pp, plan.num_microbatches + 1) if plan.num_microbatches % size == 0), None)
 
 
-def _sharding(plan: ParallelPlan) -> list[str]:
-    overlap = ["--overlap-grad-reduce"] if plan.dp * plan.cp > 1 else []
+def _sharding(plan: ParallelPlan, stack: StackSettings) -> list[str]:
+    overlaps = stack.overlaps_gradients is not False
+    overlap = ["--overlap-grad-reduce"] * (overlaps and plan.dp * plan.cp > 1)
+    gathers = ["--overlap-param-gather"] * overlaps
     if plan.zero_stage == 0:
         return overlap
     replicas, _ = shard_degrees(plan)
     if replicas > 1:
         overlap.append(f"--num-distributed-optimizer-instances {replicas}")
     if plan.zero_stage == 1:
-        return ["--use-distributed-optimizer", *overlap, "--overlap-param-gather"]
+        return ["--use-distributed-optimizer", *overlap, *gathers]
     return [
         "--use-megatron-fsdp",
         "--use-distributed-optimizer",
         f"--data-parallel-sharding-strategy {_SHARDING[plan.zero_stage]}",
         "--ckpt-format fsdp_dtensor",
         *overlap,
-        "--overlap-param-gather",
+        *gathers,
     ]
 
 
