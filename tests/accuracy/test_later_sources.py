@@ -12,6 +12,8 @@ import paraplan
 from paraplan.api.validation import validate
 from paraplan.resources import profiles_folder
 
+SUMMARY = Path(__file__).parents[2] / "paraplan" / "docs" / "accuracy.md"
+PAGE = Path(__file__).parent / "sources.md"
 RUNS = profiles_folder() / "runs" / "later_sources.csv"
 FINE_TUNING = profiles_folder() / "runs" / "later_fine_tuning.csv"
 NEWEST = profiles_folder() / "runs" / "newest_sources.csv"
@@ -38,7 +40,7 @@ def without_guesses(runs: Path) -> str:
     ],
 )
 def test_their_errors_are_those_that_the_page_tells(title: str, runs: Path) -> None:
-    page = (Path(paraplan.__file__).parent / "docs" / "accuracy.md").read_text()
+    page = PAGE.read_text()
     section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [^*|]+ \| (\d+) \| ([\d.]+) % \|", section, re.MULTILINE)
     told = [(int(count), float(error)) for count, error in rows]
@@ -50,7 +52,7 @@ def test_their_errors_are_those_that_the_page_tells(title: str, runs: Path) -> N
 
 
 def test_errors_of_the_source_written_last_are_those_that_the_page_tells() -> None:
-    page = (Path(paraplan.__file__).parent / "docs" / "accuracy.md").read_text()
+    page = PAGE.read_text()
     section = page.partition("## The source written last\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [^*|]+ \| (\d+) \| ([\d.]+) % \|", section, re.MULTILINE)
     score = validate({THIRD.name: THIRD.read_text()}, everything=True).scored.to_dict()["step_time"]
@@ -60,11 +62,11 @@ def test_errors_of_the_source_written_last_are_those_that_the_page_tells() -> No
     assert mean == pytest.approx(source["mape"] * 100, abs=0.1)
     assert f"{source['mape']:.1%} now".replace("%", " %") in section
     kept = validate({THIRD.name: without_guesses(THIRD)}, everything=True).scored.to_dict()["step_time"]
-    assert f"and {kept['mean_of_sources']:.1%} the one written last".replace("%", " %") in page
+    assert f"and {kept['mean_of_sources']:.1%} the one written last".replace("%", " %") in SUMMARY.read_text()
 
 
 def test_errors_without_guesses_are_those_that_the_page_tells() -> None:
-    page = (Path(paraplan.__file__).parent / "docs" / "accuracy.md").read_text()
+    page = PAGE.read_text()
     section = page.partition("## Sources predicted blind\n")[2].partition("\n## ")[0]
     told = re.findall(r"^\| [^*|]+ \|(?:[^|]+\|){5} ([\d.]+) % \|", section, re.MULTILINE)
     score = validate({NEWEST.name: without_guesses(NEWEST)}, everything=True).scored.to_dict()["step_time"]
