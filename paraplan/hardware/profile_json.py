@@ -19,7 +19,7 @@ PLAUSIBLE = {
     "memory_total_bytes": (2**26, 2**44),
     "memory_bandwidth_bytes_per_s": (1e8, 1e15),
     "nvlink_bandwidth_bytes_per_s": (1e9, 1e14),
-    "pcie_bandwidth_bytes_per_s": (1e7, 1e13),
+    "pcie_bandwidth_bytes_per_s": (1e6, 1e13),
     "nic_bandwidth_bytes_per_s": (1e6, 1e14),
     "bandwidth_bytes_per_s": (1e6, 1e15),
     "rate_bytes_per_s": (1e6, 1e14),

@@ -60,9 +60,12 @@ class Lever:
 
     def beside(self, other: Lever) -> Lever:
         """Return both levers as one; where they set the same field, `other` decides."""
+        drops, words = "without ", other.options
+        both_drop = self.options.startswith(drops) and words.startswith(drops)
+        options = f"{self.options} and {words.removeprefix(drops)}" if both_drop else f"{self.options} {words}"
         return Lever(
             f"{self.name}, {other.name}",
-            f"{self.options} {other.options}",
+            options,
             {**self.training, **other.training},
             {**self.fixed, **other.fixed},
             self.keeps_training and other.keeps_training,

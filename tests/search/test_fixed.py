@@ -94,7 +94,7 @@ def test_replicas_that_do_not_divide_the_batch_are_refused_with_those_that_do(wo
 
 def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workload: MakeWorkload) -> None:
     fixed = Constraints(tp=1, pp=1, zero_stage=0, offload="none")
-    with pytest.raises(NoPlanFitsError, match="without --tp 1 and --pp 1 and --zero 0 and --offload none"):
+    with pytest.raises(NoPlanFitsError, match="without --tp 1 and --zero 0: "):
         recommendation(
             workload("llama-3-70b", num_nodes=2, seq_length=4096, global_batch_size=64), SearchRequest(fixed=fixed)
         )
