@@ -22,7 +22,7 @@ from paraplan.units import format_bandwidth, format_bytes, format_count, format_
 
 def workload_lines(workload: Workload) -> list[str]:
     """Return what is trained, on what, and how, a sentence each."""
-    model, cluster, training = workload.model, workload.cluster, workload.training
+    model, cluster, training = workload.whole_model or workload.model, workload.cluster, workload.training
     return [
         f"{format_count(model.parameters.total)} parameters on {cluster}",
         f"global batch {training.global_batch_size} x {training.seq_length} tokens, {training.title}",

@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
 def workload_lines(workload: Workload) -> tuple[Line, ...]:
     """Return what is trained, and on what."""
-    model, cluster, training = workload.model, workload.cluster, workload.training
+    model, cluster, training = workload.whole_model or workload.model, workload.cluster, workload.training
     return (
         Line("Model", f"{model.name}, {format_count(model.parameters.total)} parameters"),
         Line("Training", f"{training.global_batch_size} sequences of {training.seq_length} tokens, {training.title}"),

@@ -357,12 +357,13 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
     if question.find == "fewest-gpus":
         # With offload nearly all fits, at the pace of the host.
         without = replace(question.fixed, offload=question.fixed.offload or "none")
-        smallest = fewest_gpus(workload, executor=executor, fixed=without)
-        smallest = smallest or fewest_gpus(workload, executor=executor, fixed=question.fixed)
+        smallest, how = fewest_gpus(workload, executor=executor, fixed=without), " without offload"
+        if smallest is None or question.fixed.offload is not None:
+            smallest, how = smallest or fewest_gpus(workload, executor=executor, fixed=question.fixed), ""
         if smallest is None:
             return workload, None  # the search says what is lacking
         fewest, tried = smallest
-        words = f"the fewest GPUs that fit: {fewest.num_gpus} of {cluster.num_gpus}, {tried}"
+        words = f"the fewest GPUs that fit{how}: {fewest.num_gpus} of {cluster.num_gpus}, {tried}"
         return replace(workload, cluster=fewest), words
     if question.find == "largest-batch":
         size = largest_batch(workload, executor=executor, fixed=question.fixed)
