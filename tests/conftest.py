@@ -85,12 +85,8 @@ def _no_defaults_of_the_user() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_width_of_terminals() -> None:
-    """Have tables and messages wrap as they do in a terminal of 100 columns, whatever the tests were started from.
-
-    A test compares words, `" ".join(text.split())`, where a name of the machine stands in a line: its CPU, a folder.
-    """
-    os.environ["COLUMNS"] = "100"
+def _no_colors_of_the_user() -> None:
+    """Have text without colors. Its width is that of the terminal: tests compare words, or say their width."""
     for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
         os.environ.pop(name, None)
 

@@ -6,6 +6,7 @@ Nor does one compare numbers of cores, or lengths of texts with paths in them.
 from __future__ import annotations
 
 import ast
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,80 @@ CLOCKS = {"now", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns",
 AT_MOST = (ast.Lt, ast.LtE)
 HINT = "wait for the event with waiting.wait_until, or give a limit that only a fault would reach, as NEVER_S"
 
+SLEEPS = ("time.sleep", "sleep")
+WITHOUT_END_S = 60
 CORES = {"cpu_count", "process_cpu_count", "sched_getaffinity"}
 SLEEPERS = {
+    "launch/recovery_script.py": "the time that a step takes",
     "launch/test_gates.py": "time has to pass: what is looked at goes on with it or does not",
+    "launch/test_hang_watch.py": "the kernel counts how often a process sleeps",
+    "launch/test_live_jobs.py": "the time that a step takes",
+    "launch/test_lost_rendezvous.py": "a rank that is late",
+    "launch/test_preemption.py": "time has to pass: a rank would wait as long for its launcher",
     "launch/test_relay.py": "a thread that is late",
+    "launch/test_restart_in_process.py": "an import that takes a while",
+    "launch/test_several_nodes.py": "the time that a step takes",
     "launch/test_step_marks.py": "the time that a step takes",
+    "launch/test_stragglers.py": "the time that a step takes",
+    "launch/test_uneven_ends.py": "a rank that is late",
     "runtime/test_job_context.py": "a rank that is late: the test holds for every order",
     "runtime/test_streams.py": "as above",
+    "test_clocks.py": "examples of it",
     "waiting.py": "what waits for events",
 }
 """Where tests sleep, and why: not for an event, which `waiting.wait_until` is for."""
 
 
 def naps(source: str) -> list[int]:
-    """Return the lines on which the code of a test sleeps; scripts in its texts are processes of their own."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    return [call.lineno for call in calls if ast.unparse(call.func) in ("time.sleep", "sleep")]
+    """Return the lines on which the code of a test sleeps, or that of a script in its texts.
+
+    A script may look for an event in a loop, and a sleep of a minute in it stands for work without an end.
+    """
+    tree = ast.parse(source)
+    found = [call.lineno for call in naps_of_code(tree)]
+    for text, line in texts_of(tree):
+        script = parsed(text) if "sleep(" in text else ast.Module([], [])
+        found += [line] * (1 if script is None else sum(not is_without_end(call) for call in naps_of_script(script)))
+    return sorted(found)
+
+
+def naps_of_code(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in SLEEPS]
+
+
+def naps_of_script(script: ast.AST) -> list[ast.Call]:
+    """Return where a script sleeps outside loops with a condition."""
+    loops = [node for node in ast.walk(script) if isinstance(node, ast.While)]
+    looking = {id(call) for loop in loops for call in naps_of_code(loop)}
+    return [call for call in naps_of_code(script) if id(call) not in looking]
+
+
+def is_without_end(call: ast.Call) -> bool:
+    longest = [node.value for node in ast.walk(call.args[0]) if isinstance(node, ast.Constant)]
+    return any(isinstance(value, int) and value >= WITHOUT_END_S for value in longest)
+
+
+def texts_of(tree: ast.AST) -> list[tuple[str, int]]:
+    """Return the texts in code, with a name for each value that is put into them."""
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    found = [
+        (node.value, node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            words = [str(part.value) if isinstance(part, ast.Constant) else "value" for part in node.values]
+            found.append(("".join(words), node.lineno))
+    return found
+
+
+def parsed(text: str) -> ast.AST | None:
+    """Return the code of a text, None where it is none."""
+    try:
+        return ast.parse(textwrap.dedent(text))
+    except SyntaxError:
+        return None
 
 
 def asserts_about_the_machine(source: str) -> list[int]:
@@ -93,7 +152,10 @@ def test_no_test_compares_what_is_of_the_machine() -> None:
 
 def test_naps_and_what_is_of_the_machine_are_seen() -> None:
     assert naps("def test():\n    begin()\n    time.sleep(0.5)\n    assert is_ready()") == [3]
-    assert naps("SCRIPT = 'time.sleep(0.5)'") == []
+    assert naps("SCRIPT = 'time.sleep(0.5)'") == [1]
+    assert naps("SCRIPT = f'for _ in range({count}): time.sleep(0.5)'") == [1]
+    assert naps("SCRIPT = f'while not exists({path}): time.sleep(0.01)'") == []
+    assert naps("SCRIPT = 'import time; time.sleep(600)'") == []
     for claim in ("os.cpu_count() == 2", "len(os.sched_getaffinity(0)) > 1", "len(str(tmp_path)) < 80"):
         assert asserts_about_the_machine(f"assert {claim}") == [1]
 

@@ -94,7 +94,7 @@ def test_a_script_sees_what_it_sees_under_python_alone(tmp_path: Path, words: li
         "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('k') from error",
         "import os; os._exit(5)",
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(5)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(600)",
         "import atexit; atexit.register(print, 'bye'); raise KeyError",
     ],
 )

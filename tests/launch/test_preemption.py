@@ -122,11 +122,13 @@ def test_a_signal_to_a_child_of_a_rank_is_none_to_the_rank(
             example_inputs=torch.ones(2, 4),
         )
         engine.resume(sys.argv[1])
+        begun, begins = os.pipe()
         child = os.fork()
         if not child:
-            time.sleep(60)
+            os.write(begins, b".")
+            time.sleep(600)
             os._exit(0)
-        time.sleep(0.1)
+        os.read(begun, 1)
         os.kill(child, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
         time.sleep(1.3)  # longer than a rank waits for its launcher to say what a signal means

@@ -87,10 +87,14 @@ def test_ranks_meet_again_where_one_was_lost_before_its_first_group(
     path = script(
         f"""
         import os, signal, time
+        from pathlib import Path
         import torch.distributed as dist
 
-        if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < {deaths}:
-            time.sleep(0.5)
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        Path(f"{{attempt}}-{{os.environ['RANK']}}").touch()
+        if os.environ["RANK"] == "1" and attempt < {deaths}:
+            while len([*Path.cwd().glob(f"{{attempt}}-*")]) < 3:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         dist.init_process_group("gloo")
         dist.barrier()

@@ -55,16 +55,20 @@ def test_ranks_stay_in_their_processes_while_a_node_is_lost_and_another_comes(
     ]
     words += [script(TRAIN), tmp_path / "stop"]
     stays, leaves = start_node(0, *words), start_node(1, *words)
-    text = said_after(stays, 0, "of 4 in")
+    said_after(stays, 0, "of 4 in")
+    position = len(stays.output.read_text())
     leaves.stop()
-    text = said_after(stays, 0, "of 2 in")
+    said_after(stays, position, "of 2 in")
     position = len(stays.output.read_text())
     comes = start_node(1, *words)
-    text = said_after(stays, position, "of 4 in")
+    said_after(stays, position, "of 4 in")
     (tmp_path / "stop").touch()
     (status, text), (other_status, other_text) = stays.end(), comes.end()
     assert (status, other_status) == (0, 0), text + other_text
-    assert text.count("ranks 0-1 stay in their processes\n") >= 2  # a busy machine may lose a node once more
+    # One restart more for a node that comes after the last call for the first round, or for the third one.
+    assert text.count("ranks 0-1 stay in their processes\n") >= 2
+    assert "begin in new ones" not in text
+    assert "spare process" not in text
     assert "a node joined: restarting all ranks" in text
     assert len({line.split()[-1] for line in text.splitlines() if line.startswith("rank ")}) == 2
 
@@ -74,7 +78,7 @@ def test_a_rank_that_is_lost_on_one_node_leaves_all_others_of_both_in_their_proc
 ) -> None:
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{free_port()}"]
     words = ["--nnodes", 2, "--nproc-per-node", 2, *rendezvous, "--max-restarts", 2, "--no-logs"]
-    kill = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 3: time.sleep(0.5); os.kill(os.getpid(), 9)'
+    kill = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 3: os.kill(os.getpid(), 9)'
     text = TRAIN.replace("    while True:", f"    {kill}\n    while True:")
     words += ["--restart-in-process", script(text), tmp_path / "stop"]
     first, second = start_node(0, *words), start_node(1, *words)

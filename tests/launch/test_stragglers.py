@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import ForkedLaunch, WriteScript
+from launching import ForkedLaunch, StartForked, WriteScript, read_until
+from waiting import PATIENCE_S
 
 from paraplan.launch.ranks.step_marks import MARKS_FILE, MARKS_VARIABLE
 
@@ -272,7 +273,7 @@ def test_a_collective_stays_in_the_graph_of_what_is_compiled(launch_forked: Fork
     assert marked.stdout == plain.stdout, "nor is another break in what has some"
 
 
-def test_a_ring_of_nonsense_ends_no_job(launch_forked: ForkedLaunch, script: WriteScript) -> None:
+def test_a_ring_of_nonsense_ends_no_job(start_forked: StartForked, script: WriteScript, tmp_path: Path) -> None:
     path = script(
         """
         import os, time
@@ -283,10 +284,14 @@ def test_a_ring_of_nonsense_ends_no_job(launch_forked: ForkedLaunch, script: Wri
         numbers = [float("nan")] * len(step_marks.FIELDS)
         records = [step_marks.RECORD.pack(index + 1, *numbers) for index in range(step_marks.CAPACITY)]
         ring.write_bytes(head + b"".join(records))
-        time.sleep(1)
+        while not os.path.exists("said"):
+            time.sleep(0.02)
         print("trained")
         """
     )
-    done = launch_forked("--no-logs", "--nproc-per-node", 2, path)
-    assert (done.returncode, done.stdout.split()) == (0, ["trained"] * 2), done.stderr
-    assert "slow ranks are looked for no more: ValueError" in done.stderr
+    job = start_forked("--no-logs", "--nproc-per-node", 2, path)
+    assert job.stderr is not None
+    read_until(job.stderr, lambda said: "slow ranks are looked for no more: ValueError" in said)
+    (tmp_path / "said").touch()
+    stdout, stderr = job.communicate(PATIENCE_S)
+    assert (job.returncode, stdout.split()) == (0, ["trained"] * 2), stderr

@@ -16,7 +16,11 @@ SCRIPT = """
 import os, sys, time
 early, seconds, fault = sys.argv[1:]
 print("began", flush=True)
-if os.environ["RANK"] != early:
+if os.environ["RANK"] == early:
+    open("early", "w").close()
+else:
+    while not os.path.exists("early"):
+        time.sleep(0.02)
     time.sleep(float(seconds))
     if fault == "fails":
         raise RuntimeError("late failure")
