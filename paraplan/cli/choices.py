@@ -364,6 +364,19 @@ class TrainingChoices(MediaChoices):
             "stack": StackSettings.parse(self.stack),
         }
 
+    def asked(self, given: frozenset[str]) -> dict[str, Any]:
+        """Return the fields of a `TrainingSpec` that the options with the names in `given` say."""
+        names = {
+            "sample_length": "sample_len",
+            "packs_samples": "packed",
+            "offloads_activations": "offload_activations",
+        }
+        asked = {field: value for field, value in self.fields.items() if names.get(field, field) in given}
+        precision, linear = self._precisions
+        if "precision" in given and linear == getattr(self.precision, "value", None):
+            asked |= {"precision": precision, "linear_precision": linear}
+        return asked
+
     @property
     def _precisions(self) -> tuple[str, str]:
         """The precision of the training, and that of linear layers: fp8 stands for bf16 with linear layers in fp8."""
@@ -387,7 +400,7 @@ class TrainingChoices(MediaChoices):
 
         Raises `UsageError` where neither says how large a batch is.
         """
-        asked = {name: value for name, value in self.fields.items() if name in given}
+        asked = self.asked(given)
         if file.training is not None:
             sizes = {"global_batch_size": self.global_batch, "seq_length": self.seq_len}
             return file.training.replace(**asked | {name: size for name, size in sizes.items() if size is not None})

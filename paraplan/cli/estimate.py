@@ -137,7 +137,7 @@ def estimate(
     seq_len, choices, framework = training.seq_len, training.fields, one.framework
     if one.plan_path is not None:
         file = load_plan(one.plan_path)
-        chosen, seq_len, choices = _from_file(one.plan_path, file, given, seq_len, choices)
+        chosen, seq_len, choices = _from_file(one.plan_path, file, given, training)
         framework = framework if "framework" in given else file.framework or framework
     else:
         chosen = plan.plan(training.global_batch, framework, **one.fields)
@@ -157,7 +157,7 @@ def estimate(
 
 
 def _from_file(
-    path: Path, file: PlanFile, given: frozenset[str], seq_len: int | None, choices: dict[str, Any]
+    path: Path, file: PlanFile, given: frozenset[str], training: TrainingChoices
 ) -> tuple[ParallelPlan, int | None, dict[str, Any]]:
     """Return a plan file's plan and training; of the training, options that were given come first."""
     contradicting = [f"--{name.replace('_', '-')}" for name in _PLAN_OPTIONS if name in given]
@@ -167,9 +167,9 @@ def _from_file(
             hint="leave out --plan, or the options; the file can be edited",
         )
     if file.training is None:
-        return file.plan, seq_len, choices
-    stored = {name: getattr(file.training, name) for name in choices if name not in given}
-    return file.plan, seq_len or file.training.seq_length, choices | stored
+        return file.plan, training.seq_len, training.fields
+    stored = {name: getattr(file.training, name) for name in training.fields}
+    return file.plan, training.seq_len or file.training.seq_length, stored | training.asked(given)
 
 
 def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[TracedMemory]:

@@ -165,10 +165,9 @@ def _compare(
     setup = imported.setup
     length = training.seq_len or setup.seq_length
     spec = load_model(model, seq_length=length)
-    said = {name: value for name, value in setup.training.items() if name not in given}
-    asked = training_of(
-        spec, seq_length=length, global_batch_size=imported.plan.global_batch_size, **training.fields | said
-    )
+    said = training.fields | setup.training | training.asked(given)
+    said["packs_samples"] |= setup.packs_samples and training.sample_len is not None
+    asked = training_of(spec, seq_length=length, global_batch_size=imported.plan.global_batch_size, **said)
     workload = Workload.of(spec, asked, hardware.cluster_for(imported.plan.world_size))
     has_attention = setup.attention is not None or "attention" in given
     theirs, ours = workloads_of(imported, workload, has_attention=has_attention)

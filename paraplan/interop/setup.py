@@ -24,6 +24,7 @@ class Setup(Record):
     """A training as another tool is configured for it; None where its configuration does not say.
 
     `says_gpus` is False where it says neither how many GPUs there are, nor what that follows from.
+    `packs_samples`: samples stand one behind the other and are told apart, which tells nothing without their length.
     `target` is the tool's name in `export.TARGETS`, `framework` a name or alias in `profiles/frameworks`. `notes` tell
     what was assumed and what has no place in a plan.
     """
@@ -46,6 +47,7 @@ class Setup(Record):
     fp8_gather: bool | None = None
     offloads_activations: bool | None = None
     task: str | None = None
+    packs_samples: bool = False
     stack: StackSettings = StackSettings()
     model_name: str | None = None
     says_gpus: bool = True

@@ -133,6 +133,15 @@ def test_a_plan_file_brings_its_training_and_options_come_first(tmp_path: Path) 
     assert (answer["training"]["seq_length"], answer["training"]["precision"]) == (2048, "fp32")
     assert answer["training"]["global_batch_size"] == 16
     assert report(*LLAMA[:-2], "--plan", str(plan), "--precision", "bf16")["training"]["precision"] == "bf16"
+    beside = {
+        "--sample-len 600 --packed": {"sample_length": 600, "packs_samples": True},
+        "--offload-activations": {"offloads_activations": True},
+        "--precision fp8": {"precision": "bf16", "linear_precision": "fp8"},
+        "--stack dropout=0.1": {"stack": {"dropout": 0.1}},
+    }
+    for words, fields in beside.items():
+        training = report(*LLAMA[:-2], "--plan", str(plan), *words.split())["training"]
+        assert {name: training[name] for name in fields} == fields
     status, _, stderr = run(*LLAMA[:-2], "--plan", str(plan), "--dp", "4")
     assert status == 2
     assert "--dp beside --plan" in stderr

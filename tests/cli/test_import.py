@@ -160,3 +160,14 @@ def test_verify_judges_an_imported_plan_as_its_own_tool_runs_it(tmp_path: Path) 
     _, output, _ = run("verify", str(plan), "--tolerance", "900%")
     assert "accelerate executes it" in output
     assert "paraplan.runtime" not in output
+
+
+def test_options_come_before_what_a_file_says_and_packing_needs_a_length(tmp_path: Path) -> None:
+    path = tmp_path / "axolotl.yaml"
+    path.write_text("base_model: gpt2\nsequence_len: 1024\nsample_packing: true\nmicro_batch_size: 2\n")
+    plain = json.loads(run("import", str(path), *GPT2, "--json")[1])
+    assert not plain["training"]["packs_samples"]
+    more = ("--sample-len", "300", "--offload-activations", "--optimizer", "sgd")
+    training = json.loads(run("import", str(path), *GPT2, *more, "--json")[1])["training"]
+    assert (training["packs_samples"], training["sample_length"]) == (True, 300)
+    assert (training["offloads_activations"], training["optimizer"]) == (True, "sgd")

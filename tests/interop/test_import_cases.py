@@ -251,3 +251,140 @@ def test_megatrons_programs_that_generate_are_refused(read: Any) -> None:
     text = "torchrun tools/run_text_generation_server.py --micro-batch-size 1 --num-layers 2 --seq-length 64\n"
     with pytest.raises(PlanError, match=r"run_text_generation_server\.py trains nothing"):
         read(text, "serve.sh", num_gpus=2)
+    with pytest.raises(PlanError, match="--task MSDP-EVAL-F1 trains nothing"):
+        read("python tasks/msdp/main.py --task MSDP-EVAL-F1 --micro-batch-size 4\n", "eval.sh", num_gpus=1)
+
+
+SWIFT = "swift sft --model m --tuner_type lora --max_length 64 --per_device_train_batch_size 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_gpus", "is_told"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0 \\\n" + SWIFT, 1, True),
+        ("NPROC_PER_NODE=2 \\\n" + SWIFT, 2, True),
+        ("NNODES=2 NPROC_PER_NODE=4 \\\n" + SWIFT, 8, True),
+        ("NPROC_PER_NODE=4 swift infer --model m\nCUDA_VISIBLE_DEVICES=0 " + SWIFT, 1, True),
+        (
+            "NPROC_PER_NODE=2 "
+            + SWIFT
+            + "CUDA_VISIBLE_DEVICES=0 swift infer --model m --a 1 --b 2 --c 3 --d 4 --e 5\n",
+            2,
+            True,
+        ),
+        ("torchrun --nnodes=2 --nproc_per_node=2 " + SWIFT.replace("swift sft", "swift/cli/sft.py"), 4, True),
+        ("NNODES=$WORLD_SIZE NPROC_PER_NODE=8 " + SWIFT, 3, False),
+        ("NPROC_PER_NODE=2 swift sft keys.yaml\n", 2, True),
+    ],
+)
+def test_a_command_of_ms_swift_says_how_many_processes_it_starts(
+    read: Any, tmp_path: Path, text: str, num_gpus: int, is_told: bool
+) -> None:
+    (tmp_path / "keys.yaml").write_text("model: m\ntuner_type: lora\nmax_length: 64\n")
+    setup = read(text, "train.sh", num_gpus=None if is_told else 3)
+    assert (setup.plan.world_size, setup.says_gpus) == (num_gpus, is_told)
+
+
+def test_layers_that_ms_swift_spreads_over_several_gpus_of_a_process_are_told(read: Any) -> None:
+    (note,) = read("CUDA_VISIBLE_DEVICES=0,1 " + SWIFT, "train.sh").notes
+    assert note.startswith("CUDA_VISIBLE_DEVICES names 2 GPUs for 1 process: layers spread")
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "int4"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "int4"),
+        ("unsloth/llama-3-8b-bnb-4bit", "nf4:double"),
+        ("Qwen/Qwen2.5-7B-Instruct", "bf16"),
+    ],
+)
+def test_a_release_in_fewer_bits_is_the_base_of_adapters(read: Any, name: str, stored: str) -> None:
+    texts = [
+        f"base_model: {name}\nadapter: lora\nlora_r: 8\nlora_target_linear: true\n",
+        f"model_name_or_path: {name}\ndo_train: true\nbf16: true\nfinetuning_type: lora\n",
+        f"model_name_or_path: {name}\nuse_peft: true\ndtype: bfloat16\ndataset_name: d\n",
+        f"model: {name}\ntuner_type: lora\nmax_length: 64\n",
+        f"model: {name}\ntrain_dataset: d.yaml\npeft_config: {{name: lora, r: 8}}\n",
+    ]
+    assert [read(text, num_gpus=1).base_weights for text in texts] == [stored] * len(texts)
+    assert not any("released" in note or "quantized" in note for text in texts for note in read(text, num_gpus=1).notes)
+
+
+def test_a_release_in_a_format_that_is_not_priced_is_told(read: Any) -> None:
+    setup = read("model: Qwen/Qwen3-8B-FP8\ntuner_type: lora\nmax_length: 64\n", num_gpus=1)
+    assert setup.base_weights == "bf16"
+    assert "Qwen/Qwen3-8B-FP8: weights that are quantized in the release are priced in 16 bits" in setup.notes
+
+
+def test_axolotls_all_linear_layers_come_beside_those_that_are_named(read: Any) -> None:
+    lora = AXOLOTL + "adapter: lora\nlora_r: 4\nlora_target_modules: [q_proj]\n"
+    assert read(lora).train == "lora:r=4,targets=q_proj"
+    assert read(lora + "lora_target_linear: true\n").train == "lora:r=4"
+
+
+def test_attention_that_is_not_known_is_told_and_of_several_the_first_is_read(read: Any) -> None:
+    flex = read(AXOLOTL + "attn_implementation: flex_attention\n")
+    assert (flex.attention, flex.notes[-1]) == ("sdpa", "attention flex_attention: priced as sdpa")
+    assert read(AXOLOTL + "xformers_attention: true\n").attention == "sdpa"
+    assert read(AXOLOTL + "flash_attention: true\n").attention == "flash"
+    twice = read("model: m\ntuner_type: lora\nmax_length: 64\nattn_impl: [flash_attn, flash_attn]\n", num_gpus=1)
+    assert (twice.attention, twice.notes) == ("flash", ())
+
+
+MEGATRON = "torchrun --nproc_per_node 2 pretrain.py --micro-batch-size 2 --bf16 "
+
+
+@pytest.mark.parametrize(
+    ("words", "length", "note"),
+    [
+        ("--encoder-seq-length 512", 512, None),
+        ("--encoder-seq-length 512 --decoder-seq-length 128", 512, "--decoder-seq-length 128: both halves"),
+        ("--encoder-num-layers 2 --seq-length 128 --decoder-seq-length 512", 512, "--encoder-seq-length 128: both"),
+        ("--seq-length 576 --decoder-seq-length 1024", 1024, "--seq-length 576: tokens of pictures"),
+    ],
+)
+def test_megatrons_lengths_are_those_of_the_longer_half_or_of_the_text(
+    read: Any, words: str, length: int, note: str | None
+) -> None:
+    setup = read(f"{MEGATRON} {words}\n", "train.sh")
+    assert setup.seq_length == length
+    assert [found.startswith(note or "-") for found in setup.notes] == ([] if note is None else [True])
+
+
+@pytest.mark.parametrize(
+    ("words", "train"),
+    [
+        ("--freeze-LM --freeze-ViT", "projector"),
+        ("--freeze-ViT", "text+projector"),
+        ("--freeze-LM", "projector+tower"),
+        ("", None),
+    ],
+)
+def test_what_megatron_freezes_of_a_model_with_pictures_does_not_train(read: Any, words: str, train: str) -> None:
+    setup = read(f"{MEGATRON} --seq-length 64 {words}\n", "train.sh")
+    assert (setup.train, setup.notes) == (train, ())
+
+
+def test_options_in_several_variables_are_joined_and_files_that_a_script_runs_are_told(read: Any) -> None:
+    text = (
+        "source $(dirname $0)/common.sh\nsource .venv/bin/activate\n"
+        'BATCH="--micro-batch-size 2 --global-batch-size 32"\n'
+        'MODEL="--seq-length 64 --tokenizer-model "a/b" --bf16"\n'
+    )
+    setup = read(text, "conf.sh", num_gpus=4)
+    assert (setup.plan.describe(), setup.seq_length) == ("dp4, DDP, micro-batch 2 x 4", 64)
+    assert [note.partition(" runs ")[2] for note in setup.notes] == [
+        "the lines of $(dirname $0)/common.sh, which are not read"
+    ]
+
+
+def test_samples_that_are_packed_and_told_apart_are_read(read: Any) -> None:
+    assert read(AXOLOTL + "sample_packing: true\n").packs_samples
+    factory = FACTORY + "stage: sft\npacking: true\n"
+    assert not read(factory, num_gpus=1).packs_samples
+    assert read(factory + "neat_packing: true\n", num_gpus=1).packs_samples
+    trl = "model_name_or_path: m\nuse_peft: true\ndataset_name: d\npacking: true\n"
+    assert read(trl, num_gpus=1).packs_samples
+    assert not read(trl + "packing_strategy: wrapped\n", num_gpus=1).packs_samples
+    assert read("model: m\ntuner_type: lora\nmax_length: 64\npacking: true\n", num_gpus=1).packs_samples

@@ -5,32 +5,24 @@ from __future__ import annotations
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup
+from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
-from paraplan.interop.sources.base_weights import quantizer_asked
+from paraplan.interop.sources.base_weights import quantizer_asked, released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.experts import axolotl_ep, with_ep
 from paraplan.interop.sources.objectives import Objective, objective_of
-from paraplan.interop.sources.trainer import (
-    Axes,
-    Batches,
-    ReadFile,
-    attention_of,
-    four_bits,
-    sharded_setup,
-    tf32_note,
-    trainer_optimizer,
-)
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind
 from paraplan.model.weight_formats import WeightFormat
-from paraplan.plan.training import AttentionKind, LossKernel, TrainingPrecision
+from paraplan.plan.training import LossKernel, TrainingPrecision
 
 _PLUGINS = ("cut_cross_entropy", "liger", "expert_parallel", "kernels", "swanlab", "lm_eval", "kd")
 """Plugins that are read, or whose keys are."""
 _LENGTH, _RANK = 512, 8
+_SWITCHES = tuple(f"{kind}_attention" for kind in ("xformers", "sage", "flex", "flash", "sdp", "eager"))
 _CHECKPOINTS = (True, "true", "offload", "offload_disk", "unsloth")
 
 
-def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
+def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.ReadFile) -> Setup:
     """Return the training that a configuration of axolotl describes.
 
     Raises `PlanError` naming the file and key for what is broken and for adapters that are not modelled.
@@ -39,7 +31,7 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
     train, found = _trainable(fields)
     objective = _objective(fields, is_full=train is None)
     micro = (fields.count("micro_batch_size") or 1) * objective.group
-    steps = fields.count("gradient_accumulation_steps") or max(1, (fields.count("batch_size") or 1) // micro)
+    steps = fields.count("gradient_accumulation_steps") or 1
     config = fields.taken("fsdp_config")
     sharding = Fields({"fsdp_version": fields.value("fsdp_version"), **config}, source=source)
     checkpoints = (fields.value("gradient_checkpointing") in _CHECKPOINTS) or bool(
@@ -47,17 +39,17 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
     )
     ep, beside, notes = axolotl_ep(fields, given)
     axes = _axes(fields) if ep == 1 else _axes(fields)._replace(dp_shard=None)  # ranks of experts shard too
-    setup = sharded_setup(
+    setup = trainer.sharded_setup(
         fields,
         beside,
-        Batches(micro, steps, checkpoints),
+        trainer.Batches(micro, steps, checkpoints),
         tool="axolotl",
         target="axolotl",
         read_file=read_file,
         axes=axes,
     )
     notes = [*setup.notes, *notes, *found, *objective.notes]
-    optimizer, found = trainer_optimizer(fields, "optimizer")
+    optimizer, found = trainer.trainer_optimizer(fields, "optimizer")
     notes += found
     if fields.value("fp8"):
         notes.append("fp8: priced as bf16")
@@ -66,9 +58,10 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
         says_gpus=setup.says_gpus or ep > 1,
         precision=_precision(fields, is_pure=train is None and (not setup.keeps_fp32 or _is_fsdp2(sharding))),
         optimizer=optimizer,
-        attention=_attention(fields),
+        attention=trainer.attention_of(_attention(fields), notes),
+        packs_samples=fields.is_on("sample_packing"),
         train=train,
-        base_weights=_weights(fields) if train is not None else None,
+        base_weights=_weights(fields, notes) if train is not None else None,
         quantizer=quantizer_asked(fields),
         loss=_loss(fields),
         compiled=fields.is_on("torch_compile") or None,
@@ -77,7 +70,7 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: ReadFile) -
         model_name=fields.text("base_model"),
         task=objective.task,
     )
-    notes += [*tf32_note(fields, setup.precision), *_plugins(fields)]
+    notes += [*trainer.tf32_note(fields, setup.precision), *_plugins(fields)]
     return setup.replace(notes=(*notes, *key_table("axolotl").notes(fields)))
 
 
@@ -89,9 +82,9 @@ def _plugins(fields: Fields) -> list[str]:
     return [f"plugins {', '.join(unknown)}: not priced"] if unknown else []
 
 
-def _axes(fields: Fields) -> Axes:
+def _axes(fields: Fields) -> trainer.Axes:
     cp = fields.count("context_parallel_size") or fields.count("sequence_parallel_degree") or 1
-    return Axes(
+    return trainer.Axes(
         tp=fields.count("tensor_parallel_size") or 1,
         cp=cp,
         dp_replicate=fields.count("dp_replicate_size"),
@@ -142,12 +135,12 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     if adapter not in ("lora", "qlora"):
         raise fields.error("adapter", "lora or qlora, the adapters that are priced")
     kind: AdapterKind = "dora" if fields.flag("peft_use_dora") else "lora"
-    every = ALL_LINEAR if fields.flag("lora_target_linear") else None
+    named, is_every = fields.value("lora_target_modules"), fields.flag("lora_target_linear")
     return trainable_of(
         fields,
         kind=kind,
         rank=fields.count("lora_r") or _RANK,
-        targets=fields.value("lora_target_modules") or every,
+        targets=ALL_LINEAR if is_every else named,
         dropout=fields.value("lora_dropout") or 0.0,
         by_root=bool(fields.flag("peft_use_rslora")),
         saved=fields.value("lora_modules_to_save"),
@@ -155,15 +148,18 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     )
 
 
-def _weights(fields: Fields) -> WeightFormat:
+def _weights(fields: Fields, notes: list[str]) -> WeightFormat:
     """Return the format of the base: axolotl quantizes the scales of 4-bit weights too, unless told otherwise."""
     if fields.flag("load_in_8bit"):
         return "int8"
     if fields.flag("load_in_4bit") or fields.text("adapter") == "qlora":
         kwargs = fields.section("bnb_config_kwargs")
         is_fp4 = kwargs.text("bnb_4bit_quant_type") == "fp4"
-        return four_bits(is_fp4=is_fp4, is_double=kwargs.flag("bnb_4bit_use_double_quant") is not False)
-    return "bf16" if _half(fields) else "fp32"
+        return trainer.four_bits(is_fp4=is_fp4, is_double=kwargs.flag("bnb_4bit_use_double_quant") is not False)
+    released = released_format(fields.text("base_model"), notes)
+    if fields.flag("gptq") and released is None:
+        released = "int4"
+    return released or ("bf16" if _half(fields) else "fp32")
 
 
 def _half(fields: Fields) -> TrainingPrecision | None:
@@ -180,13 +176,10 @@ def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:
     return "fp32" if half is None else "bf16-pure" if half == "bf16" and is_pure else half
 
 
-def _attention(fields: Fields) -> AttentionKind:
-    found = attention_of(fields.text("attn_implementation"))
-    if found is not None:
-        return found
-    if fields.flag("flash_attention"):
-        return "flash"
-    return "eager" if fields.flag("eager_attention") else "sdpa"
+def _attention(fields: Fields) -> object:
+    """Return the attention kernel's name, or the first of the older switches that is on, in the order that counts."""
+    on = [switch.removesuffix("_attention") for switch in _SWITCHES if fields.flag(switch)]
+    return fields.text("attn_implementation") or next(iter(on), None)
 
 
 def _loss(fields: Fields) -> LossKernel:

@@ -6,22 +6,13 @@ from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup
+from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
-from paraplan.interop.sources.base_weights import quantizer_asked
+from paraplan.interop.sources.base_weights import quantizer_asked, released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.megatron_lm import megatron_setup
 from paraplan.interop.sources.objectives import objective_of
 from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
-from paraplan.interop.sources.trainer import (
-    Batches,
-    ReadFile,
-    attention_of,
-    four_bits,
-    sharded_setup,
-    tf32_note,
-    trainer_optimizer,
-    uses_liger,
-)
 from paraplan.model.trainable import AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import OptimizerName, TrainingPrecision
@@ -41,7 +32,7 @@ _MEGATRON_KEYS = (
 _LENGTH, _RANK, _MICRO_BATCH, _LAST_LAYERS = 2048, 8, 8, 2
 
 
-def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
+def read_llama_factory(text: str, *, source: str, given: Given, read_file: trainer.ReadFile) -> Setup:
     """Return the training that a configuration of LLaMA-Factory describes.
 
     Raises `PlanError` naming the file and key for what is broken and for adapters that are not modelled.
@@ -57,7 +48,7 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadF
         key="stage",
         is_full=train is None or train.startswith("text"),
     )
-    batches = Batches(
+    batches = trainer.Batches(
         micro_batch=(fields.count("per_device_train_batch_size") or _MICRO_BATCH) * objective.group,
         steps=fields.count("gradient_accumulation_steps") or 1,
         recompute=not fields.flag("disable_gradient_checkpointing"),
@@ -65,7 +56,9 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadF
     if _has_megatron(fields):
         setup = _megatron(fields, given, batches)
     else:
-        setup = sharded_setup(fields, given, batches, tool="LLaMA-Factory", target="hf-trainer", read_file=read_file)
+        setup = trainer.sharded_setup(
+            fields, given, batches, tool="LLaMA-Factory", target="hf-trainer", read_file=read_file
+        )
     notes = [*setup.notes, *notes, *objective.notes]
     optimizer, found = _optimizer(fields)
     notes += found
@@ -74,17 +67,20 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: ReadF
     setup = setup.replace(
         precision=_precision(fields),
         optimizer=optimizer,
-        attention=setup.attention or attention_of(fields.text("flash_attn")) or "sdpa",
+        attention=setup.attention or trainer.attention_of(fields.text("flash_attn"), notes),
+        packs_samples=bool(fields.flag("neat_packing")),  # without which samples attend to one another
         train=train,
         quantizer=quantizer_asked(fields),
-        base_weights=_weights(fields) if train is not None else None,
-        loss="liger" if fields.flag("enable_liger_kernel") or uses_liger(fields) else "plain",
+        base_weights=_weights(fields, notes) if train is not None else None,
+        loss="liger" if fields.flag("enable_liger_kernel") or trainer.uses_liger(fields) else "plain",
         compiled=fields.flag("torch_compile"),
         seq_length=fields.count("cutoff_len") or _LENGTH,
         model_name=fields.text("model_name_or_path"),
         task=objective.task,
     )
-    return setup.replace(notes=(*notes, *tf32_note(fields, setup.precision), *key_table("llama-factory").notes(fields)))
+    return setup.replace(
+        notes=(*notes, *trainer.tf32_note(fields, setup.precision), *key_table("llama-factory").notes(fields))
+    )
 
 
 def refuse_untrained(fields: Fields) -> None:
@@ -114,7 +110,7 @@ def _has_megatron(fields: Fields) -> bool:
     return any(flags) or any(key in fields for key in keys)
 
 
-def _megatron(fields: Fields, given: Given, batches: Batches) -> Setup:
+def _megatron(fields: Fields, given: Given, batches: trainer.Batches) -> Setup:
     """Return the plan of its Megatron backends, whose degrees have Megatron-LM's names; sizes are the Trainer's."""
     values = {key: fields.value(key) for key in _MEGATRON_KEYS if key in fields}
     values |= {"micro_batch_size": batches.micro_batch, "bf16": fields.value("bf16"), "fp16": fields.value("fp16")}
@@ -132,10 +128,9 @@ def _megatron(fields: Fields, given: Given, batches: Batches) -> Setup:
 
 
 def _optimizer(fields: Fields) -> tuple[OptimizerName | None, list[str]]:
-    optimizer, notes = trainer_optimizer(fields, "optim")
+    optimizer, notes = trainer.trainer_optimizer(fields, "optim")
     if fields.flag("use_galore"):
-        rank = fields.count("galore_rank") or 16
-        return "galore_adamw", [f"use_galore: priced at rank 128, its rank is {rank}"]
+        return "galore_adamw", trainer.galore_note(fields.count("galore_rank") or 16)
     if fields.flag("use_muon"):
         return "muon", []
     if fields.flag("use_adam_mini"):
@@ -177,16 +172,16 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     return train, adapters_of_towers(fields, **keys) + notes
 
 
-def _weights(fields: Fields) -> WeightFormat:
+def _weights(fields: Fields, notes: list[str]) -> WeightFormat:
     bits = fields.choice("quantization_bit", (2, 3, 4, 5, 6, 8), 16)
     if bits == 8:
         return "int8"
     if bits == 4:
         is_double = fields.flag("double_quantization")
-        return four_bits(is_fp4=fields.text("quantization_type") == "fp4", is_double=is_double is not False)
+        return trainer.four_bits(is_fp4=fields.text("quantization_type") == "fp4", is_double=is_double is not False)
     if bits != 16:
         raise fields.error("quantization_bit", "4 or 8, the widths that are priced")
-    return "bf16"
+    return released_format(fields.text("model_name_or_path"), notes) or "bf16"
 
 
 def _precision(fields: Fields) -> TrainingPrecision:

@@ -6,17 +6,18 @@ from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, make_plan, optimizer_of
+from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
+from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.objectives import objective_of
-from paraplan.interop.sources.trainer import Axes, Batches, ReadFile, attention_of, four_bits, sharded_setup
 from paraplan.model.weight_formats import WeightFormat
 
 _LENGTH, _RANK = 2048, 8
 _BACKENDS = ("fsdp2", "deepspeed", "fsdpturbo")
 
 
-def read_llama_factory_v1(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
+def read_llama_factory_v1(text: str, *, source: str, given: Given, read_file: trainer.ReadFile) -> Setup:
     """Return the training that a configuration of LLaMA-Factory v1 describes.
 
     Raises `PlanError` naming the file and key for what is broken, and for a file that trains nothing.
@@ -36,14 +37,14 @@ def read_llama_factory_v1(text: str, *, source: str, given: Given, read_file: Re
     checkpoints = fields.flag("enable_activation_checkpointing")
     micro, cp = (fields.count("micro_batch_size") or 1) * objective.group, fields.count("cp_size") or 1
     total = fields.count("global_batch_size")
-    setup = sharded_setup(
+    setup = trainer.sharded_setup(
         Fields(sharding, source=source),
         given if total is None or given.global_batch_size else given.replace(global_batch_size=total * objective.group),
-        Batches(micro, 1, checkpoints is None or checkpoints),
+        trainer.Batches(micro, 1, checkpoints is None or checkpoints),
         tool="LLaMA-Factory v1",
         target="hf-trainer",
         read_file=read_file,
-        axes=Axes(cp=cp, dp_replicate=fields.count("mp_replicate_size")),
+        axes=trainer.Axes(cp=cp, dp_replicate=fields.count("mp_replicate_size")),
         deepspeed=backend.text("config_file") if backend.text("name") == "deepspeed" else None,
     )
     ep = backend.count("ep_size") or 1
@@ -60,9 +61,9 @@ def read_llama_factory_v1(text: str, *, source: str, given: Given, read_file: Re
         if is_half
         else "fp32",
         optimizer=optimizer,
-        attention=attention_of(fields.text("flash_attn")) or "sdpa",
+        attention=trainer.attention_of(fields.text("flash_attn"), notes),
         train=train,
-        base_weights=_weights(fields) if train is not None else None,
+        base_weights=_weights(fields, notes) if train is not None else None,
         loss="liger" if "liger" in kernels else "plain",
         seq_length=fields.count("cutoff_len") or _LENGTH,
         model_name=fields.text("model"),
@@ -103,13 +104,13 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     )
 
 
-def _weights(fields: Fields) -> WeightFormat:
+def _weights(fields: Fields, notes: list[str]) -> WeightFormat:
     section = fields.section("quant_config")
     section.value("name")
     bits = section.number("quantization_bit")
     if bits not in (4, 8):
-        return "bf16"
+        return released_format(fields.text("model"), notes) or "bf16"
     if bits == 8:
         return "int8"
     is_double = section.flag("double_quantization")
-    return four_bits(is_fp4=section.text("quantization_type") == "fp4", is_double=is_double is not False)
+    return trainer.four_bits(is_fp4=section.text("quantization_type") == "fp4", is_double=is_double is not False)

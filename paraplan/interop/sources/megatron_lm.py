@@ -19,6 +19,8 @@ from paraplan.plan.training import AttentionKind, Fp8Recipe, LinearPrecision, Tr
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _TRAINS_NOTHING = re.compile(r"generat|inference|eval|export|convert|preprocess|prompt|server")
 """Programs of Megatron-LM's examples and tools that are no training, by their files."""
+_EVALUATES = re.compile(r"EVAL|PROMPT|ZEROSHOT|LAMBADA|WIKITEXT")
+"""Values of `--task` of Megatron-LM's tasks/main.py and tasks/msdp/main.py that train nothing."""
 _MISSPELT = 0.93
 """An option as near to one that is read as this (difflib's ratio) is that one misspelt.
 
@@ -92,7 +94,8 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
         tool="Megatron-LM",
         target="megatron-lm",
         framework="megatron-core" + local,
-        seq_length=fields.count("decoder_seq_length") or fields.count("seq_length"),
+        seq_length=_length(fields, notes),
+        train=_trained_parts(fields),
         precision=_precision(fields),
         linear_precision=_linear_precision(fields),
         fp8_recipe=_fp8_recipe(fields),
@@ -102,6 +105,34 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
         stack=megatron_stack(fields, zero_stage=zero_stage, has_whole_experts=has_whole_experts),
         notes=tuple(notes),
     )
+
+
+def _length(fields: Fields, notes: list[str]) -> int | None:
+    """Return the tokens of a sequence: of the longer half of an encoder and a decoder, of the text beside pictures."""
+    whole, decoder = (
+        fields.count("seq_length") or fields.count("encoder_seq_length"),
+        fields.count("decoder_seq_length"),
+    )
+    has_encoder = bool({key for key in ("encoder_seq_length", "encoder_num_layers") if key in fields})
+    if whole is None or decoder is None:
+        return decoder or whole
+    if not has_encoder:
+        notes.append(
+            f"{fields.shown('seq_length')} {whole}: tokens of pictures are priced where --image-tokens says so"
+        )
+        return decoder
+    if whole != decoder:
+        name = fields.shown("decoder_seq_length" if whole > decoder else "encoder_seq_length")
+        notes.append(f"{name} {min(whole, decoder)}: both halves are priced as of {max(whole, decoder)} tokens")
+    return max(whole, decoder)
+
+
+def _trained_parts(fields: Fields) -> str | None:
+    """Return what of a model with a tower for pictures trains (examples/multimodal/train.py); None for all."""
+    frozen = {word: fields.is_on(key) for word, key in (("text", "freeze_LM"), ("tower", "freeze_ViT"))}
+    if not any(frozen.values()):
+        return None
+    return "+".join(word for word in ("text", "projector", "tower") if not frozen.get(word, False))
 
 
 def _shards(fields: Fields, dp: int, cp: int, ep: int, notes: list[str]) -> int | None:
@@ -200,6 +231,12 @@ def _options(arguments: str, source: str) -> tuple[dict[str, object], list[str]]
     options = options_of(command.words)
     if not options:
         raise PlanError(f"{source} holds no option", hint='for example "--tensor-model-parallel-size 2 ..."')
+    if _EVALUATES.search(str(options.get("task"))):
+        raise PlanError(f"{source}: --task {options['task']} trains nothing", hint="give a script that trains")
+    for name in [name for name in options if name.startswith("no_")]:  # argparse.BooleanOptionalAction
+        if name not in key_table("megatron-lm").known and name[3:] in key_table("megatron-lm").known:
+            options[name[3:]] = False
+            del options[name]
     for name in options.keys() - key_table("megatron-lm").known:
         meant = difflib.get_close_matches(name, sorted(key_table("megatron-lm").read), n=1, cutoff=_MISSPELT)
         if meant:

@@ -9,29 +9,21 @@ import json
 import re
 from collections.abc import Mapping
 from itertools import pairwise
-from math import ceil
+from math import ceil, prod
+from typing import NamedTuple
 
 from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields, is_off
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup
+from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
+from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.megatron_lm import megatron_setup, options_of
 from paraplan.interop.sources.objectives import Objective, objective_of
 from paraplan.interop.sources.shell import command_of
 from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
-from paraplan.interop.sources.trainer import (
-    Axes,
-    Batches,
-    ReadFile,
-    attention_of,
-    four_bits,
-    sharded_setup,
-    tf32_note,
-    trainer_optimizer,
-    uses_liger,
-)
 from paraplan.model.trainable import AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import TrainingPrecision
@@ -41,6 +33,9 @@ COMMAND = re.compile(
     rf"(?:^|[ \t/])(swift|megatron)[ \t]+({_COMMANDS})\b|\bswift/cli/(_megatron/)?(\w+)\.py", flags=re.MULTILINE
 )
 _TRAINS = ("sft", "pt", "rlhf")
+_TRAINING = re.compile(
+    rf"\b(swift|megatron)[ \t]+({'|'.join(_TRAINS)})\b|\bswift/cli/(_megatron/)?({'|'.join(_TRAINS)})\.py"
+)
 _MEGATRON_SIGNS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "micro_batch_size"),
     *("recompute_granularity", "global_batch_size", "mcore_model", "train_iters"),
@@ -74,38 +69,47 @@ _LAUNCHER = ("nproc_per_node", "nproc", "nnodes")
 _RANK, _DROPOUT, _BATCH, _COMPLETION = 8, 0.05, 16, 512
 
 
-def read_ms_swift(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
+def read_ms_swift(text: str, *, source: str, given: Given, read_file: trainer.ReadFile) -> Setup:
     """Return the training that a configuration of ms-swift describes, or a script with its command.
 
     Raises `PlanError` naming the file and key for what is broken, and for commands that train nothing.
     """
-    values, is_megatron, notes = _values(text, source, read_file)
+    values, is_megatron, notes, environment = _values(text, source, read_file)
     for what, keys in key_table("ms-swift").trains_nothing.items():
         if any(values.get(key) is not None for key in keys):
             raise PlanError(f"{source}: ms-swift's file {what}, and trains nothing", hint="give one that trains")
     fields = Fields(values, source=source)
-    named = fields.value("nproc_per_node") or fields.section("ENV").value("NPROC_PER_NODE")
-    fields.taken("ENV")
-    if str(named).isdigit() and given.num_gpus is None:
-        given = given.replace(num_gpus=max(1, int(str(named))))
-        says_gpus = True
-    else:
-        says_gpus = False
+    beside = {key: str(value) for key, value in fields.taken("ENV").items()}
+    num_gpus = _processes({**beside, **(environment or {})}, values, is_command=environment is not None)
+    notes += _spread_layers({**beside, **(environment or {})}, num_gpus)
+    for key in _LAUNCHER:
+        fields.value(key)
+    if given.num_gpus is None and num_gpus is not None:
+        given = given.replace(num_gpus=num_gpus)
     if is_megatron or any(key in values for key in _MEGATRON_SIGNS):
         setup, table = _megatron(fields, given), key_table("megatron-swift")
     else:
         setup, table = _trainer(fields, given, read_file), key_table("ms-swift")
+    says_gpus = num_gpus is not None or setup.says_gpus
     return setup.replace(says_gpus=says_gpus, notes=(*notes, *setup.notes, *table.notes(fields)))
 
 
-def _values(text: str, source: str, read_file: ReadFile) -> tuple[dict[str, object], bool, list[str]]:
-    """Return the keys of a YAML, or of a command's options, whether Megatron runs them, and notes."""
+class _Source(NamedTuple):
+    values: dict[str, object]
+    """The keys of a YAML, or of a command's options."""
+    is_megatron: bool
+    """Whether Megatron runs them."""
+    notes: list[str]
+    environment: Mapping[str, str] | None
+    """Variables that ms-swift's own command has; None for a file, and where another program starts the processes."""
+
+
+def _values(text: str, source: str, read_file: trainer.ReadFile) -> _Source:
+    """Return what a file or a script with a command says."""
     found = COMMAND.search(text)
     if found is None:
-        return _document(text, source), False, []
-    command = command_of(text, source)
-    if COMMAND.search(" ".join(command.words)) is None:  # one without options, but for a file
-        command = command._replace(words=text[found.start() :].replace("\\\n", " ").partition("\n")[0].split())
+        return _Source(_document(text, source), False, [], None)
+    command = command_of(text, source, _TRAINING, COMMAND)
     found = COMMAND.search(" ".join(command.words)) or found
     what = found.group(2) or found.group(4)
     if what not in _TRAINS:
@@ -124,14 +128,36 @@ def _values(text: str, source: str, read_file: ReadFile) -> tuple[dict[str, obje
     options = _listed(command.words)
     options.pop("config", None)
     values |= {key: _scalar(value) if isinstance(value, str) else value for key, value in options.items()}
-    named = command.variables.get("NPROC_PER_NODE") or command.variables.get("nproc_per_node")
-    nodes = command.variables.get("NNODES") or str(values.get("nnodes", "1"))
-    if named is not None and named.isdigit():
-        values.setdefault("nproc_per_node", int(named) * (int(nodes) if nodes.isdigit() else 1))
-    notes = command.notes(source)
     if "rlhf_type" not in values and what == "rlhf":
         values["rlhf_type"] = "dpo"
-    return values, found.group(1) == "megatron" or found.group(3) is not None, notes
+    is_megatron = found.group(1) == "megatron" or found.group(3) is not None
+    return _Source(values, is_megatron, command.notes(source), command.variables if found.group(1) else None)
+
+
+def _processes(environment: Mapping[str, str], values: Mapping[str, object], *, is_command: bool) -> int | None:
+    """Return the processes of all nodes that variables or torchrun's options say; None where they do not.
+
+    ms-swift's own command starts torch.distributed.run for two of the variables alone (swift/cli/main.py).
+    """
+    each = environment.get("NPROC_PER_NODE") or values.get("nproc_per_node") or values.get("nproc")
+    nodes = environment.get("NNODES") or values.get("nnodes")
+    if each is None and nodes is None:
+        return 1 if is_command and not values.get("use_ray") else None
+    counts = [str(each or 1), str(nodes or 1)]
+    return prod(map(int, counts)) or None if all(count.isdigit() for count in counts) else None
+
+
+def _spread_layers(environment: Mapping[str, str], num_gpus: int | None) -> list[str]:
+    """Return a note where processes see more GPUs than there are: ms-swift spreads a model's layers over them."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    nodes = environment.get("NNODES", "1")
+    each = (num_gpus or 1) // max(1, int(nodes) if nodes.isdigit() else 1)
+    if num_gpus is None or len(visible) < 2 * each:
+        return []
+    return [
+        f"CUDA_VISIBLE_DEVICES names {len(visible)} GPUs for {each} process{'es' * (each > 1)}: layers spread over "
+        "several GPUs of a process (device_map) are priced as on one"
+    ]
 
 
 def _document(text: str, source: str) -> dict[str, object]:
@@ -164,7 +190,7 @@ def _scalar(word: str) -> object:
         return {"true": True, "false": False}.get(word.lower(), word)
 
 
-def _trainer(fields: Fields, given: Given, read_file: ReadFile) -> Setup:
+def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup:
     """Return the training of `swift sft` and its kin, which transformers' Trainer runs."""
     train, notes = _trainable(fields, default="lora")
     objective = _objective(fields, is_full=train is None or train.startswith("text"))
@@ -182,35 +208,36 @@ def _trainer(fields: Fields, given: Given, read_file: ReadFile) -> Setup:
         name = str(strategy)
         sharding = Fields(load_document(read_file(name), name, hint="ms-swift's own is fsdp2"), source=name)
     checkpoints = fields.flag("gradient_checkpointing")
-    setup = sharded_setup(
+    setup = trainer.sharded_setup(
         sharding,
         given,
-        Batches(batch * objective.group, steps, (checkpoints is None or checkpoints) and not strategy),
+        trainer.Batches(batch * objective.group, steps, (checkpoints is None or checkpoints) and not strategy),
         tool="ms-swift",
         target="hf-trainer",
         read_file=read_file,
-        axes=Axes(cp=cp),
+        axes=trainer.Axes(cp=cp),
         deepspeed=_deepspeed(fields),
     )
-    optimizer, found = trainer_optimizer(fields, "optim")
+    optimizer, found = trainer.trainer_optimizer(fields, "optim")
     notes += found
     if fields.flag("use_galore"):
         optimizer = "galore_adamw"
-        notes.append(f"use_galore: priced at rank 128, its rank is {fields.count('galore_rank') or 128}")
+        notes += trainer.galore_note(fields.count("galore_rank") or trainer.GALORE_RANK)
     if fields.text("optimizer") == "muon":
         optimizer = "muon"
     elif fields.text("optimizer") is not None:
         notes.append(f"optimizer {fields.text('optimizer')}: priced as {optimizer}")
     precision = _precision(fields)
-    notes += tf32_note(fields, precision)
+    notes += trainer.tf32_note(fields, precision)
     is_pure = precision == "bf16" and train is None and not setup.keeps_fp32
     return setup.replace(
         precision="bf16-pure" if is_pure else precision,
         optimizer=optimizer,
-        attention=attention_of(fields.text("attn_impl")) or "sdpa",
+        attention=trainer.attention_of(fields.value("attn_impl"), notes),
+        packs_samples=fields.is_on("packing"),
         train=train,
-        base_weights=_weights(fields) if train is not None else None,
-        loss="liger" if uses_liger(fields) else "plain",
+        base_weights=_weights(fields, notes) if train is not None else None,
+        loss="liger" if trainer.uses_liger(fields) else "plain",
         compiled=fields.flag("torch_compile"),
         seq_length=_length(fields, objective, notes),
         model_name=fields.text("model") or fields.text("model_id_or_path"),
@@ -238,6 +265,7 @@ def _megatron(fields: Fields, given: Given) -> Setup:
         train=train,
         base_weights=("bf16" if precision == "bf16" else None) if train is not None else None,
         seq_length=_length(fields, objective, notes),
+        packs_samples=fields.is_on("packing"),
         model_name=fields.text("model"),
         task=objective.task,
         notes=(*setup.notes, *key_table("megatron-lm").notes(options), *objective.notes, *notes),
@@ -297,7 +325,7 @@ def _trainable(fields: Fields, *, default: str) -> tuple[str | None, list[str]]:
     return train, adapters_of_towers(fields, **keys) + found
 
 
-def _weights(fields: Fields) -> WeightFormat:
+def _weights(fields: Fields, notes: list[str]) -> WeightFormat:
     bits = fields.number("quant_bits") or fields.number("quantization_bit")
     method = fields.text("quant_method")
     if bits and method not in (None, "bnb"):
@@ -306,8 +334,8 @@ def _weights(fields: Fields) -> WeightFormat:
         return "int8"
     if bits == 4:
         is_double = fields.flag("bnb_4bit_use_double_quant")
-        return four_bits(is_fp4=fields.text("bnb_4bit_quant_type") == "fp4", is_double=is_double is not False)
-    return "bf16"
+        return trainer.four_bits(is_fp4=fields.text("bnb_4bit_quant_type") == "fp4", is_double=is_double is not False)
+    return released_format(fields.text("model"), notes) or "bf16"
 
 
 def _precision(fields: Fields) -> TrainingPrecision:

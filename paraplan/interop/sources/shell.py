@@ -11,7 +11,10 @@ from paraplan.errors import PlanError
 _NAME = r"[A-Za-z_]\w*"
 _VALUE = re.compile(rf"\$\{{({_NAME})(\[[@*0-9]+\])?(?:(:?[-=])((?:[^{{}}]|\$\{{[^{{}}]*\}})*))?\}}|\$({_NAME})|\$(\d)")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|\$\(expr ([^()]*)\)")
+_WORD = re.compile(r"\"[^\"]*\"?|'[^']*'?|(?:\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|\$\{[^\n]*?\}+|[^\s;\"'])+")
+"""A quoted part of a shell's word, or one that is not quoted."""
 _MOST_ROUNDS = 20
+_SOURCED = re.compile(r"^\s*(?:source|\.)\s+([^\n#;&|]+)", flags=re.MULTILINE)
 _BRANCHES = re.compile(r"^\s*(if|case|for|while)\b", flags=re.MULTILINE)
 
 
@@ -21,36 +24,55 @@ class Command(NamedTuple):
     words: list[str]
     """Words of the command, the program first."""
     variables: dict[str, str]
-    """Variables of the script."""
+    """Variables that the command has, with those that stand before it on its line."""
     has_branches: bool
     """Whether lines are behind `if`, `case` or a loop: all of them are read, one after the other."""
+    sourced: tuple[str, ...] = ()
+    """Files whose lines the script runs as its own."""
 
     def notes(self, source: str) -> list[str]:
         """Return what is assumed of the script."""
-        if not self.has_branches:
-            return []
-        return [f"{source} has branches or loops: its lines are read in order, as if all ran"]
+        notes = [f"{source} runs the lines of {name}, which are not read" for name in self.sourced]
+        if self.has_branches:
+            notes.append(f"{source} has branches or loops: its lines are read in order, as if all ran")
+        return notes
 
 
-def command_of(script: str, source: str) -> Command:
-    """Return the command of a script that has most options. Raises `PlanError` where its quotes do not match.
+def command_of(script: str, source: str, *programs: re.Pattern[str]) -> Command:
+    """Return the command of a script that has most options, first of those that are one of `programs`.
+
+    Raises `PlanError` where its quotes do not match.
 
     Variables are those of plain assignments, with their defaults (`${TP:-2}`), of arrays and of whole-number sums; what
-    the shell alone knows stays as it is written. Options that stand in no command are those of the variable that has
-    most.
+    the shell alone knows stays as it is written. Where no command has options they are those of all variables.
     """
     text = re.sub(r"\\\r?\n", " ", script.removeprefix("\ufeff"))
     variables: dict[str, str] = {}
-    best: list[str] = []
+    best, visible = list[str](), variables
+
+    def rank(words: list[str]) -> tuple[int, ...]:
+        text = " ".join(words)
+        return (*(program.search(text) is not None for program in programs), _num_options(words))
+
     for line in _lines(text, source):
-        words = _assigned(line, variables)
-        if words is None:
+        own = dict(variables)
+        rest = _assigned(line, own)
+        if rest is None:
+            variables = own
             continue
-        best = max(best, _split(_filled(words, variables), source), key=_num_options)
-    for value in variables.values():
-        if "--" in value:
-            best = max(best, _split(_filled(value, variables), source), key=_num_options)
-    return Command(best, variables, _BRANCHES.search(text) is not None)
+        words = _split(_filled(rest, own), source)
+        if rank(words) > rank(best):
+            best, visible = words, own
+        if ";" in line.removesuffix(rest):  # else what stands before a command is the command's alone
+            variables = own
+    texts = [value for value in variables.values() if "--" in value]
+    for value in texts if _num_options(best) else [" ".join(texts)]:
+        words = _split(_filled(value, variables), source)
+        if rank(words) > rank(best):
+            best, visible = words, variables
+    names = (found.group(1).strip() for found in _SOURCED.finditer(text))
+    sourced = tuple(name for name in names if "env" not in name.lower())  # virtual environments
+    return Command(best, visible, _BRANCHES.search(text) is not None, sourced)
 
 
 def _num_options(words: list[str]) -> int:
@@ -114,13 +136,12 @@ def _value(text: str) -> tuple[str, str]:
             if depth == 0:
                 return text[1:place], text[place + 1 :]
         return text[1:], ""
-    for quote in "\"'":
-        if text.startswith(quote):
-            end = text.find(quote, 1)
-            return (text[1:end], text[end + 1 :]) if end > 0 else (text[1:], "")
-    found = re.match(r"(?:\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|\$\{[^\n]*?\}+|[^\s;])*", text)
-    assert found is not None
-    return found.group(0), text[found.end() :]
+    parts: list[str] = []
+    while (found := _WORD.match(text)) is not None and found.group(0):
+        word = found.group(0)
+        parts.append(word.strip(word[0]) if word[0] in "\"'" else word)
+        text = text[found.end() :]
+    return "".join(parts), text
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:

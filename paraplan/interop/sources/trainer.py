@@ -14,6 +14,8 @@ from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision
 
 ReadFile = Callable[[str], str]
+GALORE_RANK = 128
+"""The rank that `galore_adamw` is priced at."""
 
 _BUNDLED: dict[str, dict[str, object]] = {
     "single_gpu": {"distributed_type": "NO"},
@@ -194,14 +196,29 @@ _ATTENTION: dict[str, AttentionKind] = {
     "flash": "flash",
     "fa2": "flash",
     "fa3": "flash",
+    "fa4": "flash",
     "sdpa": "sdpa",
+    "auto": "sdpa",
+    "xformers": "sdpa",
     "eager": "eager",
+    "disabled": "eager",
 }
 
 
-def attention_of(words: str | None) -> AttentionKind | None:
-    """Return the attention kernel that `attn_implementation` or LLaMA-Factory's `flash_attn` names."""
-    if words is None:
-        return None
-    found = next((kind for sign, kind in _ATTENTION.items() if sign in words.lower()), None)
-    return "eager" if found is None and words == "disabled" else found
+def attention_of(words: object, notes: list[str]) -> AttentionKind:
+    """Return the attention kernel that `attn_implementation` and its kin name; add a note of one that is not known.
+
+    transformers' own is sdpa. Of several, one for each part of a model, the first is read.
+    """
+    names = [str(word) for word in words] if isinstance(words, list | tuple) and words else [words]
+    if names[0] is None:
+        return "sdpa"
+    kind = next((kind for sign, kind in _ATTENTION.items() if sign in str(names[0]).lower()), None)
+    if kind is None or len(set(names)) > 1:
+        notes.append(f"attention {', '.join(map(str, names))}: priced as {kind or 'sdpa'}")
+    return kind or "sdpa"
+
+
+def galore_note(rank: int) -> list[str]:
+    """Return a note where GaLore projects to another rank than the one that is priced."""
+    return [] if rank == GALORE_RANK else [f"use_galore: priced at rank {GALORE_RANK}, its rank is {rank}"]

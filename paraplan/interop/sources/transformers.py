@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.setup import Given, Setup, make_plan, steps_of
+from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
-from paraplan.interop.sources.trainer import attention_of, quantized_weights, trainer_optimizer
 from paraplan.plan.training import TrainingPrecision
 
 CONFIG = "DistributedConfig"
@@ -75,9 +75,9 @@ def read_transformers(text: str, *, source: str, given: Given) -> Setup:
         offload=offload,
     )
     adapter, quantized = calls.fields(_LORA, source), calls.fields("BitsAndBytesConfig", source)
-    weights = quantized_weights(quantized) if quantized is not None else None
+    weights = trainer.quantized_weights(quantized) if quantized is not None else None
     train, of_adapter = _trainable(adapter) if adapter is not None else (None, [])
-    optimizer, of_optimizer = trainer_optimizer(arguments, "optim") if arguments.values else (None, [])
+    optimizer, of_optimizer = trainer.trainer_optimizer(arguments, "optim") if arguments.values else (None, [])
     return Setup(
         plan=plan,
         tool="transformers, " + (CONFIG if config is not nothing else "DDP"),
@@ -86,7 +86,7 @@ def read_transformers(text: str, *, source: str, given: Given) -> Setup:
         framework="transformers",
         precision=_precision(config, arguments, loading, notes, is_full=train is None),
         optimizer=optimizer,
-        attention=attention_of(_word(loading, "attn_implementation")) or "sdpa",
+        attention=trainer.attention_of(_word(loading, "attn_implementation"), notes),
         train=train,
         base_weights=weights or ("bf16" if train is not None and _loads_half(loading) else None),
         seq_length=_number(arguments, "max_length", notes) or _number(arguments, "max_seq_length", notes),

@@ -9,19 +9,11 @@ from __future__ import annotations
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup
+from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
+from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.objectives import Objective, objective_of
-from paraplan.interop.sources.trainer import (
-    Batches,
-    ReadFile,
-    attention_of,
-    quantized_weights,
-    sharded_setup,
-    tf32_note,
-    trainer_optimizer,
-    uses_liger,
-)
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
 
@@ -31,7 +23,7 @@ _PAIRS = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "apo_zero
 _LOSSES: dict[str, LossKernel] = {"chunked_nll": "cut"}
 
 
-def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Setup:
+def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFile) -> Setup:
     """Return the training that a configuration of TRL describes; `read_file` reads those of accelerate and DeepSpeed.
 
     Raises `PlanError` naming the file and key for what is broken.
@@ -39,12 +31,12 @@ def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Se
     fields = Fields(load_document(text, source, hint="the keys are those of trl sft --help"), source=source)
     checkpoints = fields.flag("gradient_checkpointing")
     objective = _objective(fields)
-    batches = Batches(
+    batches = trainer.Batches(
         micro_batch=(fields.count("per_device_train_batch_size") or _MICRO_BATCH) * objective.group,
         steps=fields.count("gradient_accumulation_steps") or 1,
         recompute=checkpoints is None or checkpoints,
     )
-    setup = sharded_setup(fields, given, batches, tool="TRL", target="trl", read_file=read_file)
+    setup = trainer.sharded_setup(fields, given, batches, tool="TRL", target="trl", read_file=read_file)
     notes = [*setup.notes, *objective.notes]
     train = None
     has_adapters = fields.flag("use_peft")
@@ -63,25 +55,28 @@ def read_trl(text: str, *, source: str, given: Given, read_file: ReadFile) -> Se
         )
         notes += found
     loads_half = (fields.text("dtype") or fields.text("torch_dtype") or "float32") in ("bfloat16", "float16", "auto")
-    weights = quantized_weights(fields)
+    weights = trainer.quantized_weights(fields)
     if weights is None and has_adapters:
-        weights = "bf16" if loads_half else "fp32"
-    optimizer, found = trainer_optimizer(fields, "optim")
+        weights = released_format(fields.text("model_name_or_path"), notes) or ("bf16" if loads_half else "fp32")
+    optimizer, found = trainer.trainer_optimizer(fields, "optim")
     loss = _LOSSES.get(str(fields.value("loss_type")), "plain")
     setup = setup.replace(
         precision=_precision(fields, is_pure=loads_half and not has_adapters and not setup.keeps_fp32),
         optimizer=optimizer,
-        attention=attention_of(fields.text("attn_implementation")) or "sdpa",
+        attention=trainer.attention_of(fields.text("attn_implementation"), notes),
+        packs_samples=bool(fields.flag("packing")) and fields.text("packing_strategy") != "wrapped",
         train=train,
         base_weights=weights if has_adapters else None,
-        loss="liger" if uses_liger(fields) else loss,
+        loss="liger" if trainer.uses_liger(fields) else loss,
         task=objective.task,
         compiled=fields.flag("torch_compile"),
         offloads_activations=fields.flag("activation_offloading"),
         seq_length=_length(fields, objective, notes),
         model_name=fields.text("model_name_or_path"),
     )
-    return setup.replace(notes=(*notes, *found, *tf32_note(fields, setup.precision), *key_table("trl").notes(fields)))
+    return setup.replace(
+        notes=(*notes, *found, *trainer.tf32_note(fields, setup.precision), *key_table("trl").notes(fields))
+    )
 
 
 def _length(fields: Fields, objective: Objective, notes: list[str]) -> int:
