@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from paraplan.plan.files import PlanFile
 
 
+_hardware = partial(typer.Option, rich_help_panel=HARDWARE_PANEL)
+_training = partial(typer.Option, rich_help_panel=TRAINING_PANEL)
+
+
 def _load(value: str) -> str:
     """Check a load of experts: a number, or the word for that of trained models. Typer knows no unions."""
     words = value.strip().lower()
@@ -73,41 +78,27 @@ class HardwareOptions:
     gpus_per_node: GpusPerNodeOption = None
     gpu: Annotated[
         str | None,
-        typer.Option(
+        _hardware(
             "--gpu",
             metavar="NAME",
             help="The kind of GPU, with --num-gpus, in place of a profile: rtx-3090, or a file.",
             autocompletion=completion.gpus,
-            rich_help_panel=HARDWARE_PANEL,
         ),
     ] = None
     num_gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--num-gpus",
-            metavar="N",
-            parser=count(1, 512),
-            help="GPUs of one machine.",
-            rich_help_panel=HARDWARE_PANEL,
-        ),
+        int | None, _hardware("--num-gpus", metavar="N", parser=count(1, 512), help="GPUs of one machine.")
     ] = None
     link: Annotated[
         LinkName | None,
-        typer.Option(
-            "--link",
-            metavar="KIND",
-            help=f"How they are connected: {one_of(LinkName)}; as usual by default.",
-            rich_help_panel=HARDWARE_PANEL,
-        ),
+        _hardware("--link", metavar="KIND", help=f"How they are connected: {one_of(LinkName)}; as usual by default."),
     ] = None
     network: Annotated[
         str | None,
-        typer.Option(
+        _hardware(
             "--network",
             metavar="NAME",
             help="The network between machines: 10g, or a name of paraplan profiles list.",
             autocompletion=completion.networks,
-            rich_help_panel=HARDWARE_PANEL,
         ),
     ] = None
     calibration: CalibrationOption = None
@@ -175,169 +166,133 @@ class TrainingChoices(MediaChoices):
 
     global_batch: Annotated[
         int | None,
-        typer.Option(
-            "--global-batch",
-            metavar="N",
-            parser=count(1, MOST_SEQUENCES),
-            help="Sequences of one step over all GPUs.",
-            rich_help_panel=TRAINING_PANEL,
+        _training(
+            "--global-batch", metavar="N", parser=count(1, MOST_SEQUENCES), help="Sequences of one step over all GPUs."
         ),
     ] = None
     seq_len: Annotated[
         int | None,
-        typer.Option(
+        _training(
             "--seq-len",
             metavar="N",
             parser=length,
             help="Tokens of a sequence, also as 8k; by default the model's longest, at most 4096.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
     sample_len: Annotated[
         int | None,
-        typer.Option(
+        _training(
             "--sample-len",
             metavar="N",
             parser=length,
             help="Mean tokens of a sample, where samples are shorter than a sequence: padded or packed.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
     packed: Annotated[
-        bool,
-        typer.Option(
-            "--packed",
-            help="Samples of --sample-len are packed, several to a sequence, not padded.",
-            rich_help_panel=TRAINING_PANEL,
-        ),
+        bool, _training("--packed", help="Samples of --sample-len are packed, several to a sequence, not padded.")
     ] = False
     precision: Annotated[
         PrecisionName | None,
-        typer.Option(
+        _training(
             "--precision",
             help="bf16 by default, fp16 on GPUs without it: both are mixed, with fp32 master weights. bf16-pure has "
             "everything in bf16; fp8, mxfp8 and nvfp4 are those of linear layers beside bf16.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
     optimizer: Annotated[
         str,
-        typer.Option(
+        _training(
             "--optimizer",
             metavar="NAME",
             parser=optimizer_name,
             autocompletion=completion.optimizers,
             help=f"Decides the optimizer state: {', '.join(OPTIMIZERS)}, or a name of transformers' --optim.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = "adamw"
     train: Annotated[
         str,
-        typer.Option(
+        _training(
             "--train",
             metavar="WHAT",
             parser=trainable_words,
             autocompletion=completion.trained,
             help="What trains: full, lora:r=16,targets=q|v, dora, rslora, ia3, head, embeddings, norms, layers:last4, "
             "joined by +.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = "full"
     task: Annotated[
         str,
-        typer.Option(
+        _training(
             "--task",
             metavar="WHAT",
             parser=task_words,
             autocompletion=completion.tasks,
             help="What a step learns from: sft, dpo, dpo:precomputed, reward, grpo:completion=512,gpus=2. Sequences of "
             "pairs count apart.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = "sft"
     base_weights: Annotated[
         str | None,
-        typer.Option(
+        _training(
             "--base-weights",
             metavar="FORMAT",
             parser=weight_format,
             autocompletion=completion.weight_formats,
             help="How frozen linear layers are stored: bf16, fp32, int8, nf4, nf4:double, fp4, mxfp4.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
     quantizer: Annotated[
         str | None,
-        typer.Option(
+        _training(
             "--quantizer",
             metavar="TOOL",
             autocompletion=completion.quantizers,
             help="What stores them in fewer bits, and so whether experts are: transformers, transformers-4, axolotl, "
             "unsloth, torchao.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
     loss: Annotated[
         LossName,
-        typer.Option(
+        _training(
             "--loss",
             help="Cross-entropy on all logits, in chunks, fused with the head (Liger), or without logits (cut).",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = LossName.plain
     offload_activations: Annotated[
         bool,
-        typer.Option(
+        _training(
             "--offload-activations",
             help="What blocks keep for the backward pass waits in the host's memory (TRL, torchtune, axolotl).",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = False
     attention: Annotated[
-        AttentionName,
-        typer.Option(
-            "--attention", help="The attention kernel; eager keeps all scores.", rich_help_panel=TRAINING_PANEL
-        ),
+        AttentionName, _training("--attention", help="The attention kernel; eager keeps all scores.")
     ] = AttentionName.sdpa
     linear_precision: Annotated[
         LinearPrecisionName,
-        typer.Option(
-            "--linear-precision",
-            help="What the linear layers of blocks multiply in, beside 16-bit activations.",
-            rich_help_panel=TRAINING_PANEL,
+        _training(
+            "--linear-precision", help="What the linear layers of blocks multiply in, beside 16-bit activations."
         ),
     ] = LinearPrecisionName.as_training
     fp8_recipe: Annotated[
         Fp8RecipeName | None,
-        typer.Option(
-            "--fp8-recipe",
-            help="How operands in fp8 are scaled, in the words of Megatron-LM and torchao.",
-            rich_help_panel=TRAINING_PANEL,
-        ),
+        _training("--fp8-recipe", help="How operands in fp8 are scaled, in the words of Megatron-LM and torchao."),
     ] = None
     fp8_gather: Annotated[
         bool,
-        typer.Option(
-            "--fp8-gather",
-            help="Weights are gathered in fp8 (torchtitan, --fp8-param-gather of Megatron-LM).",
-            rich_help_panel=TRAINING_PANEL,
-        ),
+        _training("--fp8-gather", help="Weights are gathered in fp8 (torchtitan, --fp8-param-gather of Megatron-LM)."),
     ] = False
     expert_load: Annotated[
         str | None,
-        typer.Option(
+        _training(
             "--expert-load",
             metavar="X",
             parser=_load,
             help="Rows of the busiest rank of experts over the mean, 1 if even; trained: as released models leave it.",
-            rich_help_panel=TRAINING_PANEL,
         ),
     ] = None
     stack: StackOption = ""
-    compiled: Annotated[
-        bool,
-        typer.Option("--compile", help="torch.compile compiles the repeated blocks.", rich_help_panel=TRAINING_PANEL),
-    ] = False
+    compiled: Annotated[bool, _training("--compile", help="torch.compile compiles the repeated blocks.")] = False
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,15 +20,7 @@ from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.ci import check_plan_file, read_percent
 from paraplan.cli.groups import grouped
 from paraplan.cli.old_spellings import OldCheckOptions
-from paraplan.cli.options import (
-    SEARCH_PANEL,
-    FindName,
-    JsonOption,
-    ObjectiveName,
-    OptionalModelArgument,
-    amount,
-    count,
-)
+from paraplan.cli.options import SEARCH_PANEL, FindName, JsonOption, ObjectiveName, OptionalModelArgument, amount, count
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
 from paraplan.cli.plan_choices import PlanChoices
 from paraplan.cli.terminal import show_note
@@ -45,6 +38,9 @@ MOST_DAYS = 1e6
 MOST_MONEY = 1e18
 """Tokens, and a price: far beyond any, and finite."""
 
+_search = partial(typer.Option, rich_help_panel=SEARCH_PANEL)
+_money = partial(typer.Option, rich_help_panel=MONEY_PANEL)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
@@ -52,153 +48,121 @@ class SearchOptions:
 
     framework: Annotated[
         str,
-        typer.Option(
+        _search(
             "--framework",
             metavar="NAME|FILE",
             help="Plan for another framework: a profile's name (megatron-core, torchtitan, deepspeed, ...) or JSON "
             "file. paraplan does not launch it.",
             autocompletion=completion.frameworks,
-            rich_help_panel=SEARCH_PANEL,
         ),
     ] = OWN_RUNTIME
     memory_margin: Annotated[
         str,
-        typer.Option(
+        _search(
             "--memory-margin",
             metavar="PERCENT",
             help="Keep so much of the usable memory free; 6 % of a GPU is left for fragmentation in any case.",
-            rich_help_panel=SEARCH_PANEL,
         ),
     ] = "0%"
     objective: Annotated[
         ObjectiveName,
-        typer.Option(
+        _search(
             "--objective",
             metavar="WHAT",
             help="What makes a plan better. throughput: the simplest plan within 10 % of the fastest (what predictions "
             "cannot tell apart); simplicity: within 20 %; fastest: no matter how complex; memory: the least; "
             "cost tries fewer GPUs too.",
-            rich_help_panel=SEARCH_PANEL,
         ),
     ] = ObjectiveName.throughput
     find: Annotated[
         FindName | None,
-        typer.Option(
+        _search(
             "--find",
             metavar="WHAT",
             help="fewest-gpus: that fit; by-date: that end --tokens in --days; largest-model: of those that come with "
             "paraplan; largest-batch: in one micro-batch; longest-sequence.",
-            rich_help_panel=SEARCH_PANEL,
         ),
     ] = None
     top: Annotated[
         int | None,
         typer.Option(
-            "--top",
-            metavar="N",
-            parser=count(1, 1000),
-            help="Rows of the table of plans: 5 by default, 10 with -v.",
+            "--top", metavar="N", parser=count(1, 1000), help="Rows of the table of plans: 5 by default, 10 with -v."
         ),
     ] = None
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Show more plans, the decision tree, memory and step by parts."),
+        bool, typer.Option("--verbose", "-v", help="Show more plans, the decision tree, memory and step by parts.")
     ] = False
     explain: Annotated[
         bool,
-        typer.Option(
+        _search(
             "--explain",
             help="Show everything: also the best plan and the second part by part, and more that would help, searched.",
-            rich_help_panel=SEARCH_PANEL,
         ),
     ] = False
-    pareto: Annotated[
-        bool,
-        typer.Option(
-            "--pareto", help="Show the Pareto-optimal plans of time and memory.", rich_help_panel=SEARCH_PANEL
-        ),
-    ] = False
+    pareto: Annotated[bool, _search("--pareto", help="Show the Pareto-optimal plans of time and memory.")] = False
     like: Annotated[
-        Path | None,
-        typer.Option(
-            "--like",
-            metavar="PLAN",
-            help="Say what changes from an earlier plan, and why.",
-            rich_help_panel=SEARCH_PANEL,
-        ),
+        Path | None, _search("--like", metavar="PLAN", help="Say what changes from an earlier plan, and why.")
     ] = None
     tokens: Annotated[
         float | None,
-        typer.Option(
+        _money(
             "--tokens",
             metavar="N",
             parser=amount(1, MOST_MONEY),
             help="Tokens to train on, as 1e12 or 1T: time and GPU-hours.",
-            rich_help_panel=MONEY_PANEL,
         ),
     ] = None
     days: Annotated[
         float | None,
-        typer.Option(
+        _money(
             "--days",
             metavar="N",
             parser=amount(0.001, MOST_DAYS),
             help="With --find by-date: days that training on --tokens may take.",
-            rich_help_panel=MONEY_PANEL,
         ),
     ] = None
     price: Annotated[
         float | None,
-        typer.Option(
+        _money(
             "--price",
             metavar="N",
             parser=amount(0, MOST_MONEY),
             help="Price of a GPU-hour, in any currency; of 1e9 tokens without --tokens.",
-            rich_help_panel=MONEY_PANEL,
         ),
     ] = None
     prices: Annotated[
         Path | None,
-        typer.Option(
+        _money(
             "--prices",
             metavar="FILE",
             help="Prices of machines in place of those that come with paraplan (profiles/prices).",
-            rich_help_panel=MONEY_PANEL,
         ),
     ] = None
-    spot: Annotated[
-        bool,
-        typer.Option(
-            "--spot", help="Take prices of machines that may be taken back; see --mtbf.", rich_help_panel=MONEY_PANEL
-        ),
-    ] = False
+    spot: Annotated[bool, _money("--spot", help="Take prices of machines that may be taken back; see --mtbf.")] = False
     budget: Annotated[
         float | None,
-        typer.Option(
+        _money(
             "--budget",
             metavar="MONEY",
             parser=amount(0.01, MOST_MONEY),
             help="Say what so much money trains on; with --find largest-model, the largest model that it trains.",
-            rich_help_panel=MONEY_PANEL,
         ),
     ] = None
     mtbf: Annotated[
         str | None,
-        typer.Option(
+        _money(
             "--mtbf",
             metavar="TIME[/gpu|/node]",
             help="Mean time between failures: of the whole job (3h), or of one GPU or node (50000h/gpu, 400d/node). "
             "Shows how often to write a checkpoint, and the expected goodput.",
-            rich_help_panel=MONEY_PANEL,
         ),
     ] = None
     costs_of: Annotated[
         Path | None,
-        typer.Option(
+        _money(
             "--costs-of",
             metavar="RUN",
             help="With --mtbf: take the times of checkpoints and restarts from this folder of an earlier launch.",
-            rich_help_panel=MONEY_PANEL,
         ),
     ] = None
 
@@ -385,9 +349,5 @@ def recommend(
     from paraplan.cli.recommend_tables import print_answer  # rich, which --json does without
 
     print_answer(
-        answer,
-        plan_path=output,
-        seconds=seconds,
-        verbose=search.verbose or search.explain,
-        shown_rows=search.top,
+        answer, plan_path=output, seconds=seconds, verbose=search.verbose or search.explain, shown_rows=search.top
     )

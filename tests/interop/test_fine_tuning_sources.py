@@ -197,3 +197,26 @@ def test_what_stores_experts_in_fewer_bits_is_read_and_written(read: Any) -> Non
     assert setup.quantizer == "axolotl"
     assert setup.training["quantizer"] == "axolotl"
     assert read(FACTORY + "quantization_bit: 4\nlora_target: q_proj\nuse_unsloth: true\n").quantizer == "unsloth"
+
+
+def test_axolotl_trains_the_language_model_where_patterns_leave_towers_frozen(read: Any) -> None:
+    setup = read(AXOLOTL + "unfrozen_parameters: [^model.language_model.*, ^lm_head.*]\n")
+    assert (setup.train, setup.precision, setup.notes[1:]) == ("text", "bf16-pure", ())
+    assert "unfrozen_parameters: all" in read(AXOLOTL + "unfrozen_parameters: [model.layers.4*]\n").notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        ("finetuning_type: lora\n", "bf16"),
+        ("finetuning_type: full\n", "fp32"),
+        ("finetuning_type: full\nbf16: true\n", "bf16"),
+        ("finetuning_type: full\nuse_badam: true\n", "bf16-pure"),
+        ("finetuning_type: lora\nfp16: true\n", "fp16"),
+    ],
+)
+def test_llama_factory_makes_trainable_weights_fp32_and_leaves_frozen_ones(
+    read: Any, words: str, precision: str
+) -> None:
+    text = "model_name_or_path: m\nstage: sft\ndo_train: true\ncutoff_len: 64\n"
+    assert read(text + words, num_gpus=1).precision == precision

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup
@@ -18,6 +20,8 @@ from paraplan.plan.training import LossKernel, TrainingPrecision
 _PLUGINS = ("cut_cross_entropy", "liger", "expert_parallel", "kernels", "swanlab", "lm_eval", "kd")
 """Plugins that are read, or whose keys are."""
 _LENGTH, _RANK = 512, 8
+_LANGUAGE_MODEL = re.compile(r"(model\.)?(language_model|lm_head|embed_tokens)")
+"""Patterns of `unfrozen_parameters` that leave the towers of a model frozen."""
 _SWITCHES = tuple(f"{kind}_attention" for kind in ("xformers", "sage", "flex", "flash", "sdp", "eager"))
 _CHECKPOINTS = (True, "true", "offload", "offload_disk", "unsloth")
 
@@ -56,7 +60,7 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.Rea
     setup = setup.replace(
         plan=with_ep(fields, setup.plan, ep),
         says_gpus=setup.says_gpus or ep > 1,
-        precision=_precision(fields, is_pure=train is None and (not setup.keeps_fp32 or _is_fsdp2(sharding))),
+        precision=_precision(fields, is_pure="adapter" not in fields and (not setup.keeps_fp32 or _is_fsdp2(sharding))),
         optimizer=optimizer,
         attention=trainer.attention_of(_attention(fields), notes),
         packs_samples=fields.is_on("sample_packing"),
@@ -129,9 +133,7 @@ def _offloads_activations(fields: Fields) -> bool:
 def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
     adapter = fields.text("adapter")
     if adapter is None:
-        if fields.value("unfrozen_parameters"):
-            return None, ["unfrozen_parameters: all parameters are taken to train, --train says otherwise"]
-        return None, []
+        return _unfrozen(fields)
     if adapter not in ("lora", "qlora"):
         raise fields.error("adapter", "lora or qlora, the adapters that are priced")
     kind: AdapterKind = "dora" if fields.flag("peft_use_dora") else "lora"
@@ -146,6 +148,15 @@ def _trainable(fields: Fields) -> tuple[str | None, list[str]]:
         saved=fields.value("lora_modules_to_save"),
         parameters=fields.value("lora_target_parameters"),
     )
+
+
+def _unfrozen(fields: Fields) -> tuple[str | None, list[str]]:
+    """Return what trains without adapters: all, or the language model where patterns leave towers frozen."""
+    value = fields.value("unfrozen_parameters")
+    patterns = [str(pattern).lstrip("^") for pattern in value] if isinstance(value, list) else []
+    if any("language_model" in pattern for pattern in patterns) and all(map(_LANGUAGE_MODEL.match, patterns)):
+        return "text", []
+    return None, ["unfrozen_parameters: all parameters are taken to train, --train says otherwise"] if value else []
 
 
 def _weights(fields: Fields, notes: list[str]) -> WeightFormat:

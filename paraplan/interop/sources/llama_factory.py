@@ -65,7 +65,7 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
     if fields.flag("fp8"):
         notes.append("fp8: priced as bf16")
     setup = setup.replace(
-        precision=_precision(fields),
+        precision=_precision(fields, has_adapters=(fields.text("finetuning_type") or "lora") == "lora"),
         optimizer=optimizer,
         attention=setup.attention or trainer.attention_of(fields.text("flash_attn"), notes),
         packs_samples=bool(fields.flag("neat_packing")),  # without which samples attend to one another
@@ -184,7 +184,10 @@ def _weights(fields: Fields, notes: list[str]) -> WeightFormat:
     return released_format(fields.text("model_name_or_path"), notes) or "bf16"
 
 
-def _precision(fields: Fields) -> TrainingPrecision:
-    if fields.flag("pure_bf16"):
+def _precision(fields: Fields, *, has_adapters: bool) -> TrainingPrecision:
+    """Return the type of the arithmetic: trainable weights are made fp32, frozen ones are as they were released."""
+    if fields.flag("pure_bf16") or fields.flag("use_badam"):
         return "bf16-pure"
-    return "bf16" if fields.flag("bf16") else "fp16" if fields.flag("fp16") else "fp32"
+    if fields.flag("fp16"):
+        return "fp16"
+    return "bf16" if fields.flag("bf16") or has_adapters else "fp32"
