@@ -2,34 +2,40 @@
 
 Step times and peaks come from rows that `paraplan validate` scores: complete, nothing unusual, 16 or 32 bits. Peaks of
 the others have a table of their own: rows with features that a plan does not express, and rows that state too little.
-The residuals of the scored rows, and those of quality A and B of `later_sources.csv`, `newest_sources.csv`,
-`blind_sources.csv`, `second_blind_sources.csv` and `third_blind_sources.csv` in `profiles/runs`, go into
-`profiles/accuracy.json`, from which predictions get their intervals; how many rows of sources left out these hold is
-printed, and how far off the sources of these files are, mixtures of experts apart. Rows without a measured step time or
-peak are counted. `scripts/pages.py` writes all this.
+`profiles/accuracy.json`, from which predictions get their ranges and risks, is made of the first predictions
+(`scripts/first_predictions.py`) of rows of quality A and B of sources that came later, and of all runs that ran or ran
+out of memory. Printed are how many rows of sources left out the ranges hold, and how far off sources that came later
+are today, mixtures of experts apart. Rows without a measured step time or peak are counted. `scripts/pages.py` writes
+all this.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from marked import TextOf, between
 
-from paraplan.accuracy.intervals import SHARE, AccuracyTable, FittedErrors, accuracy_of, fitted_errors
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
+from paraplan.accuracy.ranges import (
+    SHARE,
+    AccuracyTable,
+    Evidence,
+    MemoryRisk,
+    Ratio,
+    coverage_by_evidence,
+    errors_by_evidence,
+    evidence_of,
+)
 from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.accuracy.run_workload import BundledData, workload_of_run
-from paraplan.accuracy.scoring import ErrorSummary, Score, score
+from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore, outcomes
+from paraplan.api.validation import Row
+from paraplan.api.validation import validate as validate_runs
 from paraplan.errors import ParaplanError
 from paraplan.model.named import known_configs
 
@@ -38,7 +44,10 @@ PAGE = README.parent / "paraplan" / "docs" / "accuracy.md"
 RUNS = README.parent / "profiles" / "runs"
 KNOWN = tuple(path for path in sorted((RUNS / "known").glob("*.csv")) if path.stem not in ("fine_tuning", "peft"))
 """Tables of sources that were there while the cost model was made."""
+KNOWN_FINE_TUNING = tuple(RUNS / "known" / f"{name}.csv" for name in ("fine_tuning", "peft"))
 LATER = tuple(RUNS / f"{name}_sources.csv" for name in ("later", "newest", "blind", "second_blind", "third_blind"))
+LATER_FINE_TUNING = RUNS / "later_fine_tuning.csv"
+FIRST = RUNS.parent / "first_predictions.csv"
 ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
 
@@ -46,82 +55,90 @@ START, END = "<!-- trust -->\n", "<!-- /trust -->"
 def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, AccuracyTable]:
     """Return the scores of step times and of memory over the rows that are scored, and of memory over the others.
 
-    Beside them stand a sentence about sweeps, and the residuals from which intervals are made.
+    Beside them stand a sentence about sweeps, and what ranges and risks are made of.
     """
-    texts = {file.name: file.read_text() for file in files}
-    rows, summary = predicted(texts)
-    later, _ = predicted({path.name: without_poor_rows(path.read_text()) for path in LATER}, "--all")
-    standard, others = ([row for scored, row in rows if scored == kind] for kind in (True, False))
-    step_time = summary["step_time"]
-    scores = score(standard, "step_time_error"), score(standard, "memory_error"), score(others, "memory_error")
-    nothing = sum(row.step_time_error is None and row.memory_error is None for _, row in rows)
+    found = validate_runs(_texts(files))
+    later = validate_runs(_texts(LATER), everything=True).rows
+    tuned = validate_runs(_texts((*KNOWN_FINE_TUNING, LATER_FINE_TUNING)), everything=True).rows
+    standard, others = found.scored, found.others
+    scores = standard.step_time, standard.memory, others.memory
+    rows = [row for _, row in found.rows]
+    nothing = sum(row.step_time_error is None and row.memory_error is None for row in rows)
     left_out = f"\n{nothing} rows that were not measured, or cannot be predicted, are left out.\n" if nothing else ""
-    accuracy, fitted = accuracy_of([*standard, *(row for _, row in later)], others), fitted_errors(standard)
+    accuracy = accuracy_of((*found.rows, *later, *tuned))
+    poor = poor_rows((*LATER, LATER_FINE_TUNING))
     sentences = [
-        fitted_table(fitted),
-        unseen_sentence([row for _, row in later]),
-        sentence(step_time["sweeps"], step_time["batch_sweeps"]),
-        interval_sentence(accuracy),
-        fits_sentence(summary["fits"]) + left_out,
+        unseen_sentence([row for _, row in later if row.id not in poor]),
+        sentence(**standard.sweeps),
+        range_sentence(accuracy),
+        fits_sentence(found.fits) + left_out,
     ]
     return scores, "\n".join(sentences), accuracy
 
 
-def predicted(texts: Mapping[str, str], *options: str) -> tuple[list[tuple[bool, RunPrediction]], dict[str, Any]]:
-    """Return the rows of tables, given by name, with whether each is scored, and the summary of `paraplan validate`."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in texts.items():
-            (Path(folder) / name).write_text(text)
-        files = [str(Path(folder) / name) for name in texts]
-        command = [sys.executable, "-m", "paraplan", "validate", *files, "--json", *options]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        sys.exit(finished.stderr)
-    answer = json.loads(finished.stdout)
-    return [(row.pop("scored"), RunPrediction.model_validate(row)) for row in answer["rows"]], answer["summary"]
-
-
-def without_poor_rows(text: str) -> str:
-    """Return a table without its rows of quality C, which leave open what decides their time."""
-    reader = csv.DictReader(io.StringIO(text))
-    kept = io.StringIO()
-    writer = csv.DictWriter(kept, reader.fieldnames or ())
-    writer.writeheader()
-    writer.writerows(row for row in reader if row["quality"] != "C")
-    return kept.getvalue()
-
-
-def sentence(sweeps: dict[str, Any], batch_sweeps: dict[str, Any]) -> str:
-    """Return in words how often the best plan of a sweep is found."""
-    if not sweeps["sweeps"]:
-        return ""
-    regret, worst, ranks = sweeps["top1_regret"], sweeps["worst_regret"], sweeps["rank_correlation"]
-    return (
-        f"Of {len(sweeps['sweeps'])} sweeps, four or more plans that one source measured for one model on one set of "
-        f"GPUs, the plan with the best\nprediction takes {regret:.1%} longer for a sequence than the best "
-        f"measured, {worst:.0%} at worst (rank correlation {ranks:.2f}); at\none "
-        f"global batch, in {len(batch_sweeps['sweeps'])} sweeps, {batch_sweeps['top1_regret']:.1%} and "
-        f"{batch_sweeps['worst_regret']:.0%}.\n"
+def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
+    """Return what ranges and risks are made of, from the runs of all tables beside their predictions."""
+    timed = [row for _, row in rows if row.step_time_error is not None and row.is_known_framework]
+    by_source = {source: [row for row in timed if row.source == source] for source in {row.source for row in timed}}
+    first, poor = first_step_times(), poor_rows((*LATER, LATER_FINE_TUNING))
+    ratios = list[tuple[Evidence, Ratio]]()
+    for source, own in by_source.items():
+        measured = measured_on(row for row in timed if row.source != source)
+        for row in (row for row in own if row.id in first and row.id not in poor):
+            assert row.measured_step_time_s is not None
+            kind = evidence_of(row.framework_profile, row.gpu_profile, measured)
+            ratios.append((kind, (source, row.measured_step_time_s / first[row.id])))
+    ended = outcomes(rows)
+    shares = [
+        (row.allocator_share, failed)
+        for failed in (False, True)
+        for row in (ended.out_of_memory if failed else ended.ran)
+    ]
+    return AccuracyTable(
+        measured=measured_on(timed),
+        step_time=errors_by_evidence(ratios),
+        memory_risk=MemoryRisk.of([(share, failed) for share, failed in shares if share is not None]),
+        coverage=coverage_by_evidence(ratios),
     )
 
 
-def fitted_table(fitted: Mapping[str, FittedErrors]) -> str:
-    """Return what one factor would make of each source's step times, with the source in its fit and left out of it."""
-    rows = [(source, (each.as_predicted, each.in_sample, each.left_out)) for source, each in fitted.items()]
-    means = tuple(fmean(errors) for errors in zip(*(errors for _, errors in rows), strict=True))
-    lines = [
-        f"| {source} | " + " | ".join(f"{error:.1%}" for error in errors) + " |"
-        for source, errors in (*rows, ("**mean of the sources**", means))
-    ]
-    return "\n".join(
-        [
-            "No constant is fitted to these runs. If one factor for each family of frameworks were, the median of",
-            "measured over predicted, sources would be off by:\n",
-            "| step time: source | as predicted | fitted, in sample | fitted to the other sources |",
-            "| --- | --: | --: | --: |",
-            *lines,
-            "",
-        ]
+def measured_on(rows: Iterable[RunPrediction]) -> dict[str, dict[str, int]]:
+    """Return by framework the GPUs on which its step times were measured, with the number of sources."""
+    sources: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        sources.setdefault(row.framework_profile, {}).setdefault(row.gpu_profile, set()).add(row.source)
+    return {
+        framework: {gpu: len(found) for gpu, found in sorted(gpus.items())}
+        for framework, gpus in sorted(sources.items())
+    }
+
+
+def first_step_times() -> dict[str, float]:
+    """Return the first predictions of step times by row, of sources that were written down before."""
+    with FIRST.open(newline="") as file:
+        return {row["id"]: float(row["step_time_s"]) for row in csv.DictReader(file) if row["step_time_s"]}
+
+
+def poor_rows(files: Iterable[Path]) -> set[str]:
+    """Return the rows of quality C, which leave open what decides their time."""
+    rows = [row for path in files for row in csv.DictReader(io.StringIO(path.read_text()))]
+    return {row["id"] for row in rows if row["quality"] == "C"}
+
+
+def _texts(files: Iterable[Path]) -> dict[str, str]:
+    return {path.name: path.read_text() for path in files}
+
+
+def sentence(sweeps: SweepScore, batch_sweeps: SweepScore) -> str:
+    """Return in words how often the best plan of a sweep is found."""
+    if not sweeps.sweeps:
+        return ""
+    return (
+        f"Of {len(sweeps.sweeps)} sweeps, four or more plans that one source measured for one model on one set of "
+        f"GPUs, the plan with the best\nprediction takes {sweeps.top1_regret:.1%} longer for a sequence than the best "
+        f"measured, {sweeps.worst_regret:.0%} at worst (rank correlation {sweeps.rank_correlation:.2f}); at\none "
+        f"global batch, in {len(batch_sweeps.sweeps)} sweeps, {batch_sweeps.top1_regret:.1%} and "
+        f"{batch_sweeps.worst_regret:.0%}.\n"
     )
 
 
@@ -155,29 +172,48 @@ def ids_of_mixtures() -> set[str]:
     return found
 
 
-def interval_sentence(accuracy: AccuracyTable) -> str:
-    """Return in words what intervals made without a source hold of it."""
-    return (
-        f"Step times are told with a range that is to hold {SHARE:.0%} of runs. Made from the other sources it holds "
-        f"{accuracy.coverage:.0%} of those of a\nsource left out, where one of n rows weighs as the root of n "
-        f"({accuracy.coverage_of_rows:.0%} of all rows, {accuracy.coverage_of_sources:.0%} on average over sources).\n"
+def range_sentence(accuracy: AccuracyTable) -> str:
+    """Return in words how wide ranges are, and what they hold of sources left out."""
+    rows = []
+    for kind, errors in accuracy.step_time.items():
+        low, high = errors.range
+        held = accuracy.coverage.get(kind)
+        shares = f"{held.rows:.0%} | {held.sources:.0%}" if held else "- | -"
+        rows.append(f"| {kind} | {low - 1:+.0%} to {high - 1:+.0%} | {errors.rows} | {errors.sources} | {shares} |")
+    return "\n".join(
+        [
+            f"Step times are told with a range that is to hold {SHARE:.0%} of runs, by what published runs say of this",
+            "framework on this GPU: both were measured together, one was (or both, apart), neither. Ranges come",
+            "from first predictions, each source with the same weight; what they hold is told of sources left out.\n",
+            "| this framework on this GPU | range | runs | sources | runs held | mean of sources |",
+            "| --- | --: | --: | --: | --: | --: |",
+            *rows,
+            "",
+        ]
     )
 
 
-def fits_sentence(fits: dict[str, int]) -> str:
-    """Return in words how often a run that ended, or ran out of memory, was predicted to."""
-    alarms = fits["ran"] - fits["ran_predicted"]
-    told, failed = fits["out_of_memory_predicted"], fits["out_of_memory"]
-    sentence = (
+def fits_sentence(fits: FitScore) -> str:
+    """Return in words how often a run that ended, or ran out of memory, was predicted to, and what risks are worth."""
+    alarms = fits.ran - fits.ran_predicted
+    told, failed = fits.out_of_memory_predicted, fits.out_of_memory
+    lines = [
         f"Fits or not: of {failed} runs that ran out of memory {told} ({told / max(1, failed):.0%}) were predicted to, "
-        f"of {fits['ran']} that ran {alarms} ({alarms / max(1, fits['ran']):.0%}) too.\n"
-    )
-    if not fits["ended_otherwise"]:
-        return sentence
-    return (
-        f"{sentence}\nOf {fits['ended_otherwise']} more that failed memory is not the reason: in the same sweep a run "
-        "with no less on each GPU\nended well, on as many GPUs or fewer.\n"
-    )
+        f"of {fits.ran} that ran {alarms} ({alarms / max(1, fits.ran):.0%}) too.\n",
+        "| told risk of running out of memory | runs | ran out |",
+        "| --- | --: | --: |",
+        *(
+            f"| {one.low:.0%} to {min(1.0, one.high):.0%} | {one.rows} | {one.failed / one.rows:.0%} |"
+            for one in fits.by_risk
+            if one.rows
+        ),
+    ]
+    if fits.ended_otherwise:
+        lines.append(
+            f"\nOf {fits.ended_otherwise} more that failed memory is not the reason: in the same sweep a run with no "
+            "less on each GPU\nended well, on as many GPUs or fewer."
+        )
+    return "\n".join((*lines, ""))
 
 
 def table(title: str, figures: Score) -> str:
@@ -203,13 +239,15 @@ def cells(row: ErrorSummary) -> str:
 def summary(scores: Sequence[Score], sweeps: str, accuracy: AccuracyTable) -> str:
     """Return the five lines that say most."""
     step, peak = scores[0], scores[1]
+    held = {kind: each.sources for kind, each in accuracy.coverage.items()}
     fits = next(line for line in sweeps.splitlines() if line.startswith("Fits or not"))
     return "\n".join(
         [
             f"- Step time: {step.mean_of_sources or 0:.1%} off on average over {len(step.by_source)} published sources "
             f"({step.all_rows.rows} runs, {step.all_rows.median_ape or 0:.1%} in the median).",
             f"- Peak memory: {peak.mean_of_sources or 0:.1%} over {len(peak.by_source)} sources.",
-            f"- Ranges that are to hold {SHARE:.0%} of runs hold {accuracy.coverage:.0%} of sources left out.",
+            f"- Ranges that are to hold {SHARE:.0%} of runs hold {held['measured']:.0%} of a source left out where its "
+            f"framework on its GPU was measured, {held['partly measured']:.0%} where one of the two was.",
             f"- {fits}",
             "- Nothing is fitted to a run. Eager code on large clusters, and networks that a source does not describe, "
             "are the weakest.\n",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import get_args
 
 from paraplan.accuracy.fine_tuning import has_only_modelled_features, is_fine_tuning
-from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
 from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.ranges import out_of_memory_risk, step_range
 from paraplan.accuracy.run_prediction import MemoryReading, RunPrediction
-from paraplan.cost.estimate import PlanEstimate, evaluate_plan
+from paraplan.cost.estimate import PlanEstimate, allocator_holds, evaluate_plan
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
@@ -43,7 +43,7 @@ def predict_run(
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
     reading = _reading(run.memory_metric)
     predicted_bytes = _as_read(estimate, workload, reading, run.memory_rank)
-    step_s, interval = estimate.step.step_time_s, step_interval(workload, estimate)
+    step_s, likely = estimate.step.step_time_s, step_range(workload, estimate, is_known_framework=is_known_framework)
     return RunPrediction(
         id=run.id,
         source=run.source,
@@ -62,10 +62,12 @@ def predict_run(
         memory_error=predicted_bytes / measured_bytes - 1 if measured_bytes else None,
         memory_reading=reading if measured_bytes else None,
         fits={"fits": True, "oom": False}.get(run.fit_status),
-        predicted_fits=max(stage.cached_device_bytes for stage in estimate.memory) <= workload.cluster.gpu_memory_bytes,
-        predicted_step_time_low_s=interval.low_s if interval else None,
-        predicted_step_time_high_s=interval.high_s if interval else None,
-        out_of_memory_risk=out_of_memory_probability(workload, estimate),
+        predicted_fits=allocator_holds(workload, estimate),
+        predicted_step_time_low_s=likely.low_s if likely else None,
+        predicted_step_time_high_s=likely.high_s if likely else None,
+        evidence=likely.evidence if likely else None,
+        allocator_share=estimate.cached_device_bytes / workload.cluster.gpu_memory_bytes,
+        out_of_memory_risk=out_of_memory_risk(workload, estimate),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from paraplan.accuracy.ranges import Evidence
 from paraplan.records import Record
 
 MemoryReading = Literal["max_allocated", "max_reserved", "allocated or reserved", "nvidia-smi", "not stated"]
@@ -40,6 +41,10 @@ class RunPrediction(Record):
     predicted_step_time_low_s: float | None = None
     """What 80 % of runs took no less and no more than, as `paraplan estimate` tells it."""
     predicted_step_time_high_s: float | None = None
+    evidence: Evidence | None = None
+    """What was measured of this framework on this GPU; an unknown framework was not."""
+    allocator_share: float | None = None
+    """What torch's allocator was predicted to take of the GPU's memory."""
     out_of_memory_risk: float | None = None
-    """The share of measured runs in which a peak as predicted would have passed the usable memory."""
+    """The share of measured runs predicted as full that ran out of memory."""
     skipped: str | None = None

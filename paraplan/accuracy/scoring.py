@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
@@ -73,11 +75,33 @@ class SweepScore(Record):
     worst_regret: float | None
 
 
-class FitScore(Record):
-    """Of runs that ran and of runs that ran out of memory: how many, and for how many it was predicted.
+RISKS = (0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.01)
+"""The ends of the groups by predicted risk."""
 
-    Runs that keep something in the host's memory in a way that no plan says are left out.
-    """
+
+class RiskBin(Record):
+    """Runs with a predicted risk of running out of memory from `low` to below `high`, and how many of them did."""
+
+    low: float
+    high: float
+    rows: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Runs by how they ended. Left out are runs that keep something in the host's memory in a way no plan says."""
+
+    ran: Sequence[RunPrediction]
+    """Those that ran."""
+    out_of_memory: Sequence[RunPrediction]
+    """Failed runs, but those that something else ended."""
+    ended_otherwise: int
+    """Failed runs beside which one ran with no less on each GPU: tables that do not tell crashes apart have them."""
+
+
+class FitScore(Record):
+    """Of runs that ran and of runs that ran out of memory, as `Outcomes` has them: for how many it was predicted."""
 
     ran: int
     ran_predicted: int
@@ -85,7 +109,9 @@ class FitScore(Record):
     """Failed runs, but those that something else ended."""
     out_of_memory_predicted: int
     ended_otherwise: int = 0
-    """Failed runs beside which one ran with no less on each GPU: tables that do not tell crashes apart have them."""
+    """Failed runs that memory did not end."""
+    by_risk: tuple[RiskBin, ...] = ()
+    """How many failed of those with a predicted risk."""
 
 
 def summarize(errors: Sequence[float]) -> ErrorSummary:
@@ -144,8 +170,8 @@ def score_sweeps(pairs: Iterable[tuple[MeasuredRun, RunPrediction]], *, at_one_b
     )
 
 
-def score_fits(pairs: Iterable[tuple[MeasuredRun | UnusableRow, RunPrediction]]) -> FitScore:
-    """Return for how many runs it was predicted whether they run or run out of memory."""
+def outcomes(pairs: Iterable[tuple[MeasuredRun | UnusableRow, RunPrediction]]) -> Outcomes:
+    """Return the runs of which it is known whether they ran or ran out of memory, by that."""
     known = [
         (run, row)
         for run, row in pairs
@@ -161,13 +187,28 @@ def score_fits(pairs: Iterable[tuple[MeasuredRun | UnusableRow, RunPrediction]])
         if not row.fits and not any(_holds_no_less(other, run) for other in ran.get(_memory_key(run), ()))
     ]
     fitting = [row for _, row in known if row.fits]
+    return Outcomes(ran=fitting, out_of_memory=failed, ended_otherwise=len(known) - len(fitting) - len(failed))
+
+
+def score_fits(pairs: Iterable[tuple[MeasuredRun | UnusableRow, RunPrediction]]) -> FitScore:
+    """Return for how many runs it was predicted whether they run or run out of memory."""
+    ended = outcomes(pairs)
     return FitScore(
-        ran=len(fitting),
-        ran_predicted=sum(row.predicted_fits is True for row in fitting),
-        out_of_memory=len(failed),
-        out_of_memory_predicted=sum(row.predicted_fits is False for row in failed),
-        ended_otherwise=len(known) - len(fitting) - len(failed),
+        ran=len(ended.ran),
+        ran_predicted=sum(row.predicted_fits is True for row in ended.ran),
+        out_of_memory=len(ended.out_of_memory),
+        out_of_memory_predicted=sum(row.predicted_fits is False for row in ended.out_of_memory),
+        ended_otherwise=ended.ended_otherwise,
+        by_risk=tuple(_risk_bin(ended, low, high) for low, high in pairwise(RISKS)),
     )
+
+
+def _risk_bin(ended: Outcomes, low: float, high: float) -> RiskBin:
+    def within(rows: Sequence[RunPrediction]) -> int:
+        return sum(row.out_of_memory_risk is not None and low <= row.out_of_memory_risk < high for row in rows)
+
+    failed = within(ended.out_of_memory)
+    return RiskBin(low=low, high=high, rows=failed + within(ended.ran), failed=failed)
 
 
 def _is_offloaded(run: MeasuredRun) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paraplan.accuracy.intervals import out_of_memory_probability, step_interval
+from paraplan.accuracy.ranges import out_of_memory_risk, step_range
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.communication.exchanges import routed_matmul
@@ -88,7 +88,7 @@ def _loading(workload: Workload, estimate: PlanEstimate) -> dict[str, Any] | Non
 def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any]:
     """Return the JSON object of `paraplan estimate --json`."""
     parameters, cluster = workload.model.parameters, workload.cluster
-    interval = step_interval(workload, estimate)
+    likely = step_range(workload, estimate)
     padded, packed = samples_rates(workload, estimate)
     return {
         "plan": estimate.plan.model_dump(mode="json"),
@@ -101,12 +101,12 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "device_peak_bytes": max(stage.device_bytes for stage in estimate.memory),
         "host_bytes_per_node": estimate.host_bytes_per_node,
         "host_memory_bytes": estimate.host_memory_bytes,
-        "out_of_memory_probability": out_of_memory_probability(workload, estimate),
+        "out_of_memory_risk": out_of_memory_risk(workload, estimate),
         "loading": _loading(workload, estimate),
         "step": estimate.step.model_dump(),
         "step_is_lower_bound": lower_bound_reason(workload, estimate.plan) is not None,
         "effective_tokens_per_s_per_gpu": {"padded": padded, "packed": packed},
-        "step_interval": interval.model_dump() if interval is not None else None,
+        "step_range": likely.model_dump() if likely is not None else None,
         "training": workload.training.model_dump(mode="json"),
         "cluster": {
             "name": cluster.name,

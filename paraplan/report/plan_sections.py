@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paraplan.accuracy.intervals import step_interval
+from paraplan.accuracy.ranges import step_range
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate
 from paraplan.cost.timeline import StepTimeline, step_timeline
 from paraplan.cost.workload import Workload
@@ -14,7 +14,7 @@ from paraplan.report.charts import MEMORY_PARTS, memory_chart, shown_stages
 from paraplan.report.page import Column, Row, details, facts, figure, paragraph, section, table
 from paraplan.report.plan_words import cautions, step_parts
 from paraplan.report.rank_map import axis_groups, map_table
-from paraplan.report.short_text import basis_in_words, memory_verdict
+from paraplan.report.short_text import memory_verdict
 from paraplan.report.timeline_chart import shown_rows, timeline_chart
 from paraplan.report.topology_svg import GroupRow, render_svg
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_flops, format_seconds, format_share
@@ -47,11 +47,11 @@ def plan_facts(workload: Workload, estimate: PlanEstimate) -> str:
 
 def plan_remarks(workload: Workload, estimate: PlanEstimate) -> str:
     """Return the range of the step with what it rests on, and what to worry about."""
-    interval, basis = step_interval(workload, estimate), basis_in_words(workload, estimate)
+    likely = step_range(workload, estimate)
     lines = []
-    if interval is not None:
-        ends = f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)}"
-        lines.append(paragraph(f"Step {ends}: {basis}.", style="soft"))
+    if likely is not None:
+        ends = f"{format_seconds(likely.low_s)} to {format_seconds(likely.high_s)}"
+        lines.append(paragraph(f"Step {ends}: {likely.in_words}.", style="soft"))
     words, tone = memory_verdict(workload, estimate)
     if tone != "good":
         lines.append(paragraph(f"Memory: {words}.", style="bad"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from paraplan.accuracy.intervals import ALL, SHARE, out_of_memory_probability, step_interval
+from paraplan.accuracy.ranges import out_of_memory_risk, step_range
 from paraplan.cost.blocks.matmuls import counted_peak
 from paraplan.cost.estimate import FULL_MEMORY, PlanEstimate, allocator_holds, evaluate_plan
 from paraplan.cost.loading import loading_of
@@ -66,15 +66,15 @@ def memory_verdict(workload: Workload, estimate: PlanEstimate) -> tuple[str, str
     loading = loading_of(workload, estimate)
     if loading is not None and not loading.fits:
         return f"a step fits, {memory}, but the weights cannot be loaded: {loading.lacking_in_words}", "bad"
+    risk = out_of_memory_risk(workload, estimate)
+    words = f", {risk:.0%} risk of running out" if risk is not None and risk >= WORTH_SAYING else ""
     if not allocator_holds(workload, estimate):
         taken, there = format_bytes(estimate.cached_device_bytes), format_bytes(workload.cluster.gpu_memory_bytes)
         return (
             f"may not fit: {memory}, and torch's allocator would take {taken} of the GPU's {there} and has to give "
-            "some back: most published runs that had to ran out of memory",
+            f"some back{words}",
             "caution",
         )
-    risk = out_of_memory_probability(workload, estimate)
-    words = f", {risk:.0%} risk of running out" if risk is not None and risk >= WORTH_SAYING else ""
     if peak > FULL_MEMORY * usable:
         return f"fits only just: {memory}, {format_bytes(usable - peak)} left{words}", "caution"
     return f"fits: {memory}{words}", "good"
@@ -133,6 +133,8 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     is_too_large = estimate.peak_memory_bytes > estimate.usable_memory_bytes
     fitting = what_lets_fit(workload, estimate) if is_too_large else None
     rate = format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))
+    likely = step_range(workload, estimate)
+    ends = f" ({format_seconds(likely.low_s)} to {format_seconds(likely.high_s)})" if likely is not None else ""
     return (
         Line("Plan", plan_in_words(workload, estimate.plan), "bad" if tone == "bad" else "good"),
         Line("", estimate.plan.describe(), "dim"),
@@ -140,12 +142,12 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
         *(Line("Fits", words, "caution") for words in (fitting,) if words is not None),
         Line(
             "Speed",
-            f"{format_seconds(step.step_time_s)} a step{_range(workload, estimate)}, {rate} tokens/s per GPU, "
+            f"{format_seconds(step.step_time_s)} a step{ends}, {rate} tokens/s per GPU, "
             f"{mfu_in_words(workload, estimate)}"
             if lower_bound_reason(workload, estimate.plan) is None
             else f"at least {format_seconds(step.step_time_s)} a step, at most {rate} tokens/s per GPU",
         ),
-        *(Line("", words, "dim") for words in (basis_in_words(workload, estimate),) if words is not None),
+        *((Line("", likely.in_words, "dim"),) if likely is not None else ()),
         *(Line("Samples", words) for words in (samples_in_words(workload, estimate),) if words is not None),
         *_loading(workload, estimate),
         *(Line("Caution", words, "caution") for words in cautions(workload, estimate)),
@@ -192,23 +194,6 @@ def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
         f"of {training.sample_length} tokens: padded to {training.seq_length}, {padded} tokens of samples a second per "
         f"GPU; packed, {packed}, and a step has {together} samples in place of {training.global_batch_size}"
     )
-
-
-def _range(workload: Workload, estimate: PlanEstimate) -> str:
-    interval = step_interval(workload, estimate)
-    if interval is None:
-        return ""
-    return f" ({format_seconds(interval.low_s)} to {format_seconds(interval.high_s)})"
-
-
-def basis_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
-    """Return what the interval of a step time rests on, None without one."""
-    interval = step_interval(workload, estimate)
-    if interval is None:
-        return None
-    whose = "of all frameworks" if interval.basis == ALL else f"of {interval.basis}"
-    words = f"{SHARE:.0%} range from {interval.rows} measured runs {whose}, {interval.sources} sources"
-    return words if interval.is_validated_gpu else f"{words}; none on this GPU"
 
 
 def estimate_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:

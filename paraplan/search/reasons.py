@@ -13,7 +13,7 @@ Cause = Literal[
 ]
 """What decided: the time, or the memory where that is the objective; that the other cannot be loaded; what torch's
 allocator would take of the GPU; too little memory left; copies to the host; that nobody is known to have run such a
-plan at that scale; that another family of plans has to be faster by more than the 80 % range; that the plan is simpler
+plan at that scale; that another family of plans has to be clearly faster (`results.RANGE`); that the plan is simpler
 within the error; that it is as simple and worth as much within the error."""
 
 

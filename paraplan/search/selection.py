@@ -59,7 +59,7 @@ class Selection:
 
         Plans that cannot be loaded are left out where others can.
 
-        Where what is selected of the framework's known runs is within the 80 % range of that, or small rigs' plain
+        Where what is selected of the framework's known runs is within `RANGE` of that, or small rigs' plain
         data parallelism, or else their pipelines without virtual stages, or with a usual number of them, it is taken.
         One for which torch's allocator has to give back what it keeps is taken where no other is within twice its time.
         """
@@ -160,9 +160,9 @@ class Selection:
             return None
         virtual = self.plans.priced.table.virtual
         if virtual[other] > virtual[row] and not is_data_parallel(partial(getattr, self.plans.priced.table))[row]:
-            return "range", f"{virtual[other]} stages on each GPU are not outside the 80% range of fewer"
+            return "range", f"{virtual[other]} stages on each GPU do not gain more than {RANGE:.0%} over fewer"
         words = "up to 8 GPUs of one node" if self.plans.workload.training.trainable.adapter is None else "adapters"
-        return "range", f"data parallelism alone is within the 80% range of it, which comes first for {words}"
+        return "range", f"data parallelism alone is within {RANGE:.0%} of it, which comes first for {words}"
 
     @property
     def value(self) -> float:

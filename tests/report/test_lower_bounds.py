@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paraplan.accuracy.intervals import step_interval
+from paraplan.accuracy.ranges import step_range
 from paraplan.api.imported import alternatives, import_plan, workloads_of
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.lower_bounds import lower_bound_reason
@@ -37,10 +37,10 @@ def test_a_mixture_under_zero_3_takes_at_least_what_is_priced(framework: str) ->
     assert speed.text.startswith("at least")
     assert "MFU" not in speed.text
     assert any("91.2 s" in words for words in cautions(workload, estimate))
-    assert step_interval(workload, estimate) is None
+    assert step_range(workload, estimate) is None
     report = estimate_report(workload, estimate)
     assert report["step_is_lower_bound"] is True
-    assert report["step_interval"] is None
+    assert report["step_range"] is None
 
 
 def test_a_comparison_with_a_bound_names_no_ratio(tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""How far predictions may be off: ranges of step times and risks of memory, from errors on runs that were not known.
+
+A source that was written down before anything was predicted of it keeps its first predictions
+(`profiles/runs/first_predictions.csv`): what its errors taught the cost model since makes it no longer unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Literal, Self, get_args
+
+import numpy as np
+
+from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.lower_bounds import lower_bound_reason
+from paraplan.cost.workload import Workload
+from paraplan.errors import ProfileError
+from paraplan.records import Record
+from paraplan.resources import profiles_folder
+
+SHARE = 0.8
+"""The share of runs that a range is to hold."""
+
+Evidence = Literal["measured", "partly measured", "not measured"]
+"""Whether published runs measured a framework on a GPU, one of the two (or both, apart), or neither."""
+
+_QUANTILES = 101
+_FEWEST_SOURCES = 8
+"""With fewer sources the ends of a range would be those of one or two: the class with more evidence is joined."""
+
+_NEWTON_STEPS, _LARGEST_STEP = 50, 2.0
+"""A logistic regression converges in ten; steps are cut because the first may overshoot."""
+
+Ratio = tuple[str, float]
+"""A source and measured / predicted of one of its runs."""
+
+
+class Errors(Record):
+    """Measured divided by predicted, over runs of which each source weighs the same, whatever its rows."""
+
+    rows: int
+    """Runs."""
+    sources: int
+    """Their sources."""
+    quantiles: tuple[float, ...]
+    """From the least ratio to the largest, in equal steps of share."""
+
+    @classmethod
+    def of(cls, ratios: Sequence[Ratio]) -> Self:
+        """Return the errors of some runs, at least one."""
+        counts = Counter(source for source, _ in ratios)
+        values = np.array([value for _, value in ratios])
+        weights = np.array([1 / counts[source] for source, _ in ratios])
+        order = np.argsort(values)
+        reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+        found = np.exp(np.interp(np.linspace(0, 1, _QUANTILES), reached, np.log(values[order])))
+        return cls(rows=len(ratios), sources=len(counts), quantiles=tuple(round(float(value), 4) for value in found))
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """What a prediction is multiplied by to hold `SHARE` of runs, as many below as above."""
+        tail = round((1 - SHARE) / 2 * (_QUANTILES - 1))
+        return self.quantiles[tail], self.quantiles[-1 - tail]
+
+
+class Coverage(Record):
+    """How many runs lie in ranges that were made without their source."""
+
+    rows: float
+    """The share of runs."""
+    sources: float
+    """The mean over sources of this share."""
+
+
+class MemoryRisk(Record):
+    """The share of runs that ran out of memory, by what torch's allocator was predicted to take of the GPU.
+
+    Its log odds are a line in the logarithm of what is taken, as a share of the GPU's memory (logistic regression).
+    """
+
+    log_odds_when_full: float
+    """Where the allocator takes all memory of the GPU."""
+    slope: float
+    """More for e times as much."""
+    rows: int
+    """Runs from which it was made, of any quality."""
+    failed: int
+    """Of these, those that ran out of memory."""
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[float, bool]]) -> Self:
+        """Return the risk from pairs of the share that was predicted and whether the run failed.
+
+        Raises `ValueError` where all ended alike, or failures and the others are told apart by a share: no line fits.
+        """
+        shares, failed = (np.array(values, dtype=float) for values in zip(*runs, strict=True))
+        if failed.all() or not failed.any() or shares[failed > 0].min() > shares[failed == 0].max():
+            raise ValueError("runs that failed and runs that did not are told apart by their share: no line fits")
+        inputs, line = np.stack([np.ones_like(shares), np.log(shares)], axis=1), np.zeros(2)
+        for _ in range(_NEWTON_STEPS):
+            expected = 1 / (1 + np.exp(-inputs @ line))
+            curvature = (inputs * (expected * (1 - expected))[:, None]).T @ inputs
+            step = np.linalg.solve(curvature, inputs.T @ (failed - expected))
+            line = line + np.clip(step, -_LARGEST_STEP, _LARGEST_STEP)
+        when_full, slope = (round(float(value), 3) for value in line)
+        return cls(log_odds_when_full=when_full, slope=slope, rows=len(runs), failed=int(failed.sum()))
+
+    def at(self, share: float) -> float:
+        """Return the risk where the allocator is predicted to take `share` of the GPU's memory."""
+        return 1 / (1 + math.exp(-self.log_odds_when_full - self.slope * math.log(share)))
+
+
+class AccuracyTable(Record):
+    """What is known of errors, as `scripts/trust_table.py` writes it to `profiles/accuracy.json`."""
+
+    measured: dict[str, dict[str, int]]
+    """By framework the GPUs on which its step times were measured, with the number of sources."""
+    step_time: dict[Evidence, Errors]
+    """Of step times."""
+    memory_risk: MemoryRisk
+    """Of running out of memory."""
+    coverage: dict[Evidence, Coverage]
+    """Of the ranges of step times."""
+
+
+class StepRange(Record):
+    """Where a measured step time lies in `SHARE` of cases, and what that rests on."""
+
+    low_s: float
+    """The lower end."""
+    high_s: float
+    """The upper end."""
+    evidence: Evidence
+    """What was measured of this framework on this GPU."""
+    rows: int
+    """Runs from whose errors the range was made."""
+    sources: int
+    """Their sources."""
+    in_words: str
+    """The class and what it rests on, as answers print it."""
+
+
+def evidence_of(framework: str, gpu: str, measured: Mapping[str, Mapping[str, int]]) -> Evidence:
+    """Return what was measured of a framework on a GPU, both by the names of their profiles."""
+    if gpu in measured.get(framework, {}):
+        return "measured"
+    is_known = framework in measured or any(gpu in gpus for gpus in measured.values())
+    return "partly measured" if is_known else "not measured"
+
+
+def errors_by_evidence(ratios: Iterable[tuple[Evidence, Ratio]]) -> dict[Evidence, Errors]:
+    """Return the errors of each class; one of few sources takes those of the class before it too."""
+    by_class: dict[Evidence, list[Ratio]] = {kind: [] for kind in get_args(Evidence)}
+    for kind, ratio in ratios:
+        by_class[kind].append(ratio)
+    found, before = dict[Evidence, Errors](), list[Ratio]()
+    for kind, own in by_class.items():
+        joined = own if len({source for source, _ in own}) >= _FEWEST_SOURCES else [*before, *own]
+        if joined:
+            found[kind] = Errors.of(joined)
+        before = joined
+    return found
+
+
+def coverage_by_evidence(ratios: Sequence[tuple[Evidence, Ratio]]) -> dict[Evidence, Coverage]:
+    """Return how many runs of each source lie in ranges made from the other sources."""
+    held: dict[Evidence, dict[str, list[bool]]] = {}
+    for left_out in sorted({source for _, (source, _) in ratios}):
+        table = errors_by_evidence(each for each in ratios if each[1][0] != left_out)
+        for kind, (source, ratio) in ratios:
+            if source == left_out and kind in table:
+                low, high = table[kind].range
+                held.setdefault(kind, {}).setdefault(source, []).append(low <= ratio <= high)
+    return {kind: _coverage(by_source) for kind, by_source in held.items()}
+
+
+def _coverage(held: Mapping[str, Sequence[bool]]) -> Coverage:
+    rows = [each for runs in held.values() for each in runs]
+    means = [float(np.mean(runs)) for runs in held.values()]
+    return Coverage(rows=round(float(np.mean(rows)), 3), sources=round(float(np.mean(means)), 3))
+
+
+@cache
+def load_accuracy() -> AccuracyTable:
+    """Return the table that comes with paraplan. Raises `ProfileError` for a damaged installation."""
+    path = profiles_folder() / "accuracy.json"
+    try:
+        return AccuracyTable.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"cannot read {path}: {error}", hint="install paraplan again") from None
+
+
+def step_range(workload: Workload, estimate: PlanEstimate, *, is_known_framework: bool = True) -> StepRange | None:
+    """Return where the measured step would lie; None for CPUs, which are calibrated instead, and for lower bounds.
+
+    Every range that is printed, written or compared comes from here. `is_known_framework` is False where the workload's
+    framework stands for one that no profile describes.
+    """
+    if workload.cluster.gpu.vendor == "cpu" or lower_bound_reason(workload, estimate.plan) is not None:
+        return None
+    table, framework, gpu = load_accuracy(), workload.framework, workload.cluster.gpu
+    evidence = evidence_of(framework.name if is_known_framework else "", gpu.name, table.measured)
+    errors = table.step_time[evidence]
+    low, high = errors.range
+    return StepRange(
+        low_s=low * estimate.step.step_time_s,
+        high_s=high * estimate.step.step_time_s,
+        evidence=evidence,
+        rows=errors.rows,
+        sources=errors.sources,
+        in_words=f"{SHARE:.0%} range: {_in_words(workload, table)}",
+    )
+
+
+def _in_words(workload: Workload, table: AccuracyTable) -> str:
+    """Return what was measured of the framework and the GPU."""
+    title, gpu = workload.framework.title, workload.cluster.gpu.name
+    gpus = table.measured.get(workload.framework.name, {})
+    is_known_gpu = any(gpu in each for each in table.measured.values())
+    if gpu in gpus:
+        count = gpus[gpu]
+        return f"{title} on this GPU was measured by {count} source{'s' * (count != 1)}"
+    if gpus:
+        return (
+            f"{title} was measured, and this GPU, not together"
+            if is_known_gpu
+            else f"{title} was measured, not this GPU"
+        )
+    return f"this GPU was measured, not {title}" if is_known_gpu else f"neither {title} nor this GPU was measured"
+
+
+def out_of_memory_risk(workload: Workload, estimate: PlanEstimate) -> float | None:
+    """Return the share of measured runs predicted as full that ran out of memory; None for CPUs."""
+    if workload.cluster.gpu.vendor == "cpu":
+        return None
+    share = estimate.cached_device_bytes / workload.cluster.gpu_memory_bytes
+    return load_accuracy().memory_risk.at(share)

@@ -1,0 +1,141 @@
+"""Ranges of step times and risks of memory: from errors by source, tried on sources left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paraplan.accuracy.ranges import (
+    SHARE,
+    Errors,
+    Evidence,
+    MemoryRisk,
+    Ratio,
+    coverage_by_evidence,
+    errors_by_evidence,
+    evidence_of,
+    load_accuracy,
+    out_of_memory_risk,
+    step_range,
+)
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.workload import Workload
+from paraplan.plan.parallel import ParallelPlan
+
+MakeWorkload = Callable[..., Workload]
+
+
+def drawn(*, sources: int, rows: int, width: float = 0.1, name: str = "source") -> list[Ratio]:
+    random = np.random.default_rng(3)
+    return [
+        (f"{name} {number}", float(np.exp(shift + random.normal(0, width / 2))))
+        for number, shift in enumerate(random.normal(0, width, size=sources))
+        for _ in range(rows)
+    ]
+
+
+def test_ranges_hold_what_they_promise_of_sources_that_they_have_not_seen() -> None:
+    ratios: list[tuple[Evidence, Ratio]] = [("measured", ratio) for ratio in drawn(sources=60, rows=10)]
+    ratios += [("partly measured", ratio) for ratio in drawn(sources=60, rows=10, width=0.4, name="other")]
+    coverage = coverage_by_evidence(ratios)
+    for kind in ("measured", "partly measured"):
+        assert coverage[kind].sources == pytest.approx(SHARE, abs=0.05)
+        assert coverage[kind].rows == pytest.approx(SHARE, abs=0.05)
+    narrow, wide = (errors_by_evidence(ratios)[kind].range for kind in ("measured", "partly measured"))
+    assert wide[0] < narrow[0] < 1 < narrow[1] < wide[1]
+
+
+def test_a_large_source_weighs_no_more_than_another() -> None:
+    ratios = [("large", 1.0)] * 900 + [(f"small {number}", 1.5) for number in range(3)]
+    found = Errors.of(ratios)
+    assert (found.rows, found.sources) == (903, 4)
+    assert found.quantiles[50] == pytest.approx(1.5)
+
+
+def test_a_class_of_few_sources_takes_the_errors_of_the_class_before_it_too() -> None:
+    ratios: list[tuple[Evidence, Ratio]] = [("measured", ratio) for ratio in drawn(sources=9, rows=4)]
+    ratios += [("partly measured", ratio) for ratio in drawn(sources=9, rows=2, width=0.3, name="other")]
+    ratios.append(("not measured", ("alone", 2.0)))
+    found = errors_by_evidence(ratios)
+    assert [found[kind].sources for kind in get_args(Evidence)] == [9, 9, 10]
+
+
+def test_evidence_is_by_framework_and_gpu_together_apart_and_neither() -> None:
+    measured = {"fsdp": {"h100": 3}, "megatron": {"a100": 1}}
+    assert evidence_of("fsdp", "h100", measured) == "measured"
+    for framework, gpu in (("fsdp", "a100"), ("fsdp", "l40s"), ("jax", "a100")):
+        assert evidence_of(framework, gpu, measured) == "partly measured"
+    assert evidence_of("jax", "l40s", measured) == "not measured"
+
+
+def test_an_estimate_says_what_its_range_rests_on(workload: MakeWorkload) -> None:
+    plan = ParallelPlan(dp=8, zero_stage=3, num_microbatches=8)
+
+    def range_of(profile: str, framework: str) -> tuple[Evidence, str, float]:
+        made = workload("llama-3-8b", profile=profile, seq_length=4096, global_batch_size=64)
+        made = Workload.of(made.model, made.training, made.cluster, made.links, framework=framework)
+        estimate = estimate_plan(made, plan)
+        found = step_range(made, estimate)
+        assert found is not None
+        assert found.low_s < estimate.step.step_time_s < found.high_s
+        return found.evidence, found.in_words, found.high_s / found.low_s
+
+    known = range_of("dgx-h100", "fsdp")
+    assert known[0] == "measured"
+    assert "on this GPU was measured by" in known[1]
+    apart = range_of("l40s-x8", "fsdp")
+    assert apart[0] == "partly measured"
+    assert "was measured, not this GPU" in apart[1]
+    unknown = range_of("l40s-x8", "hai-llm")
+    assert unknown[0] == "not measured"
+    assert "neither" in unknown[1]
+    assert known[2] < apart[2] <= unknown[2]
+
+
+def test_there_is_no_range_for_cpus(workload: MakeWorkload) -> None:
+    made = workload("gpt2", profile="cpu", gpus=2, seq_length=128, global_batch_size=4, precision="fp32")
+    estimate = estimate_plan(made, ParallelPlan(dp=2, num_microbatches=2))
+    assert step_range(made, estimate) is None
+    assert out_of_memory_risk(made, estimate) is None
+
+
+def test_the_risk_of_running_out_grows_with_the_memory_that_is_taken(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=4096, global_batch_size=16)
+    plans = (ParallelPlan(dp=8, zero_stage=3, micro_batch_size=2), ParallelPlan(dp=8, zero_stage=3, num_microbatches=2))
+    tight, roomy = (out_of_memory_risk(made, estimate_plan(made, plan)) for plan in plans)
+    assert tight is not None
+    assert roomy is not None
+    assert roomy < 0.05 < tight < 0.5
+
+
+@given(when_full=st.floats(-2.0, 1.0), slope=st.floats(3.0, 12.0))
+def test_a_risk_is_that_of_the_runs_it_was_made_from(when_full: float, slope: float) -> None:
+    random = np.random.default_rng(5)
+    shares = np.exp(random.uniform(-1.0, 1.0, 4000))
+    failed = random.uniform(size=4000) < 1 / (1 + np.exp(-when_full - slope * np.log(shares)))
+    risk = MemoryRisk.of(list(zip(shares.tolist(), failed.tolist(), strict=True)))
+    assert (risk.rows, risk.failed) == (4000, int(failed.sum()))
+    told = np.array([risk.at(share) for share in shares])
+    among = (told > 0.1) & (told < 0.3)
+    assert failed[among].mean() == pytest.approx(told[among].mean(), abs=0.15)
+    assert failed.mean() == pytest.approx(told.mean(), abs=0.002)
+
+
+def test_runs_that_a_share_tells_apart_give_no_risk() -> None:
+    for runs in ([(0.5, False), (0.9, False)], [(0.5, False), (0.9, True)]):
+        with pytest.raises(ValueError, match="no line fits"):
+            MemoryRisk.of(runs)
+
+
+def test_the_table_that_comes_with_paraplan_keeps_its_promise() -> None:
+    table = load_accuracy()
+    for kind in ("measured", "partly measured"):
+        assert 0.75 <= table.coverage[kind].sources <= 0.85
+        assert table.step_time[kind].sources > 20
+    assert set(table.step_time) == set(get_args(Evidence))
+    assert 0.1 < table.memory_risk.at(1.0) < 0.5
