@@ -7,8 +7,9 @@ has, which is asked for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paraplan.errors import PlanError
 from paraplan.model.attention import AttentionStyle, Heads, attention
@@ -61,16 +62,13 @@ def with_tower(model: ModelSpec, shape: TowerShape) -> ModelSpec:
     layer = attention(shape.heads, shape.attention) + shape.mlp
     for name in shape.norms:
         layer += norm(name, shape.norm_kind, shape.heads.hidden)
-    layers = Part()
-    for index in range(shape.depth):
-        layers += _named(layer, f"layers.{index}.")
-    tower, projector = (
-        _whole(_named(shape.patches + layers + shape.after, TOWER)),
-        _whole(_named(shape.projector, PROJECTOR)),
-    )
-    embedding = model.embedding.replace(
-        parameters=(*model.embedding.parameters, *tower.parameters, *projector.parameters)
-    )
+    parameters = [
+        *_parameters(shape.patches, TOWER),
+        *(one for index in range(shape.depth) for one in _parameters(layer, f"{TOWER}layers.{index}.")),
+        *_parameters(shape.after, TOWER),
+        *_parameters(shape.projector, PROJECTOR),
+    ]
+    embedding = model.embedding.replace(parameters=(*model.embedding.parameters, *parameters))
     count = shape.depth
     windows: tuple[TowerAttention, ...] = ()
     if shape.windows is not None:
@@ -79,8 +77,8 @@ def with_tower(model: ModelSpec, shape: TowerShape) -> ModelSpec:
         windows = (TowerAttention(core=shape.heads.attention(is_causal=False, window=reach), layers=windowed),)
     work = TowerSpec(
         kind=shape.kind,
-        tower=_work("tower", tower),
-        projector=_work("projector", projector),
+        tower=_work("tower", shape.patches, *[layer] * shape.depth, shape.after),
+        projector=_work("projector", shape.projector),
         attention=(TowerAttention(core=shape.heads.attention(is_causal=False), layers=count), *windows),
         layer_input_elements=float(shape.depth * shape.heads.hidden),
         patches_per_token=shape.patches_per_token,
@@ -159,54 +157,38 @@ def _scaled(block: BlockSpec, share: float, picture: float) -> BlockSpec:
     )
 
 
-def _named(part: Part, prefix: str) -> Part:
-    return replace(
-        part,
-        parameters=tuple(one.replace(name=f"{prefix}{one.name}") for one in part.parameters),
-        matmuls=tuple(one.replace(name=f"{prefix}{one.name}") for one in part.matmuls),
-        saved=tuple(_reading(one, prefix) for one in part.saved),
-        saved_fused=tuple(_reading(one, prefix) for one in part.saved_fused),
-    )
+def _parameters(part: Part, prefix: str) -> list[Parameter]:
+    """Return the parameters of a part under their names in the model, as every rank has all of them."""
+    return [one.replace(name=f"{prefix}{one.name}", tp_dim=None) for one in part.parameters]
 
 
-def _reading(tensor: SavedTensor, prefix: str) -> SavedTensor:
-    if tensor.weights_of is None:
-        return tensor
-    return tensor.replace(weights_of=tuple(f"{prefix}{name}" for name in tensor.weights_of))
+def _work(kind: str, *parts: Part) -> BlockSpec:
+    """Return what parts do one after another on every rank, products of equal shapes and tensors of one kind together.
 
-
-def _whole(part: Part) -> Part:
-    """Return the part as every rank has all of it."""
-
-    def saved(tensors: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
-        return tuple(one.replace(split="none") for one in tensors)
-
-    return Part(
-        parameters=tuple(one.replace(tp_dim=None) for one in part.parameters),
-        matmuls=tuple(one.replace(split="none") for one in part.matmuls),
-        saved=saved(part.saved),
-        saved_fused=saved(part.saved_fused),
-    )
-
-
-def _work(kind: str, part: Part) -> BlockSpec:
-    """Return what a part does, products of equal shapes and tensors of one kind together."""
+    A part that comes again, as layers do, is looked at once.
+    """
+    counts = Counter(map(id, parts))
+    once = [(part, counts[number]) for number, part in {id(part): part for part in parts}.items()]
     rows: dict[tuple[int, int], Matmul] = {}
-    for one in part.matmuls:
-        key = (one.k, one.n)
-        before = rows[key].rows_per_token if key in rows else 0.0
-        rows[key] = (rows.get(key) or one).replace(rows_per_token=before + one.rows_per_token)
+    for part, count in once:
+        for one in part.matmuls:
+            key = (one.k, one.n)
+            before = rows[key] if key in rows else one.replace(name=f"{kind}.{one.name}", rows_per_token=0.0)
+            rows_per_token = before.rows_per_token + count * one.rows_per_token
+            rows[key] = before.replace(rows_per_token=rows_per_token, split="none")
     merged = Part(
-        matmuls=tuple(rows.values()), saved=tuple(_merged(part.saved)), saved_fused=tuple(_merged(part.saved_fused))
+        matmuls=tuple(rows.values()),
+        saved=tuple(_merged((one, count) for part, count in once for one in part.saved)),
+        saved_fused=tuple(_merged((one, count) for part, count in once for one in part.saved_fused)),
     )
     return block_from_part(kind, merged)
 
 
-def _merged(tensors: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
+def _merged(tensors: Iterable[tuple[SavedTensor, int]]) -> Iterator[SavedTensor]:
     kinds: dict[SavedTensor, tuple[float, float]] = {}
-    for one in tensors:
-        key = one.replace(elements_per_token=0.0, elements_per_token_pair=0.0, weights_of=None)
+    for one, count in tensors:
+        key = one.replace(elements_per_token=0.0, elements_per_token_pair=0.0, weights_of=None, split="none")
         each, pairs = kinds.get(key, (0.0, 0.0))
-        kinds[key] = (each + one.elements_per_token, pairs + one.elements_per_token_pair)
+        kinds[key] = (each + count * one.elements_per_token, pairs + count * one.elements_per_token_pair)
     for key, (each, pairs) in kinds.items():
         yield key.replace(elements_per_token=each, elements_per_token_pair=pairs)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from case_selection import with_all
 
 import paraplan
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
@@ -24,11 +26,44 @@ DATA = BundledData(configs=known_configs())
 TABLES = sorted((profiles_folder() / "runs").glob("*.csv"))
 
 
+WORDS = {
+    "id",
+    "source",
+    "model_name",
+    "gpu",
+    "cpu",
+    "network",
+    "intra_node_link",
+    "quality",
+    "nonstandard_features",
+    "notes",
+}
+"""What a row says in words of its own: no setting that it shares with others."""
+
+
+def kinds_of(run: MeasuredRun) -> list[object]:
+    """Return what a row was measured with, and which of its other columns say anything."""
+    told = run.model_dump(exclude_defaults=True, exclude=WORDS)
+    axes = tuple(getattr(run, axis) for axis in ("dp", "tp", "pp", "cp", "ep") if (getattr(run, axis) or 1) > 1)
+    settings = [(name, value) for name, value in told.items() if isinstance(value, (str, bool))]
+    return [run.framework, len(axes), *(told.keys() - dict(settings)), *settings]
+
+
+def some_of(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    """Return the runs that have a kind which none before them has, with `--all` every one."""
+    seen: set[object] = set()
+    chosen = []
+    for run in runs:
+        kinds = set(kinds_of(run))
+        if kinds - seen:
+            chosen.append(run)
+        seen |= kinds
+    return chosen + with_all([run for run in runs if run not in chosen])
+
+
 def priced(path: Path) -> list[tuple[MeasuredRun, Workload, ParallelPlan]]:
     found = []
-    for row in read_runs(path.read_text(), source=path.name):
-        if not isinstance(row, MeasuredRun):
-            continue
+    for row in some_of([row for row in read_runs(path.read_text(), source=path.name) if isinstance(row, MeasuredRun)]):
         run = DATA.completed(row)
         try:
             workload = workload_of_run(run, DATA)

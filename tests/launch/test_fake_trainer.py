@@ -30,7 +30,7 @@ arguments = TrainingArguments(
 rows = [{"input_ids": torch.arange(16) + row, "labels": torch.arange(16) + row} for row in range(64)]
 Trainer(model=model, args=arguments, train_dataset=rows).train()
 """
-HIDDEN, INNER, EXPERTS, CHOSEN, BLOCKS, WORDS = 64, 64, 8, 2, 4, 256
+HIDDEN, INNER, EXPERTS, CHOSEN, BLOCKS, WORDS = 64, 64, 8, 2, 2, 256
 ROUTED = BLOCKS * EXPERTS * 3 * HIDDEN * INNER
 OTHERS = BLOCKS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + EXPERTS * HIDDEN + 2 * HIDDEN + 2 * 16) + HIDDEN
 OTHERS += 2 * WORDS * HIDDEN

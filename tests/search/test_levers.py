@@ -163,19 +163,19 @@ def test_fewer_gpus_are_found_with_a_lever(workload: MakeWorkload) -> None:
 @pytest.mark.parametrize(
     ("framework", "options"),
     [
-        ("megatron-core", "--loss liger"),
-        ("megatron-core", "--optimizer adamw_8bit"),
-        ("megatron-core", "--offload-activations"),
-        ("torchtitan", "--optimizer adamw_8bit"),
-        ("deepspeed-zero", "--offload-activations"),
+        ("megatron-core", {"--loss liger", "--optimizer adamw_8bit", "--offload-activations"}),
+        ("torchtitan", {"--optimizer adamw_8bit"}),
+        ("deepspeed-zero", {"--offload-activations"}),
     ],
 )
-def test_levers_that_a_framework_lacks_are_said_in_a_line(workload: MakeWorkload, framework: str, options: str) -> None:
+def test_levers_that_a_framework_lacks_are_said_in_a_line(
+    workload: MakeWorkload, framework: str, options: set[str]
+) -> None:
     made = _of_framework(workload("llama-3-8b", profile="8xh100", seq_length=2_000_000, global_batch_size=1), framework)
     with pytest.raises(NothingFitsError) as caught:
         recommendation(made, SearchRequest(executor=executor_of(made)))
     lacking = _by_options(one for one in caught.value.offers if one.lacking is not None)
-    assert options in lacking
+    assert options <= lacking.keys()
     line = (caught.value.hint or "").splitlines()[-1].strip()
     assert line.startswith(f"not in {made.framework.title}: ")
     assert all(words in line for words in lacking)
@@ -214,7 +214,7 @@ def test_levers_offered_together_are_the_least_that_fits(
             assert tried is None or not tried[0].fits, (offer.options, part.options)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     model=st.sampled_from(["deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "llama-3-70b", "mixtral-8x7b"]),
     profile=st.sampled_from(["8xa100", "8xh100", "4xrtx-4090", "2xrtx-5090"]),
