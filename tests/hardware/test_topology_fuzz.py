@@ -149,7 +149,7 @@ def test_reading_again_and_again_keeps_no_memory() -> None:
     assert kept_bytes < 2**20
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.binary(max_size=400))
 def test_any_bytes_are_refused_or_read(data: bytes) -> None:
     read_or_refuse(decode_text(data))
@@ -161,7 +161,7 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(WORDS, max_size=60), st.sampled_from(["", " ", "\t"]))
 def test_any_heap_of_known_words_is_refused_or_read(words: list[str], between: str) -> None:
     read_or_refuse(between.join(words))
@@ -175,14 +175,14 @@ JSON_VALUES = st.recursive(
 REPORT_FIELDS = ["gpus", "links", "nics", "source", "warnings", "hostname", "peer_access", "numa_groups", "extra"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(REPORT_FIELDS), JSON_VALUES)
 def test_a_report_with_any_value_in_any_field_is_refused_or_read(field: str, value: object) -> None:
     report = read_topology(bridged_pairs().with_tabs(), source="x").to_report()
     read_or_refuse(json.dumps(report | {field: value}))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(
         st.dictionaries(st.sampled_from(["gpu", "bdf", "links", "link_type", "weight", "hops"]), JSON_VALUES),

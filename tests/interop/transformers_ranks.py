@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-STEPS, LENGTH, WORDS = 3, 16, 96
+STEPS, LENGTH, WORDS = 2, 16, 96
 
 _SIZES = {
     "hidden_size": 32,
