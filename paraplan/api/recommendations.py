@@ -178,7 +178,7 @@ def answer(workload: Workload, request: SearchRequest) -> Recommendation:
 
     Raises as `recommend` does.
     """
-    request = replace(request, executor=executor_of(workload))
+    request = replace(request, executor=executor_of(workload), executors=executor_of)
     constants = workload.constants.replace(memory_margin=request.memory_margin)
     model = CostModel.of_workload(replace(workload, constants=constants))
     return Recommendation(recommendation(model, request), request)

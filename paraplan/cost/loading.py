@@ -43,6 +43,8 @@ class LoadingEstimate(Record):
     """What a GPU holds at the peak of a step."""
     way_out: str
     """What to do where there is no room."""
+    keeps_plan: bool = True
+    """Whether that leaves the plan, its framework and its GPUs as they are."""
     without: LoadingEstimate | None = None
     """Loading without `option`."""
 
@@ -66,13 +68,15 @@ class LoadingEstimate(Record):
     @property
     def in_words(self) -> str:
         """Who holds what, and what to do where there is no room."""
-        words = self._words
+        words = self.whole_in_words
         if self.option is not None:
             words = f"with {self.option}, {words}"
         if not self.fits:
             words = f"cannot be loaded so: {words}; use {self.way_out}"
         if self.without is not None:
-            words += f". Without it {self.without._words}" + ("" if self.without.fits else ", which does not fit")
+            words += f". Without it {self.without.whole_in_words}" + (
+                "" if self.without.fits else ", which does not fit"
+            )
         return words
 
     @property
@@ -85,7 +89,8 @@ class LoadingEstimate(Record):
         return f"{format_bytes(self.host_bytes_per_node)} of the host's memory first"
 
     @property
-    def _words(self) -> str:
+    def whole_in_words(self) -> str:
+        """Who holds what, beside what there is."""
         whole, on_gpu = format_bytes(self.weights_bytes), format_bytes(self.gpu_bytes)
         host = f"{format_bytes(self.host_bytes_per_node)} of the host's memory"
         if self.host_memory_bytes is not None:
@@ -121,6 +126,8 @@ class _Loading:
     without: LoadWay | None = None
     way_out: str | None = None
     """What to do where there is no room, None where the way itself says it."""
+    keeps_plan: bool = True
+    """Whether that leaves the plan as it is."""
     converts: bool = False
     """Whether weights in fewer bits are made of tensors in 16."""
 
@@ -138,7 +145,8 @@ def loading_of(workload: Workload, estimate: PlanEstimate) -> LoadingEstimate | 
         return None
     first = _in_way(workload, estimate, found.way, converts=found.converts)
     other = _in_way(workload, estimate, found.without, converts=False) if found.without is not None else None
-    return first.replace(option=found.option, without=other, way_out=found.way_out or first.way_out)
+    way_out = found.way_out or first.way_out
+    return first.replace(option=found.option, without=other, way_out=way_out, keeps_plan=found.keeps_plan)
 
 
 def can_load(workload: Workload, column: Callable[[str], Ints]) -> Mask:
@@ -172,8 +180,9 @@ def _loading(workload: Workload, *, is_sharded: bool) -> _Loading | None:
     if workload.training.train != "full" and is_stored_below_16_bits(weights):
         by_tool = profile.quantized_shards if is_sharded else {}
         quantized = by_tool.get(workload.training.quantizer or workload.framework.storage.quantizer, profile.quantized)
-        way_out = _OF_QUANTIZED if quantized == "each_rank_gpu" else None
-        return quantized and _Loading(quantized, way_out=way_out, converts=True)
+        is_whole = quantized == "each_rank_gpu"
+        way_out = _OF_QUANTIZED if is_whole else None
+        return quantized and _Loading(quantized, way_out=way_out, keeps_plan=not is_whole, converts=True)
     if profile.dequantized is not None and workload.model.model_type in profile.released_quantized:
         return _Loading(
             profile.dequantized, way_out=_OF_DEQUANTIZED if profile.dequantized == "each_rank_gpu" else None

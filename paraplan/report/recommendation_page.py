@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from paraplan.cost.loading import loading_of
 from paraplan.cost.workload import Workload
 from paraplan.report.chart_svg import HALF, NARROW, WIDE, ChartRenderer
 from paraplan.report.charts import cost_chart, plans_chart, throughput_chart
@@ -66,7 +67,10 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
     renderer = ChartRenderer()
     nearest = error.nearest
     needed, usable, where = nearest.peak_memory_bytes, nearest.usable_memory_bytes, ""
-    if needed <= usable:
+    if needed <= usable and nearest.fits:
+        loading = loading_of(workload, nearest)
+        needed, where = (needed if loading is None else loading.gpu_bytes), " while weights are loaded"
+    elif needed <= usable:
         needed, usable, where = nearest.host_bytes_per_node, nearest.host_memory_bytes or 0, " on the host"
     head = [
         f"<h1>{escape(workload.model.name)}: no plan fits</h1>",

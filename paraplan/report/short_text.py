@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the search, which an estimate does without
     from paraplan.search.what_helps import Help
 
 LABEL_WIDTH = 10
+LOADING = "Loading"
 ROOMY = 0.9
 """Of usable memory: a plan that takes less leaves room for fragmentation."""
 WORTH_SAYING = 0.02
@@ -159,7 +160,7 @@ def _loading(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     loading = loading_of(workload, estimate)
     if loading is None or not loading.is_worth_saying:
         return ()
-    return (Line("Loading", loading.in_words, "dim" if loading.fits else "bad"),)
+    return (Line(LOADING, loading.in_words, "dim" if loading.fits else "bad"),)
 
 
 def samples_rates(workload: Workload, estimate: PlanEstimate) -> tuple[float, float]:
@@ -213,10 +214,13 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
         ("Offload", answer.offload),
         ("Faster", _faster(answer.helps)),
     )
+    of_plan = plan_lines(answer.workload, result.best)
+    lacking = [line for line in of_plan if line.label == LOADING and line.tone == "bad"]
     return (
         *workload_lines(answer.workload),
+        *(line._replace(label="First") for line in lacking),
         *(Line("First", one.in_words, "good") for one in first_levers(answer)),
-        *plan_lines(answer.workload, result.best),
+        *(line for line in of_plan if line not in lacking),
         *(Line(label, words) for label, words in beside if words is not None),
         *lever_lines(answer),
     )
@@ -224,7 +228,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
 
 def first_levers(answer: Recommendation) -> tuple[LeverOffer, ...]:
     """Return the levers that stand before the plan."""
-    return tuple(one for one in answer.levers if one.stands_first)
+    return tuple(one for one in answer.levers if one.is_free)
 
 
 def lever_lines(answer: Recommendation) -> tuple[Line, ...]:
@@ -233,7 +237,7 @@ def lever_lines(answer: Recommendation) -> tuple[Line, ...]:
 
     title = answer.workload.framework.title
     return (
-        *(Line("Lever", one.in_words, "good") for one in answer.levers if one.fits and not one.stands_first),
+        *(Line("Lever", one.in_words, "good") for one in answer.levers if one.fits and not one.is_free),
         *(Line("", words, "dim") for words in offers_beside(answer.levers, framework=title)),
     )
 

@@ -77,6 +77,11 @@ class Choice:
         return self.plans.estimate(self.row)
 
     @property
+    def loads(self) -> bool:
+        """Whether that can be loaded by the framework's way."""
+        return self.selection.loads(self.row)
+
+    @property
     def second(self) -> tuple[PlanEstimate | None, Reason | None]:
         """The best of another kind, and why the plan to use is chosen over it."""
         row = next((row for row in self.rows if row != self.row), None)

@@ -1,26 +1,29 @@
-"""The error for a workload that no plan fits: the nearest plan, what it lacks, and what would help."""
+"""The error for a workload that no plan fits, or loads: the nearest plan, what it lacks, and what would help."""
 
 from __future__ import annotations
 
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
+from paraplan.cost.loading import LoadingEstimate
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
 from paraplan.plan.support import training_reason
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.constraints import Constraints
 from paraplan.search.evaluation import TooLarge
-from paraplan.search.offers import LeverOffer, offers_in_words
+from paraplan.search.offers import MORE_MEMORY, LeverOffer, offers_in_words
 from paraplan.search.space import PlanSpace
 from paraplan.units import format_bytes, format_bytes_apart, gpus
 
 
 class NothingFitsError(NoPlanFitsError):
-    """No plan of the space fits.
+    """No plan of the space fits, or none can be loaded.
 
     `nearest` is what the plan that comes nearest would need, `offers` what levers and machines would make of it.
     """
 
     offers: tuple[LeverOffer, ...] = ()
+    way_out: str = MORE_MEMORY
+    """What to do where nothing is offered that fits."""
 
     def __init__(self, message: str, *, nearest: PlanEstimate) -> None:
         super().__init__(message)
@@ -29,7 +32,7 @@ class NothingFitsError(NoPlanFitsError):
     def offering(self, offers: tuple[LeverOffer, ...], *, framework: str) -> NothingFitsError:
         """Return the error with what would help, as values and as its hint."""
         self.offers = offers
-        self.hint = offers_in_words(offers, framework=framework)
+        self.hint = offers_in_words(offers, framework=framework, way_out=self.way_out)
         return self
 
 
@@ -68,6 +71,17 @@ def nothing_fits(workload: Workload, space: PlanSpace, too_large: TooLarge) -> N
         f"much{where}",
         nearest=nearest,
     )
+
+
+def nothing_loads(workload: Workload, best: PlanEstimate, loading: LoadingEstimate) -> NothingFitsError:
+    """Return the error for a workload of which a step fits, by its best plan, but not what loads it."""
+    error = NothingFitsError(
+        f"no plan can be loaded: {workload.model.name} on {gpus(workload.cluster.num_gpus)}; under the best, "
+        f"{best.plan.describe()}, {loading.whole_in_words}",
+        nearest=best,
+    )
+    error.way_out = f"use {loading.way_out}"
+    return error
 
 
 def _option_of(training: TrainingSpec) -> str:

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
-from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.loading import loading_of
 from paraplan.cost.stored_weights import untrainable_notes
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.hardware.cluster import Cluster
-from paraplan.plan.executor import Executor
+from paraplan.plan.executor import ANYTHING, Executor
 from paraplan.progress import is_stopped, say
 from paraplan.search.cluster_sizes import smaller_clusters
 from paraplan.search.constraints import Constraints
 from paraplan.search.failure import NothingFitsError
-from paraplan.search.levers import Lever, lacking, levers
+from paraplan.search.levers import Lever, lacking, levers, loaders, with_room
 from paraplan.search.offers import NO_COST, LeverOffer
 from paraplan.search.results import TOLERANCE
 from paraplan.search.search import search
@@ -61,6 +61,10 @@ class LeverTrials:
     without: PlanEstimate | None = None
     nearest: PlanEstimate | None = None
     """What comes nearest where nothing fits."""
+    executors: Callable[[Workload], Executor] = lambda workload: ANYTHING
+    """What executes plans of another framework."""
+    leaves_room: bool = False
+    """Whether only plans count that leave a tenth of the memory."""
     most_slowdown: float = TOLERANCE["throughput"]
     """Of the step of the plan without: a lever that costs more is not offered."""
     kept: list[Lever] = field(default_factory=list)
@@ -103,37 +107,62 @@ class LeverTrials:
         offers = [one.offer for one in fitting]
         if looks_for_fewest and self.workload.cluster.num_gpus <= MOST_GPUS:
             offers = _without_contradictions([self._with_fewest(one) for one in fitting])
-        if offers and self.without is not None and not loads(self.workload, self.without):
-            offers[0] = offers[0].replace(is_needed=True)
         return (*offers, *beside)
 
     def beyond(self) -> tuple[LeverOffer, ...]:
-        """Return what fits with other sequences, more of the GPUs, or others: with levers kept where these gain."""
+        """Return what fits where weights are loaded otherwise, with other sequences, more of the GPUs, or others.
+
+        Levers are kept where these gain.
+        """
         found = [
+            self._loaded_otherwise(),
             self._shorter_sequences(),
             self._on_machine(more_gpus, None),
             self._on_machine(larger_machines, "other GPUs"),
         ]
         return tuple(one for one in found if one is not None)
 
+    def _loaded_otherwise(self) -> LeverOffer | None:
+        """Return the first other tool, or framework, that loads what does not stand on each GPU."""
+        if self.nearest is None or not self.nearest.fits or loads(self.workload, self.nearest):
+            return None
+        for lever in loaders(self.workload):
+            try:
+                there = self.executor if lever.framework is None else self.executors(lever.workload(self.workload))
+            except ParaplanError:  # it lacks the training
+                continue
+            found = replace(self, executor=there)._try(lever)
+            if found is not None and found.offer.fits:
+                return found.offer
+        return None
+
     def _on_machine(self, look: Look, name: str | None) -> LeverOffer | None:
         """Return what fits on machines that are looked for.
 
-        The levers kept that leave the training as it is are pulled where that saves GPUs.
+        Of the levers kept those that leave the training as it was asked for are pulled that fewer GPUs need.
         """
-        free = _joined([one for one in self.kept if one.keeps_training])
-        for lever in (free, None):
-            workload, fixed = self._under(lever)
+        pulled = [one for one in self.kept if one.keeps_asked]
+        for group in (pulled, []) if pulled else ([],):
+            workload, fixed = self._under(_joined(group))
             machine = look(workload, executor=self.executor, fixed=fixed)
             if machine is None:
                 continue
             options, cluster = machine
-            on = replace(self.workload, cluster=cluster)
-            if lever is not None and some_plan_fits(on, executor=self.executor, fixed=self.fixed):
-                lever = None
+            on = replace(self, workload=replace(self.workload, cluster=cluster))
+            lever = _joined(on._needed(group))
             there = Lever(name or gpus(cluster.num_gpus), options if name is None else f"--profile {options}")
-            return self._offer_on(on, lever.beside(there) if lever else there)
+            return self._offer_on(on.workload, lever.beside(there) if lever else there)
         return None
+
+    def _needed(self, group: list[Lever]) -> list[Lever]:
+        """Return the levers of a group that fits without which nothing fits."""
+        left = list(group)
+        for one in group:
+            fewer = [other for other in left if other is not one]
+            workload, fixed = self._under(_joined(fewer))
+            if some_plan_fits(workload, executor=self.executor, fixed=fixed):
+                left = fewer
+        return left
 
     def _shorter_sequences(self) -> LeverOffer | None:
         free = _joined([one for one in self.kept if one.keeps_training])
@@ -192,17 +221,23 @@ class LeverTrials:
     def _is_worse(self, tried: _Tried, before: list[_Tried]) -> bool:
         """Return whether a lever is slower than the plan that it would replace, or gains nothing over one before it."""
         slowdown = tried.offer.slowdown
-        has_plan = self.without is not None and loads(self.workload, self.without)
-        if has_plan and slowdown is not None and slowdown > self.most_slowdown:
+        if slowdown is not None and slowdown > self.most_slowdown:
             return True
-        if tried.lever.is_choice:
+        if tried.lever.is_choice or tried.offer.note is not None:
             return False
         alike = [one.offer for one in before if one.lever.trains_adapter == tried.lever.trains_adapter]
         return any(_gains_nothing(tried.offer, other) for other in alike)
 
     def _try(self, lever: Lever) -> _Tried | None:
         """Return a lever with its best plan, None where no plan can be had with it or somebody asked for an end."""
-        found = offer_of(lever, self.workload, executor=self.executor, fixed=self.fixed, without=self.without)
+        found = offer_of(
+            lever,
+            self.workload,
+            executor=self.executor,
+            fixed=self.fixed,
+            without=self.without,
+            leaves_room=self.leaves_room,
+        )
         return None if found is None else _Tried(lever, *found)
 
     def _with_fewest(self, tried: _Tried) -> _Tried:
@@ -227,8 +262,9 @@ def offer_of(
     executor: Executor,
     fixed: Constraints,
     without: PlanEstimate | None = None,
+    leaves_room: bool = False,
 ) -> tuple[LeverOffer, float] | None:
-    """Return a lever with its best plan, and what that takes of what there is.
+    """Return a lever with its best plan, of those that leave room where so asked, and what it takes of what there is.
 
     None where no plan can be had with it or somebody asked for an end.
     """
@@ -246,11 +282,14 @@ def offer_of(
     say(f"pricing {lever.options}")
     try:
         other = lever.workload(workload)
-        best = search(other, num_candidates=1, executor=executor, fixed=lever.constraints(fixed)).best
+        among = with_room(other) if leaves_room else other
+        best = search(among, num_candidates=1, executor=executor, fixed=lever.constraints(fixed)).best
     except NothingFitsError as error:
-        return _priced(offer, other, error.nearest), _share(other, error.nearest)
+        return _priced(offer, among, error.nearest), _share(among, error.nearest)
     except ParaplanError:  # the model has no layers for it, or the choices exclude each other
         return None
+    if leaves_room:
+        best = estimate_plan(other, best.plan)
     return _priced(offer, other, best, without=without), _share(other, best)
 
 
@@ -265,7 +304,7 @@ def _priced(
         note=next(iter(untrainable_notes(workload)), None),
         plan=best.plan.describe(),
         peak_memory_bytes=best.peak_memory_bytes,
-        usable_memory_bytes=best.usable_memory_bytes if without is None else without.usable_memory_bytes,
+        usable_memory_bytes=best.usable_memory_bytes,
         host_bytes_per_node=best.host_bytes_per_node,
         step_time_s=step.step_time_s,
         slowdown=None if without is None else step.step_time_s / without.step.step_time_s - 1,
@@ -310,9 +349,14 @@ def _without_contradictions(tried: list[_Tried]) -> list[LeverOffer]:
 
 
 def explained(
-    error: NothingFitsError, workload: Workload, *, executor: Executor, fixed: Constraints
+    error: NothingFitsError,
+    workload: Workload,
+    *,
+    executor: Executor,
+    fixed: Constraints,
+    executors: Callable[[Workload], Executor],
 ) -> NothingFitsError:
     """Return the error with what would fit: cheap levers first, then shorter sequences and other machines."""
-    trials = LeverTrials(workload, executor, fixed, nearest=error.nearest)
+    trials = LeverTrials(workload, executor, fixed, nearest=error.nearest, executors=executors)
     offers = trials.offers(looks_for_fewest=True)
     return error.offering(offers + trials.beyond(), framework=workload.framework.title)

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from paraplan.cost.stored_weights import wider_quantizers
+from paraplan.cost.framework import FrameworkProfile
+from paraplan.cost.framework_files import FrameworkCatalog
+from paraplan.cost.stored_weights import untrainable_notes, wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
-from paraplan.model.weight_formats import WEIGHT_FORMATS
+from paraplan.model.weight_formats import WEIGHT_FORMATS, is_stored_below_16_bits
 from paraplan.plan.executor import Executor, training_gap
 from paraplan.plan.support import rule_of
 from paraplan.plan.training import TrainingSpec
@@ -34,10 +36,15 @@ class Lever:
     """Fields of the constraints that it sets."""
     keeps_training: bool = True
     """Whether the same parameters train with the same arithmetic."""
+    framework: FrameworkProfile | None = None
+    """The framework that it takes, None for the one that was asked for."""
 
     def workload(self, workload: Workload) -> Workload:
         """Return the workload under the lever. Raises `ParaplanError` where the model has no layers for it."""
-        return workload.trained_as(workload.training.replace(**self.training)) if self.training else workload
+        if self.framework is not None:
+            workload = replace(workload, framework=self.framework, plain_framework=self.framework)
+        changes = self.training or self.framework is not None
+        return workload.trained_as(workload.training.replace(**self.training)) if changes else workload
 
     def constraints(self, fixed: Constraints) -> Constraints:
         """Return the constraints under the lever."""
@@ -52,6 +59,11 @@ class Lever:
     def is_choice(self) -> bool:
         """Whether it only leaves free what was fixed of a plan."""
         return not self.training
+
+    @property
+    def keeps_asked(self) -> bool:
+        """Whether it leaves the training as it was asked for: a tool that stores all weights as asked does."""
+        return self.keeps_training or self.fields == {"quantizer"}
 
     @property
     def trains_adapter(self) -> bool:
@@ -69,14 +81,15 @@ class Lever:
             {**self.training, **other.training},
             {**self.fixed, **other.fixed},
             self.keeps_training and other.keeps_training,
+            other.framework or self.framework,
         )
 
 
 def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterator[Lever]:
     """Yield the levers that the training and what is `fixed` leave, in the order in which they are tried.
 
-    A fused or chunked loss; the model's own 4-bit weights, or QLoRA, with scales in bytes; an 8-bit optimizer;
-    recompute; activation offload; fewer sequences at once.
+    A fused or chunked loss; the model's own 4-bit weights, or QLoRA, with scales in bytes, those first over which the
+    tool trains; an 8-bit optimizer; recompute; activation offload; fewer sequences at once.
     """
     training = workload.training
     has_gpu = workload.cluster.gpu.vendor != "cpu"
@@ -127,12 +140,46 @@ def _narrower_weights(workload: Workload) -> Iterator[Lever]:
         return  # weights in 4 bits are multiplied in 16
     if training.replace(**adapter).trainable.adapter is None:
         return  # parts of the model train in their own precision
+    found = list[Lever]()
     for name, weights in ((f"the model's own {released} weights", released), ("QLoRA", QLORA)):
         if weights is not None:
             options = f"--train {LORA} --base-weights {weights}" if is_full else f"--base-weights {weights}"
             lever = Lever(name, options, {**adapter, "base_weights": weights}, keeps_training=False)
-            yield lever
-            yield from _with_experts(lever, workload)
+            found += [lever, *_with_experts(lever, workload)]
+    yield from sorted(found, key=lambda lever: not _trains(lever, workload))
+
+
+def _trains(lever: Lever, workload: Workload) -> bool:
+    """Return whether the tool that stores the weights of a lever trains adapters over them."""
+    try:
+        return not untrainable_notes(lever.workload(workload))
+    except ParaplanError:  # the model has no layers for it, which its trial finds too
+        return False
+
+
+def loaders(workload: Workload) -> Iterator[Lever]:
+    """Yield what loads weights in fewer bits without all of them on each GPU: a tool, and a framework that has it.
+
+    That of the workload, or of paraplan's runtime each that plans are exported for, those first of which one rank of a
+    machine reads the weights.
+    """
+    if workload.training.train == "full" or not is_stored_below_16_bits(workload.training.frozen_weights):
+        return
+    own, catalog = workload.framework, FrameworkCatalog()
+    others = [catalog.load(name) for name in catalog.names()] if own.is_own_runtime else [own]
+    exported = [other for other in others if other.export_target is not None]
+    ways = [(way, other, tool) for other in exported for tool, way in other.loading.quantized_shards.items()]
+    for _, other, tool in sorted(ways, key=lambda way: (way[0] != "first_rank_host", way[1].name)):
+        if tool == workload.training.quantizer and other is own:
+            continue
+        options = f"--quantizer {tool}" if other is own else f"--framework {other.name} --quantizer {tool}"
+        yield Lever(
+            f"{tool} under {other.title}",
+            options,
+            {"quantizer": tool},
+            keeps_training=False,
+            framework=None if other is own else other,
+        )
 
 
 def _with_experts(lever: Lever, workload: Workload) -> Iterator[Lever]:
@@ -148,7 +195,7 @@ def _with_experts(lever: Lever, workload: Workload) -> Iterator[Lever]:
 
 def lacking(lever: Lever, workload: Workload, executor: Executor) -> str | None:
     """Return why the executor cannot train under a lever at all, None where it can."""
-    if not lever.training:
+    if not lever.training or lever.framework is not None:
         return None
     try:
         changed: TrainingSpec = workload.training.replace(**lever.training)

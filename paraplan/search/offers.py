@@ -10,6 +10,9 @@ from paraplan.units import format_bytes, format_count, format_seconds, gpus
 NO_COST = 0.03
 """Share of the step time up to which a lever counts as free."""
 
+MORE_MEMORY = "use GPUs with more memory"
+"""What to do where nothing is offered that fits."""
+
 
 class LeverOffer(Record):
     """What a lever, or more or other machines, make of a workload: its best plan, memory and time."""
@@ -26,8 +29,6 @@ class LeverOffer(Record):
     """Whether a plan fits with it."""
     unloadable: str | None = None
     """What loading it takes where there is no room for that."""
-    is_needed: bool = False
-    """Whether what was asked cannot be loaded without it, or another lever."""
     plan: str | None = None
     """The best plan with it, or the nearest where none fits."""
     peak_memory_bytes: int | None = None
@@ -55,11 +56,6 @@ class LeverOffer(Record):
     def is_free(self) -> bool:
         """Whether it leaves the training as it is and costs no time."""
         return self.fits and self.keeps_training and self.slowdown is not None and self.slowdown <= NO_COST
-
-    @property
-    def stands_first(self) -> bool:
-        """Whether it is told before the plan: it costs nothing, or what was asked cannot be loaded without."""
-        return self.is_free or self.is_needed
 
     @property
     def in_words(self) -> str:
@@ -99,11 +95,14 @@ class LeverOffer(Record):
         return f" ({abs(self.slowdown):.0%} {'slower' if self.slowdown > 0 else 'less time'})"
 
 
-def offers_in_words(offers: tuple[LeverOffer, ...], *, framework: str) -> str:
-    """Return the offers as the lines of a hint: those that fit in their order, what is not enough, what is lacking."""
+def offers_in_words(offers: tuple[LeverOffer, ...], *, framework: str, way_out: str = MORE_MEMORY) -> str:
+    """Return the offers as the lines of a hint: those that fit in their order, what is not enough, what is lacking.
+
+    `way_out` stands for what fits where nothing does.
+    """
     lines = ["one of these fits, the cheapest first:", *(one.in_words for one in offers if one.fits)]
     if len(lines) == 1:
-        lines = ["use GPUs with more memory"]
+        lines = [way_out]
     return "\n  ".join([*lines, *offers_beside(offers, framework=framework)])
 
 

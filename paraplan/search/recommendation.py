@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from paraplan.cost.estimate import PlanEstimate, leaves_room
-from paraplan.cost.loading import loading_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
-from paraplan.plan.executor import OWN_RUNTIME, Executor
+from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
 from paraplan.plan.files import (
     PlanFile,
     PlannedPlacement,
@@ -44,6 +44,8 @@ class SearchRequest:
     find: Find | None = None
     framework: str | None = None
     executor: Executor = OWN_RUNTIME
+    executors: Callable[[Workload], Executor] = lambda workload: ANYTHING
+    """Returns what executes plans for a workload of another framework."""
     fixed: Constraints = FREE
     num_candidates: int = 10
     memory_margin: float = 0.0
@@ -121,7 +123,9 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
     except NothingFitsError as error:
         from paraplan.search.lever_trials import explained
 
-        raise explained(error, workload, executor=executor, fixed=question.fixed) from None
+        raise explained(
+            error, workload, executor=executor, fixed=question.fixed, executors=question.executors
+        ) from None
     if found is not None and question.find == "fewest-gpus":
         found = "; ".join(filter(None, [found, _roomier(workload, asked, question, result, executor=executor)]))
     goodput = _goodput(workload, question, result) if question.failures else None
@@ -156,21 +160,18 @@ def _levers(
     if question.find is not None:
         return _find_levers(asked, workload, question, best)
     offloads = best.plan.offload != "none" and fixed.offload is None
-    loading = loading_of(workload, best)
-    can_load = loading is None or loading.fits
     idles = best.step.pipeline_bubble_s > MUCH_BUBBLE * best.step.step_time_s
-    if not (offloads or idles) and leaves_room(workload, best) and can_load:
+    if not (offloads or idles) and leaves_room(workload, best):
         return ()
     from paraplan.search.lever_trials import LeverTrials
-    from paraplan.search.levers import with_room
 
-    if offloads or not can_load:
-        left = replace(fixed, offload="none") if offloads else fixed
+    if offloads:
+        left = replace(fixed, offload="none")
         return LeverTrials(workload, executor, left, without=best).offers(looks_for_fewest=True)
     if idles:  # a plan without a pipeline may fit
         found = LeverTrials(workload, executor, fixed, without=best, most_slowdown=-MUCH_BUBBLE).offers()
         return found if any(one.fits for one in found) else ()
-    return LeverTrials(with_room(workload), executor, fixed, without=best).offers()
+    return LeverTrials(workload, executor, fixed, without=best, leaves_room=True).offers()
 
 
 def _find_levers(

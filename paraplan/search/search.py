@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paraplan.cost.cost_model import CostModel
+from paraplan.cost.loading import loading_of
 from paraplan.cost.workload import Workload
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.progress import doing, is_stopped, stoppable
@@ -10,7 +11,7 @@ from paraplan.search.choice import Choice, price_the_choice
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.evaluated_plans import EvaluatedPlans
 from paraplan.search.evaluation import Plans, Survey
-from paraplan.search.failure import nothing_fits
+from paraplan.search.failure import nothing_fits, nothing_loads
 from paraplan.search.front import pareto_front, spread
 from paraplan.search.results import Objective, SearchResult
 from paraplan.search.space import PlanSpace
@@ -32,8 +33,8 @@ def search(
     """Return the plan to use and the ranked plans for a workload, best by `objective` first.
 
     Plans are those that `executor` executes, and all have what is `fixed`. Raises
-    `NoPlanFitsError` where no plan fits, with the plan that comes nearest and what it lacks, and `PlanError` where what
-    is fixed cannot be had.
+    `NoPlanFitsError` where no plan fits, or none can be loaded by any way that leaves it as it is, with the plan that
+    comes nearest and what it lacks, and `PlanError` where what is fixed cannot be had.
     """
     workload = CostModel.of_workload(workload)
     space = PlanSpace(workload, executor, fixed)
@@ -51,6 +52,9 @@ def search(
         if is_partial:  # nobody knows whether something fits
             raise KeyboardInterrupt
         raise nothing_fits(workload, space, survey.too_large)
+    loading = loading_of(workload, chosen.best)
+    if loading is not None and not chosen.loads and not loading.keeps_plan:
+        raise nothing_loads(workload, chosen.best, loading)
     second, second_reason = chosen.second if with_second else (None, None)
     return SearchResult(
         decisions=answer.decisions,

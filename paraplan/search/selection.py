@@ -114,13 +114,14 @@ class Selection:
             gain = own.peak_memory_bytes / others.peak_memory_bytes - 1
         else:
             gain = own.step.step_time_s / others.step.step_time_s - 1
-        if self._loads(row) and not self._loads(other):
+        if self.loads(row) and not self.loads(other):
             cause, because = _LOADING
         else:
             cause, because = self._cause(other, own, others, gain)
         return Reason(cause=cause, over=others.plan.describe(), gain=gain, because=because, by_memory=by_memory)
 
-    def _loads(self, row: int) -> bool:
+    def loads(self, row: int) -> bool:
+        """Return whether a plan can be loaded by the framework's way."""
         return bool(can_load(self.plans.workload, partial(getattr, self.plans.priced.table.select(np.array([row]))))[0])
 
     def _cause(self, other: int, own: PlanEstimate, others: PlanEstimate, gain: float) -> tuple[Cause, str]:

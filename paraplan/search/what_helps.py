@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paraplan.cost.estimate import PlanEstimate, estimate_plan, evaluate_plans, why_unsuitable
+from paraplan.cost.estimate import PlanEstimate, allocator_holds, estimate_plan, evaluate_plans, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.plan.executor import OWN_RUNTIME, Executor, training_gap
@@ -225,8 +225,13 @@ def _priced_as_they_are(
 
 
 def _gain(change: _Change, estimate: PlanEstimate, best: PlanEstimate) -> Help | None:
-    """Return what a change gains with the plan of `estimate`, None where that does not fit."""
+    """Return what a change gains with the plan of `estimate`, None where that does not fit.
+
+    Nor where torch's allocator has no room for a plan that the search has passed over for a slower one.
+    """
     if not estimate.fits:
+        return None
+    if change.plan and not allocator_holds(change.workload, estimate):
         return None
     return Help(
         name=change.name,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paraplan.api.executors import executor_of
 from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.loading import can_load
+from paraplan.cost.loading import can_load, loading_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
@@ -35,7 +35,7 @@ def _by_options(offers: Iterable[LeverOffer]) -> dict[str, LeverOffer]:
 
 
 def _of_framework(made: Workload, framework: str) -> Workload:
-    return Workload.of(made.model, made.training, made.cluster, made.links, framework=framework)
+    return Workload.of(made.whole_model or made.model, made.training, made.cluster, made.links, framework=framework)
 
 
 def test_a_lever_that_fits_is_the_search_of_that_training(workload: MakeWorkload) -> None:
@@ -91,7 +91,7 @@ def test_a_fused_loss_makes_a_million_tokens_fit(workload: MakeWorkload) -> None
 @pytest.mark.parametrize(
     ("model", "profile", "options", "most_gib"),
     [
-        ("gpt-oss-20b", "1xrtx-4090", "--base-weights mxfp4", 21.8),  # the format that it is released in
+        ("gpt-oss-20b", "1xrtx-4090", "--base-weights nf4:double --quantizer axolotl", 21.8),
         ("llama-3-8b", "1xrtx-3060", "--base-weights nf4:double", 10.4),
     ],
 )
@@ -101,9 +101,12 @@ def test_adapters_that_do_not_fit_are_offered_weights_in_4_bits(
     made = workload(model, profile=profile, seq_length=2048, global_batch_size=8, train="lora:r=16")
     with pytest.raises(NothingFitsError) as caught:
         recommendation(made, SearchRequest())
-    first = next(one for one in caught.value.offers if one.fits)
-    assert first.options == options
-    assert (first.peak_memory_bytes or 0) < most_gib * GIB
+    fitting = [one for one in caught.value.offers if one.fits]
+    assert fitting[0].options == options
+    assert (fitting[0].peak_memory_bytes or 0) < most_gib * GIB
+    if made.model.released_in is not None:  # tools train nothing over that
+        own = f"--base-weights {made.model.released_in}"
+        assert [one.note is not None for one in fitting if one.options == own] == [True]
 
 
 def test_a_format_over_which_the_tool_trains_nothing_is_told_as_such(workload: MakeWorkload) -> None:
@@ -254,13 +257,62 @@ def test_a_plan_that_loads_is_chosen_before_one_that_does_not(workload: MakeWork
     assert can_load(changed, lambda name: np.array([getattr(best, name)])).all()
 
 
-def test_adapters_on_experts_in_16_bits_are_told_first_which_tool_loads_them(workload: MakeWorkload) -> None:
+@pytest.mark.parametrize(
+    ("model", "profile", "first"),
+    [
+        ("qwen3-30b-a3b", "2xrtx-5090", "--quantizer axolotl"),
+        ("llama-2-70b", "2xrtx-3090", "--framework fsdp --quantizer transformers-4"),
+    ],
+)
+def test_what_no_way_loads_is_refused_with_what_loads_it(
+    workload: MakeWorkload, model: str, profile: str, first: str
+) -> None:
     fields = {"train": "lora:r=16", "base_weights": "nf4"}
-    made = workload("qwen3-30b-a3b", profile="2xrtx-5090", seq_length=2048, global_batch_size=16, **fields)
+    made = workload(model, profile=profile, seq_length=1024, global_batch_size=8, **fields)
+    with pytest.raises(NothingFitsError, match=r"no plan can be loaded: .* each rank has all weights") as caught:
+        recommendation(made, SearchRequest(executors=executor_of))
+    fitting = [one for one in caught.value.offers if one.fits]
+    assert fitting[0].options == first
+    assert not any(one.unloadable for one in fitting)
+
+
+@pytest.mark.parametrize(("framework", "quantizer"), [("paraplan", None), ("fsdp", "transformers-4")])
+def test_what_is_recommended_can_be_loaded_or_is_told_first_how(
+    workload: MakeWorkload, framework: str, quantizer: str | None
+) -> None:
+    fields = {"train": "lora:r=16", "base_weights": "nf4", "quantizer": quantizer}
+    made = _of_framework(
+        workload("qwen2.5-32b", profile="4xrtx-5090", seq_length=1024, global_batch_size=8, **fields), framework
+    )
+    for host_memory_bytes in (512 * GIB, 16 * GIB):
+        cluster = made.cluster.replace(host_memory_bytes=host_memory_bytes)
+        try:
+            answer = recommendation(replace(made, cluster=cluster), SearchRequest(executor=executor_of(made)))
+        except NothingFitsError:
+            continue
+        loading = loading_of(answer.workload, answer.result.best)
+        if loading is not None and not loading.fits:
+            lines = recommendation_lines(answer)
+            assert loading.keeps_plan
+            assert [line.label for line in lines].index("First") < [line.label for line in lines].index("Plan")
+
+
+def test_what_saves_gpus_is_joined_with_other_gpus(workload: MakeWorkload) -> None:
+    fields = {"train": "lora:r=8", "base_weights": "nf4", "precision": "fp16"}
+    made = workload("gpt-oss-20b", profile="1xt4", seq_length=1024, global_batch_size=4, **fields)
+    with pytest.raises(NothingFitsError) as caught:
+        recommendation(made, SearchRequest())
+    assert "--quantizer axolotl --profile 1xrtx-4090" in _by_options(one for one in caught.value.offers if one.fits)
+
+
+@pytest.mark.parametrize("fields", [{}, {"train": "lora:r=16"}])
+def test_a_lever_is_set_beside_the_memory_that_its_own_plan_may_use(
+    workload: MakeWorkload, fields: dict[str, str]
+) -> None:
+    made = workload("llama-3-8b", profile="4xrtx-4090", seq_length=4096, global_batch_size=16, **fields)
     answer = recommendation(made, SearchRequest())
-    lines = {line.label: line.text for line in recommendation_lines(answer)}
-    assert lines["First"].startswith("--quantizer axolotl: ")
-    assert "cannot be loaded" in lines["Memory"]
+    for offer in (one for one in answer.levers if one.fits):
+        assert (offer.peak_memory_bytes or 0) <= (offer.usable_memory_bytes or 0)
 
 
 def test_an_option_that_a_framework_lacks_is_refused(workload: MakeWorkload) -> None:
