@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 from paraplan.cost.framework import OWN_RUNTIME as OWN_RUNTIME
 from paraplan.cost.workload import Workload as Workload
@@ -62,6 +62,25 @@ def experts_beside_tensor(ep: int, *, tp: int, data_ranks: int, framework: str) 
 
     profile = load_framework(framework)
     return profile.experts.beside_tensor(ep, tp=tp, data_ranks=data_ranks, title=profile.title)
+
+
+def usual_choices(framework: str, *, tp: int, pp: int, data_ranks: int) -> dict[str, Any]:
+    """Return the fields of a plan that a framework's own configurations set where nobody names them.
+
+    They are `zero_stage` and `sequence_parallel`. `data_ranks` are dp x cp.
+    """
+    from paraplan.cost.framework_files import load_framework
+
+    profile = load_framework(framework)
+    stage = profile.data_parallel.default_zero_stages[pp > 1] if data_ranks > 1 else 0
+    return {"zero_stage": stage, "sequence_parallel": tp > 1 and profile.tensor_parallel.sequence_parallel_by_default}
+
+
+def framework_title(framework: str) -> str:
+    """Return a framework's name in print."""
+    from paraplan.cost.framework_files import load_framework
+
+    return load_framework(framework).title
 
 
 USUAL_LENGTH = 4096

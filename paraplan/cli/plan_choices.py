@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paraplan.api.plans import AXES, make_plan, micro_batches
-from paraplan.api.workloads import experts_beside_tensor
+from paraplan.api.workloads import experts_beside_tensor, framework_title, usual_choices
 from paraplan.cli.options import (
     MOST_RANKS,
     PLAN_PANEL,
@@ -18,6 +18,7 @@ from paraplan.cli.options import (
     count,
     one_of,
 )
+from paraplan.cli.terminal import show_note
 
 if TYPE_CHECKING:
     from paraplan.api.recommendations import Constraints
@@ -106,22 +107,41 @@ class PlanChoices:
     def plan(self, global_batch: int | None, framework: str, **others: Any) -> ParallelPlan:
         """Return the plan, for one micro-batch a rank unless a global batch is given; `others` are more of its fields.
 
-        `ep` is as `framework` counts. Raises `PlanError` where they contradict each other.
+        `ep` is as `framework` counts; its ZeRO stage and sequence parallelism are taken where none are given, with a
+        note. Raises `PlanError` where they contradict each other.
         """
         degrees = {axis.name: getattr(self, axis.name) or 1 for axis in AXES}
         if self.ep is not None and degrees["tp"] > 1:
             ranks = degrees["dp"] * degrees["cp"]
             degrees["ep"] = experts_beside_tensor(self.ep, tp=degrees["tp"], data_ranks=ranks, framework=framework)
         dp, micro_batch = degrees["dp"], self.micro_batch or 1
+        usual = usual_choices(framework, tp=degrees["tp"], pp=degrees["pp"], data_ranks=dp * degrees["cp"])
+        given = {"zero_stage": self.zero, "sequence_parallel": self.sequence_parallel}
+        self._say_usual({name: value for name, value in usual.items() if value and given[name] is None}, framework)
+        chosen = usual | {name: value for name, value in given.items() if value is not None}
         schedule = self.schedule or (ScheduleChoice.one_forward_one_backward if degrees["pp"] > 1 else None)
         return make_plan(
             **degrees,
-            zero_stage=self.zero or 0,
+            **chosen,
             micro_batch_size=micro_batch,
             num_microbatches=micro_batches(global_batch or dp * micro_batch, dp=dp, micro_batch_size=micro_batch),
             pipeline_schedule=schedule,
             recompute=self.recompute or RecomputeName.none,
-            sequence_parallel=bool(self.sequence_parallel),
             offload=self.offload or OffloadName.none,
             **others,
         )
+
+    def _say_usual(self, usual: dict[str, Any], framework: str) -> None:
+        taken, others = [], []
+        if "zero_stage" in usual:
+            taken.append(f"--zero {usual['zero_stage']}")
+            others.append("--zero 0")
+        if "sequence_parallel" in usual:
+            taken.append("--sequence-parallel")
+            others.append("--no-sequence-parallel")
+        if taken:
+            title = framework_title(framework)
+            show_note(
+                f"{title} takes {' and '.join(taken)} where nobody says otherwise, and so does this plan; "
+                f"without: {' '.join(others)}"
+            )

@@ -152,6 +152,8 @@ class DataParallelProfile(_Group):
     """The distributed optimizer's reduce-scatter and all-gather overlap with compute."""
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     """The ways that it has to shard over data-parallel ranks."""
+    default_zero_stages: tuple[int, int] = (0, 0)
+    """The ZeRO stage of its own configurations where nobody names one: without a pipeline, and beside one."""
     uses_fsdp: bool = False
     """Every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does."""
     wraps_embedding_and_head: bool = False
@@ -274,6 +276,8 @@ class FrameworkProfile(Record):
     """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
     with_later_features: str | None = None
     """The profile of releases later still, for experts, context parallelism and GPUs that multiply in 8 bits."""
+    superseded_by: str | None = None
+    """The profile of what people mean by its name today, None where it is that."""
     storage: StorageProfile
     """Bytes for each parameter."""
     kernels: KernelProfile

@@ -118,6 +118,11 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         workload, found = _found(workload, question, executor=executor)
     except NoPlanFitsError as error:
         raise _found_with_levers(error, workload, question) from None
+    if found is not None and question.find == "fewest-gpus":
+        from paraplan.search.sizes import settled_offload
+
+        fixed, fewer = settled_offload(workload, executor=executor, fixed=question.fixed)
+        question, found = replace(question, fixed=fixed), "; ".join(filter(None, [found, fewer]))
     try:
         result, workload, offers, idle = _searched(workload, question, executor=executor)
     except NothingFitsError as error:

@@ -195,6 +195,20 @@ def roomier_gpus(
     return None
 
 
+def settled_offload(workload: Workload, *, executor: Executor, fixed: Constraints) -> tuple[Constraints, str | None]:
+    """Return what is fixed of plans on the fewest GPUs, and on how many fewer some plan fits with offload, in words.
+
+    GPUs that were counted without offload get a plan without it.
+    """
+    without = replace(fixed, offload="none")
+    if fixed.offload is not None or not some_plan_fits(workload, executor=executor, fixed=without):
+        return fixed, None
+    found = fewest_gpus(workload, executor=executor, fixed=fixed)
+    if found is None or found[0].num_gpus >= workload.cluster.num_gpus:
+        return without, None
+    return without, f"with offload {found[0].num_gpus} do, at the pace of the host"
+
+
 def offload_remark(
     workload: Workload, estimate: PlanEstimate, *, asked: Cluster, executor: Executor, fixed: Constraints
 ) -> str | None:

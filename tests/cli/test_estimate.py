@@ -437,3 +437,33 @@ def test_the_search_that_is_named_is_for_the_same_training() -> None:
         "paraplan recommend llama-3-8b --profile dgx-h100 --seq-len 512 --global-batch 8 --precision fp32 "
         "--train lora:r=8 --compile"
     )
+
+
+@pytest.mark.parametrize(
+    ("framework", "degrees", "zero_stage", "splits_sequences"),
+    [
+        ("paraplan", ["--dp", "4", "--tp", "2"], 0, False),
+        ("torchtitan", ["--dp", "4", "--tp", "2"], 3, True),
+        ("torchtitan", ["--dp", "4", "--pp", "2"], 1, False),
+        ("megatron-bridge", ["--dp", "4", "--tp", "2"], 1, True),
+        ("megatron-core", ["--dp", "4", "--tp", "2"], 0, True),
+        ("fsdp", ["--dp", "8"], 3, False),
+        ("fsdp", ["--tp", "8"], 0, False),
+    ],
+)
+def test_what_nobody_says_is_taken_from_the_framework_and_said(
+    framework: str, degrees: list[str], zero_stage: int, *, splits_sequences: bool
+) -> None:
+    words = [*LLAMA, *degrees, "--framework", framework, "--global-batch", "16"]
+    status, stdout, stderr = run(*words, "--json")
+    plan = json.loads(stdout)["plan"]
+    assert (status, plan["zero_stage"], plan["sequence_parallel"]) == (0, zero_stage, splits_sequences)
+    assert (f"takes --zero {zero_stage}" in stderr) == (zero_stage > 0)
+    assert ("--no-sequence-parallel" in stderr) == splits_sequences
+    assert "where nobody says otherwise" not in run(*words, "--zero", "0", "--no-sequence-parallel")[2]
+
+
+def test_a_framework_of_the_past_names_what_is_released_today() -> None:
+    words = [*LLAMA, "--tp", "8", "--framework"]
+    assert "--framework megatron-core" in run(*words, "megatron-lm")[1]
+    assert "released today" not in run(*words, "megatron-core")[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -115,3 +116,11 @@ def test_the_fewest_gpus_with_little_room_say_how_many_leave_more(workload: Make
     answer = recommendation(made, SearchRequest(find="fewest-gpus"))
     assert answer.workload.cluster.num_gpus == 16
     assert "GPUs leave room" in (answer.found or "")
+
+
+def test_gpus_counted_without_offload_get_a_plan_without_it(workload: MakeWorkload) -> None:
+    made = workload("qwen2.5-14b", profile="8xa100", seq_length=4096, global_batch_size=16)
+    answer = recommendation(made, SearchRequest(find="fewest-gpus"))
+    assert answer.result.best.plan.offload == "none"
+    assert "without offload: 4 of 8" in (answer.found or "")
+    assert re.search("with offload [12] do, at the pace of the host", answer.found or "")
