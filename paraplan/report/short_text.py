@@ -57,8 +57,7 @@ def memory_verdict(workload: Workload, estimate: PlanEstimate) -> tuple[str, str
     peak, usable = estimate.peak_memory_bytes, estimate.usable_memory_bytes
     memory = f"{format_bytes(peak)} of {format_bytes(usable)} usable per GPU"
     if estimate.host_bytes_per_node:
-        known = estimate.host_memory_bytes
-        of = "" if known is None else f" of {format_bytes(known)}"
+        of = "" if estimate.host_memory_bytes is None else f" of {format_bytes(estimate.host_memory_bytes)}"
         memory += f", {format_bytes(estimate.host_bytes_per_node)}{of} in a machine's memory for offload"
     if peak > usable:
         return f"does not fit, {format_bytes(peak - usable)} too much on a GPU: {memory}", "bad"
@@ -76,6 +75,10 @@ def memory_verdict(workload: Workload, estimate: PlanEstimate) -> tuple[str, str
             f"some back{words}",
             "caution",
         )
+    known = estimate.host_memory_bytes
+    if known is not None and estimate.host_bytes_per_node > FULL_MEMORY * known:
+        left = format_bytes(known - estimate.host_bytes_per_node)
+        return f"fits only just: {memory}, {left} of that left for data and the system{words}", "caution"
     if peak > FULL_MEMORY * usable:
         return f"fits only just: {memory}, {format_bytes(usable - peak)} left{words}", "caution"
     return f"fits: {memory}{words}", "good"

@@ -331,3 +331,12 @@ def test_a_name_in_words_is_no_path() -> None:
     with pytest.raises(ProfileError, match="no machine profile is called '8 x H100 / node'") as found:
         load_machine("8 x H100 / node")
     assert found.value.hint == "did you mean 8xh100?"
+
+
+def test_some_gpus_of_a_machine_have_their_share_of_its_memory() -> None:
+    whole = cluster_from_profile("dgx-a100").host_memory_bytes or 0
+    assert cluster_from_profile("2xa100").host_memory_bytes == whole // 4
+    assert cluster_from_profile("8xa100").host_memory_bytes == whole
+    assert cluster_from_profile("dgx-a100", gpus_per_node=2).host_memory_bytes == whole  # the rest stays idle
+    pair = cluster_from_profile("rtx-3090-x2").host_memory_bytes or 0
+    assert cluster_from_profile("1xrtx-3090").host_memory_bytes == min(pair, 64 * 2**30)

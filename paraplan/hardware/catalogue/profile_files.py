@@ -9,6 +9,7 @@ from typing import Any
 from paraplan.errors import ProfileError, UsageError, near_names
 from paraplan.hardware.architecture import ArchitectureProfile, load_architecture
 from paraplan.hardware.catalogue.composed_machines import (
+    HOST_MEMORY_PER_GPU,
     LinkKind,
     composed_machine,
     counted_gpus,
@@ -103,8 +104,9 @@ def cluster_from_profile(
     """Return `num_nodes` machines of a profile, each with its first `gpus_per_node` GPUs (all of them by default).
 
     A machine without GPUs (vendor "cpu") takes any `gpus_per_node`: its ranks are processes that share its memory.
-    `8xh100` is a machine with so many GPUs of a kind: the first GPUs of a bundled one that has them, or a composed one
-    whose GPUs `link` connects. `network` names another network than the profile's, `10g` is Ethernet.
+    `8xh100` is a machine with so many GPUs of a kind: the first GPUs of a bundled one that has them, with their share
+    of its memory, or a composed one whose GPUs `link` connects. `network` names another network than the profile's,
+    `10g` is Ethernet.
 
     Raises `ProfileError` for a profile that cannot be had and `UsageError` for numbers that the machine does not allow.
     """
@@ -181,8 +183,17 @@ def _loaded_machine(name: str, link: LinkKind | None = None) -> tuple[MachinePro
     data, where, count = _machine_data(name, link)
     machine = _machine(data, where=where)
     if count is not None and count != len(machine.node.gpus):
-        machine = _resized(machine, data, where=where, num_gpus=count)
+        host_memory_bytes = _host_share(machine, count)
+        machine = _resized(machine, data, where=where, num_gpus=count).replace(host_memory_bytes=host_memory_bytes)
     return machine, data, where
+
+
+def _host_share(machine: MachineProfile, num_gpus: int) -> int | None:
+    """Return the memory of a machine that was cut to so many GPUs: their share, as clouds rent them."""
+    whole = machine.host_memory_bytes
+    if whole is None or machine.gpu.vendor == "cpu":
+        return whole
+    return min(whole, max(whole * num_gpus // len(machine.node.gpus), num_gpus * HOST_MEMORY_PER_GPU))
 
 
 def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str, int | None]:
