@@ -22,6 +22,7 @@ from paraplan.interop.sources.llama_factory_v1 import read_llama_factory_v1
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.interop.sources.ms_swift import read_ms_swift
 from paraplan.interop.sources.peft import read_peft
+from paraplan.interop.sources.shell import with_sourced
 from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
@@ -32,6 +33,7 @@ from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
 _WORTH_CHANGING = 1.02
+_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _FUNCTION = re.compile(r"(.+\.py):(\w+)")
 
 
@@ -96,17 +98,6 @@ def import_plan(
     function = None
     if not has_arguments and (named := _FUNCTION.fullmatch(words)) is not None:
         path, function = Path(named.group(1)), named.group(2)
-    text = words if has_arguments else _read(path)
-    tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words))
-    if tool == "megatron-lm":
-        return ImportedPlan(read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given))
-    if tool == "deepspeed":
-        return ImportedPlan(read_deepspeed(text, source=words, given=given))
-    if tool == "transformers":
-        return ImportedPlan(read_transformers(text, source=words, given=given))
-
-    if tool == "torchtitan":
-        return ImportedPlan(read_torchtitan(text, source=str(path), given=given, name=function))
 
     def read_beside(name: str) -> str:
         # A name is as the tool finds it from where it is started: in the file's folder, or in one above.
@@ -114,6 +105,19 @@ def import_plan(
         found = (one for one in beside if os.path.exists(one))  # noqa: PTH110  # Path.exists raises for long names
         return _read(next(found, Path(name)))
 
+    text = words if has_arguments else _read(path)
+    if path.suffix in _SCRIPTS:
+        text = with_sourced(text, read_beside)
+    tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words))
+    if tool == "megatron-lm":
+        return ImportedPlan(read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given))
+    if tool == "deepspeed":
+        return ImportedPlan(read_deepspeed(text, source=words, given=given))
+    if tool == "transformers":
+        return ImportedPlan(read_transformers(text, source=words, given=given))
+    if tool == "torchtitan":
+        setup = read_torchtitan(text, source=str(path), given=given, name=function, read_file=read_beside)
+        return ImportedPlan(setup)
     if tool == "peft":
         return ImportedPlan(read_peft(text, source=words, given=given))
     read = _READERS[tool]

@@ -10,6 +10,7 @@ from paraplan.errors import PlanError, UsageError
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.ms_swift import COMMAND
+from paraplan.interop.sources.torchtitan_command import COMMAND as TITAN_COMMAND
 from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG
 
 Tool = Literal[
@@ -49,6 +50,8 @@ def tool_of(text: str, source: str) -> Tool:
     """Return whose configuration a text is. Raises `PlanError` for nobody's."""
     if COMMAND.search(text):
         return "ms-swift"
+    if TITAN_COMMAND.search(text) and not text.lstrip().startswith(("[", "{")):
+        return "torchtitan"
     if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
         return "megatron-lm"
     if _TRANSFORMERS.search(text):

@@ -241,7 +241,9 @@ def test_generated_answers_count_beside_their_prompts(read: Any) -> None:
     swift = read(
         "model: m\ntuner_type: lora\nrlhf_type: grpo\nmax_length: 300\nmax_completion_length: 700\n", num_gpus=2
     )
-    assert (swift.task, swift.seq_length) == ("grpo:completion=700", 1000)
+    assert (swift.task, swift.seq_length) == ("grpo:completion=700,beta=0.04", 1000)  # its default
+    without = read("model: m\ntuner_type: full\nrlhf_type: grpo\nbeta: 0\nmax_length: 3\n", num_gpus=2)
+    assert without.task == "grpo"
     trl = read("model_name_or_path: m\nuse_peft: true\nnum_generations: 4\nmax_completion_length: 100\n", num_gpus=2)
     assert (trl.task, trl.seq_length) == ("grpo:completion=100", 612)
     assert any(note.startswith("prompts of 512 tokens assumed") for note in trl.notes)
@@ -366,6 +368,13 @@ def test_what_megatron_freezes_of_a_model_with_pictures_does_not_train(read: Any
     assert (setup.train, setup.notes) == (train, ())
 
 
+def test_the_lines_of_a_file_that_a_script_runs_are_read(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "common.sh").write_text('COMMON="--bf16 --tensor-model-parallel-size ${TP}"\n')
+    text = 'TP=2\nsource $(dirname $0)/common.sh\nBATCH="--micro-batch-size 2 --seq-length 64"\n'
+    setup = read(text, "conf.sh", num_gpus=4)
+    assert (setup.plan.tp, setup.precision, setup.notes) == (2, "bf16", ())
+
+
 def test_options_in_several_variables_are_joined_and_files_that_a_script_runs_are_told(read: Any) -> None:
     text = (
         "source $(dirname $0)/common.sh\nsource .venv/bin/activate\n"
@@ -377,6 +386,23 @@ def test_options_in_several_variables_are_joined_and_files_that_a_script_runs_ar
     assert [note.partition(" runs ")[2] for note in setup.notes] == [
         "the lines of $(dirname $0)/common.sh, which are not read"
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "stack", "stage"),
+    [
+        ("use_mca: true\n", "overlaps_gradients=false", 0),
+        ("use_mca: true\noverlap_grad_reduce: true\n", "", 0),
+        ("use_megatron_bridge: true\n", "", 1),
+        ("use_megatron_bridge: true\ncross_entropy_loss_fusion: true\n", "compiled_loss=true", 1),
+        ("use_mca: true\ncuda_graph_impl: local\noverlap_grad_reduce: true\n", "cuda_graphs=layers", 0),
+    ],
+)
+def test_llama_factorys_megatron_backends_have_the_settings_of_their_sources(
+    read: Any, words: str, stack: str, stage: int
+) -> None:
+    setup = read(FACTORY + "stage: sft\nfinetuning_type: full\n" + words, num_gpus=4)
+    assert (setup.stack.text, setup.plan.zero_stage) == (stack, stage)
 
 
 def test_samples_that_are_packed_and_told_apart_are_read(read: Any) -> None:

@@ -102,7 +102,7 @@ def test_a_function_of_a_python_registry_is_read_without_running_it(tmp_path: Pa
     small, wide = (import_plan(f"{path}:{name}", num_gpus=8).setup for name in ("small", "wide"))
     assert (small.plan.tp, small.plan.micro_batch_size, small.plan.recompute, small.loss) == (2, 4, "full", "chunked")
     assert (wide.plan.tp, wide.plan.recompute, wide.seq_length) == (4, "none", 2048)
-    assert any("moe_comm_backend" in note for note in small.notes)
+    assert small.stack.text == "dispatcher=hybridep,etp=2,cuda_graphs=full"
     assert any("config.override.imports.append" in note for note in wide.notes)
     with pytest.raises(PlanError, match="has 2 configurations, and one is read") as caught:
         import_plan(path, num_gpus=8)
@@ -129,6 +129,122 @@ def test_a_function_of_a_python_registry_is_read_without_running_it(tmp_path: Pa
 def test_a_broken_file_is_refused_in_one_sentence(text: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         titan(text)
+
+
+PLAIN = "[training]\nseq_len = 64\n[activation_checkpoint]\nmode = 'none'\n"
+TOML = "[training]\nseq_len = 1024\n[parallelism]\ntensor_parallel_degree = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "plan", "length"),
+    [
+        ("torchrun --nproc_per_node=4 --nnodes 2 -m torchtitan.train --job.config_file mine.toml\n", "dp4 x tp2", 1024),
+        (
+            "NGPU=4 CONFIG_FILE=./mine.toml \\\n./run_train.sh --parallelism.tensor_parallel_degree=4 "
+            "--training.seq_len 256 --compile.enable\n",
+            "tp4",
+            256,
+        ),
+        ("NGPU=4\nMODULE=mine CONFIG=small ./run_train.sh --parallelism.tensor_parallel_degree 4\n", "tp4", 2048),
+        ("MODULE=mine CONFIG=wide ./run_train.sh\n", "dp2 x tp4", 2048),
+    ],
+)
+def test_a_command_names_a_configuration_and_sets_keys_beside_it(
+    tmp_path: Path, script: str, plan: str, length: int
+) -> None:
+    (tmp_path / "mine.toml").write_text(TOML)
+    registry = tmp_path / "torchtitan" / "models" / "mine" / "config_registry.py"
+    registry.parent.mkdir(parents=True)
+    registry.write_text(REGISTRY)
+    (tmp_path / "train.sh").write_text(script)
+    setup = import_plan(tmp_path / "train.sh").setup
+    assert setup.plan.describe().startswith(plan + ",")
+    assert (setup.seq_length, setup.says_gpus) == (length, True)
+    assert setup.compiled == ("compile" in script)
+    if "compile" in script:
+        assert setup.stack.text == "compiled_loss=true"
+
+
+def test_a_command_whose_configuration_is_not_beside_it_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("MODULE=llama3 CONFIG=llama3_8b ./run_train.sh\n")
+    with pytest.raises(PlanError, match=r"llama3_8b of llama3, whose config_registry\.py is not beside") as caught:
+        import_plan(path)
+    assert "torchtitan/models/llama3/config_registry.py:llama3_8b" in str(caught.value.hint)
+    path.write_text("./run_train.sh --training.no_such_key 3 --job.config_file a.toml\n")
+    (tmp_path / "a.toml").write_text(TOML)
+    assert any("training.no_such_key" in note for note in import_plan(path).notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "stack"),
+    [
+        ("[compile]\nenable = true\n", "compiled_loss=true"),
+        ("[compile]\nenable = true\ncomponents = ['model']\n", ""),
+        (
+            "[parallelism]\nenable_async_tensor_parallel = true\n[compile]\nenable = true\ncomponents = []\n",
+            "overlaps_products=true",
+        ),
+        ("[parallelism]\nexpert_parallel_degree = 2\nexpert_parallel_comm_backend = 'deepep'\n", "dispatcher=deepep"),
+        ("[parallelism]\nexpert_parallel_degree = 1\ntensor_parallel_degree = 2\n", "etp=2"),
+        ("[model]\nname = 'deepseek_v3'\n[parallelism]\ntensor_parallel_degree = 2\n", "etp=2"),
+        ("[model]\nname = 'llama3'\n[parallelism]\ntensor_parallel_degree = 2\n", ""),
+        (
+            "[parallelism]\nexpert_parallel_degree = 4\ntensor_parallel_degree = 2\n"
+            "expert_tensor_parallel_degree = 2\n",
+            "etp=2",
+        ),
+        ("[optimizer]\nimplementation = 'for-loop'\n", "optimizer_step=for_loop"),
+        ("[optimizer]\nearly_step_in_backward = true\n", "steps_in_backward=true"),
+        ("[debug]\ndeterministic = true\n", "deterministic=true"),
+    ],
+)
+def test_keys_of_the_software_are_settings_of_the_stack(text: str, stack: str) -> None:
+    setup = titan(PLAIN + text)
+    assert (setup.stack.text, setup.notes) == (stack, ())
+
+
+CONVERTERS = """
+def mine() -> Trainer.Config:
+    return Trainer.Config(model_spec=model_registry("8B", converters=[{converter}]), training=TrainingConfig())
+"""
+
+
+@pytest.mark.parametrize(
+    ("converter", "precision", "recipe", "note"),
+    [
+        ("Float8LinearConverter.Config()", "fp8", "rowwise", None),
+        ("Float8LinearConverter.Config(recipe_name='rowwise_with_gw_hp')", "fp8", "rowwise_with_gw_hp", None),
+        ("NVFP4LinearConverter.Config(fqns=some)", "nvfp4", None, "converters with fqns, which name some layers"),
+        ("MXFP8LinearConverter.Config()", "mxfp8", None, None),
+        ("Float8GroupedExpertsConverter.Config()", None, None, "grouped products of experts"),
+    ],
+)
+def test_converters_of_python_say_what_linear_layers_multiply_in(
+    converter: str, precision: str, recipe: str, note: str | None
+) -> None:
+    setup = titan(CONVERTERS.format(converter=converter))
+    assert (setup.linear_precision, setup.fp8_recipe) == (precision, recipe)
+    assert [found.startswith(note or "-") for found in setup.notes] == ([] if note is None else [True])
+
+
+def test_cuda_graphs_are_those_of_releases_that_count_tokens() -> None:
+    text = "def a() -> Trainer.Config:\n    return Trainer.Config(training=TrainingConfig({words}))\n"
+    assert titan(text.format(words="")).stack.cuda_graphs == "full"
+    assert titan(text.format(words="disable_cuda_graphs=True")).stack.cuda_graphs is None
+    assert titan(text.format(words="seq_len=64")).stack.cuda_graphs is None
+
+
+def test_toml_has_mixed_precision_beside_tp_under_fsdp_alone() -> None:
+    tensor = PLAIN + "[parallelism]\ntensor_parallel_degree = 8\n"
+    alone = titan(tensor + "[model]\nconverters = ['float8']\n")
+    assert (alone.precision, alone.linear_precision) == ("fp32", None)
+    assert [note.partition(":")[0] for note in alone.notes] == [
+        "torchtitan up to v0.2.2 has mixed precision beside tp and pp under FSDP alone",
+        "products in fp8 beside float32",
+    ]
+    assert titan(tensor, num_gpus=16).precision == "bf16"
+    assert titan(PLAIN, num_gpus=1).precision == "bf16"
 
 
 VALUES = st.one_of(st.integers(2, 9), st.just(True), st.sampled_from(["some", "words"]))

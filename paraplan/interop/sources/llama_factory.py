@@ -17,18 +17,6 @@ from paraplan.model.trainable import AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import OptimizerName, TrainingPrecision
 
-_MEGATRON_KEYS = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    *("context_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *(
-        "num_layers_per_virtual_pipeline_stage",
-        "sequence_parallel",
-        "use_distributed_optimizer",
-        "optimizer_cpu_offload",
-    ),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("moe_token_dispatcher_type", "transformer_impl", "attention_backend", "overlap_moe_expert_parallel_comm"),
-)
 _LENGTH, _RANK, _MICRO_BATCH, _LAST_LAYERS = 2048, 8, 8, 2
 
 
@@ -112,7 +100,9 @@ def _has_megatron(fields: Fields) -> bool:
 
 def _megatron(fields: Fields, given: Given, batches: trainer.Batches) -> Setup:
     """Return the plan of its Megatron backends, whose degrees have Megatron-LM's names; sizes are the Trainer's."""
-    values = {key: fields.value(key) for key in _MEGATRON_KEYS if key in fields}
+    table = key_table("llama-factory-bridge" if fields.flag("use_megatron_bridge") else "llama-factory-mcore")
+    keys = (*key_table("megatron-lm").read, *key_table("megatron-lm").not_priced_keys)
+    values: dict[str, object] = {**table.defaults, **{key: fields.value(key) for key in keys if key in fields}}
     values |= {"micro_batch_size": batches.micro_batch, "bf16": fields.value("bf16"), "fp16": fields.value("fp16")}
     options = Fields(values, source=fields.source)
     setup = megatron_setup(options, given, steps=batches.steps)

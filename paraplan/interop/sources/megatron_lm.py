@@ -26,8 +26,6 @@ _MISSPELT = 0.93
 
 Of the 924 options in Megatron-LM's sources (commit d98e8a64dd) none is nearer than 0.89 to one that is read here.
 """
-_SWITCHED_OFF: dict[str, object] = {"overlap_grad_reduce": False}
-"""What Megatron-LM does only when told to, and its profile does by default."""
 _ATTENTION: dict[str, AttentionKind] = {"flash": "flash", "fused": "flash", "unfused": "eager", "local": "eager"}
 
 
@@ -37,7 +35,7 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
     The model's own options are passed over. Raises `PlanError` naming the option for what is broken.
     """
     options, notes = _options(arguments, source)
-    fields = Fields(_SWITCHED_OFF | options, source=source, prefix="--")
+    fields = Fields({**key_table("megatron-lm").defaults, **options}, source=source, prefix="--")
     processes, nodes = fields.value("nproc_per_node") or fields.value("nproc"), fields.value("nnodes") or "1"
     if given.num_gpus is None and str(processes).isdigit() and str(nodes).isdigit():
         given = given.replace(num_gpus=max(1, int(str(processes)) * int(str(nodes))))

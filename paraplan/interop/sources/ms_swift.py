@@ -40,18 +40,6 @@ _MEGATRON_SIGNS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "micro_batch_size"),
     *("recompute_granularity", "global_batch_size", "mcore_model", "train_iters"),
 )
-_MEGATRON_DEFAULTS: dict[str, object] = {
-    "micro_batch_size": 1,
-    "global_batch_size": 16,
-    "recompute_granularity": "selective",
-    "use_distributed_optimizer": True,
-    "attention_backend": "flash",
-    "moe_token_dispatcher_type": "alltoall",
-    "overlap_grad_reduce": False,
-    "cross_entropy_loss_fusion": True,
-    "expert_tensor_parallel_size": 1,
-    "bf16": True,
-}
 _DEEPSPEED: dict[str, dict[str, object]] = {
     **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
     "zero2_offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
@@ -66,7 +54,7 @@ _FSDP2: dict[str, object] = {
     "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True},
 }
 _LAUNCHER = ("nproc_per_node", "nproc", "nnodes")
-_RANK, _DROPOUT, _BATCH, _COMPLETION = 8, 0.05, 16, 512
+_RANK, _DROPOUT, _BATCH, _COMPLETION, _GRPO_BETA = 8, 0.05, 16, 512, 0.04
 
 
 def read_ms_swift(text: str, *, source: str, given: Given, read_file: trainer.ReadFile) -> Setup:
@@ -251,7 +239,8 @@ def _megatron(fields: Fields, given: Given) -> Setup:
     train, notes = _trainable(fields, default="full")
     objective = _objective(fields, is_full=train is None or train.startswith("text"))
     keys = (*key_table("megatron-lm").read, *key_table("megatron-lm").not_priced_keys)
-    values = _MEGATRON_DEFAULTS | {key: fields.value(key) for key in keys if key in fields and key not in _LAUNCHER}
+    named = {key: fields.value(key) for key in keys if key in fields and key not in _LAUNCHER}
+    values: dict[str, object] = {**key_table("megatron-swift").defaults, **named}
     micro = Fields(values, source=fields.source).count("micro_batch_size") or 1
     total = Fields(values, source=fields.source).count("global_batch_size") or _BATCH
     values |= {"micro_batch_size": micro * objective.group, "global_batch_size": total * objective.group}
@@ -295,13 +284,9 @@ def _objective(fields: Fields, *, is_full: bool) -> Objective:
         return objective_of(task, key="task_type", is_full=is_full)
     is_generated = name in ("grpo", "gkd")
     completion = fields.count("max_completion_length") if is_generated else None
-    return objective_of(
-        name,
-        key="rlhf_type",
-        completion=completion,
-        beta=fields.value("beta") if is_generated else None,
-        is_full=is_full,
-    )
+    beta = fields.value("beta") if is_generated else None
+    beta = _GRPO_BETA if beta is None and name == "grpo" else beta
+    return objective_of(name, key="rlhf_type", completion=completion, beta=beta, is_full=is_full)
 
 
 def _trainable(fields: Fields, *, default: str) -> tuple[str | None, list[str]]:

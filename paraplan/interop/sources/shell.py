@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from typing import NamedTuple
 
 from paraplan.errors import PlanError
@@ -13,7 +14,7 @@ _VALUE = re.compile(rf"\$\{{({_NAME})(\[[@*0-9]+\])?(?:(:?[-=])((?:[^{{}}]|\$\{{
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|\$\(expr ([^()]*)\)")
 _WORD = re.compile(r"\"[^\"]*\"?|'[^']*'?|(?:\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|\$\{[^\n]*?\}+|[^\s;\"'])+")
 """A quoted part of a shell's word, or one that is not quoted."""
-_MOST_ROUNDS = 20
+_MOST_ROUNDS, _MOST_SOURCED = 20, 3
 _SOURCED = re.compile(r"^\s*(?:source|\.)\s+([^\n#;&|]+)", flags=re.MULTILINE)
 _BRANCHES = re.compile(r"^\s*(if|case|for|while)\b", flags=re.MULTILINE)
 
@@ -36,6 +37,21 @@ class Command(NamedTuple):
         if self.has_branches:
             notes.append(f"{source} has branches or loops: its lines are read in order, as if all ran")
         return notes
+
+
+def with_sourced(script: str, read_file: Callable[[str], str], depth: int = 0) -> str:
+    """Return a script with the lines of the files that it runs as its own, those that `read_file` finds beside it."""
+
+    def lines(found: re.Match[str]) -> str:
+        name = re.sub(r"^.*[)}`]/|^\$\w+/", "", found.group(1).strip().strip("\"'"))
+        if depth == _MOST_SOURCED or re.search(r"[$\s]", name) or _sets_environment(name):
+            return found.group(0)
+        try:
+            return with_sourced(read_file(name), read_file, depth + 1)
+        except PlanError:
+            return found.group(0)
+
+    return _SOURCED.sub(lines, script)
 
 
 def command_of(script: str, source: str, *programs: re.Pattern[str]) -> Command:
@@ -71,8 +87,13 @@ def command_of(script: str, source: str, *programs: re.Pattern[str]) -> Command:
         if rank(words) > rank(best):
             best, visible = words, variables
     names = (found.group(1).strip() for found in _SOURCED.finditer(text))
-    sourced = tuple(name for name in names if "env" not in name.lower())  # virtual environments
+    sourced = tuple(name for name in names if not _sets_environment(name))
     return Command(best, visible, _BRANCHES.search(text) is not None, sourced)
+
+
+def _sets_environment(name: str) -> bool:
+    """Return whether a file is one of those that virtual environments and toolkits come with."""
+    return re.search(r"env|activate|bashrc|profile", name.lower()) is not None
 
 
 def _num_options(words: list[str]) -> int:

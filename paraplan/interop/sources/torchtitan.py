@@ -8,37 +8,57 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 
 from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of, steps_of
+from paraplan.interop.sources.torchtitan_command import COMMAND, apply_settings, named_configuration
 from paraplan.interop.sources.torchtitan_python import CLASS, python_values
+from paraplan.interop.sources.torchtitan_stack import narrow_products, torchtitan_stack
 from paraplan.interop.targets.torchtitan import DTYPES, SCHEDULES
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.stages import even_split
-from paraplan.plan.training import Fp8Recipe, LinearPrecision, LossKernel, OptimizerName, TrainingPrecision
+from paraplan.plan.training import LossKernel, OptimizerName, TrainingPrecision
 
 _TOML_LENGTH, _TOML_BATCH = 2048, 8
 _PYTHON_LENGTH, _PYTHON_TOKENS = 2048, 16384
 _SINGLE_STAGE = ("gpipe", "1f1b")
+_EXPERTS = re.compile(r"moe|deepseek|gpt[-_]oss|llama4|kimi|moonlight|a\d+b\b|\d+bx\d+e")
+"""Models with experts, by torchtitan's names of them."""
+_SECTION = re.compile(r"^\s*\[\w[\w.]*\]\s*(#.*)?$", flags=re.MULTILINE)
 _RESHARD = {"always": 3, "never": 2}
 
 
-def read_torchtitan(text: str, *, source: str, given: Given, name: str | None = None) -> Setup:
+def read_torchtitan(
+    text: str,
+    *,
+    source: str,
+    given: Given,
+    name: str | None = None,
+    read_file: Callable[[str], str] | None = None,
+) -> Setup:
     """Return the training of a TOML file, or of the function `name` of a Python configuration, which is not run.
 
-    `name` may be left out where there is one function. Raises `PlanError` naming the file and key for what is broken.
+    `name` may be left out where there is one function. A script's command names the file, which `read_file` reads, and
+    sets keys beside it. Raises `PlanError` naming the file and key for what is broken.
     """
-    is_python = not re.search(r"^\s*\[\w[\w.]*\]\s*(#.*)?$", text, flags=re.MULTILINE)
+    settings, notes, says_gpus = dict[str, object](), list[str](), False
+    if read_file is not None and COMMAND.search(text) and not _SECTION.search(text) and "Trainer.Config" not in text:
+        named = named_configuration(text, source=source, read_file=read_file)
+        text, name, settings, notes = named.text, named.function, named.settings, named.notes
+        says_gpus = named.num_gpus is not None
+        given = given.replace(num_gpus=given.num_gpus or named.num_gpus)
+    is_python = not _SECTION.search(text)
     if is_python:
-        values, notes = python_values(text, source=source, name=name)
+        values, found = python_values(text, source=source, name=name)
     else:
-        values, notes = _toml(text, source), []
-    fields = Fields(values, source=source)
-    plan_setup = _setup(fields, given, is_python=is_python)
-    table = key_table("torchtitan")
-    return plan_setup.replace(notes=(*plan_setup.notes, *notes, *table.notes(fields)))
+        values, found = _toml(text, source), []
+    fields = Fields(apply_settings(values, settings), source=source)
+    setup = _setup(fields, given, is_python=is_python)
+    notes = [*setup.notes, *notes, *found, *key_table("torchtitan").notes(fields)]
+    return setup.replace(says_gpus=says_gpus or setup.says_gpus, notes=tuple(notes))
 
 
 def _toml(text: str, source: str) -> dict[str, object]:
@@ -65,13 +85,14 @@ def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
     schedule, virtual, stages = _stages(sizes, pp, notes)
     sequence_parallel = tp > 1 and sizes.flag("enable_sequence_parallel") is not False
     offloads = bool(training.flag("enable_cpu_offload"))
+    ep, etp = _experts(fields, tp, notes)
     plan = make_plan(
         fields.source,
         dp=dp,
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=_experts(sizes, tp, notes),
+        ep=ep,
         zero_stage=zero_stage,
         zero_shards=zero_shards,
         sequence_parallel=sequence_parallel,
@@ -87,7 +108,10 @@ def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
     if offloads and not zero_stage:
         notes.append("training.enable_cpu_offload: torchtitan offloads under FSDP alone")
     optimizer, found = _optimizer(fields)
-    linear, recipe, gathers, others = _quantized(fields)
+    precision = _precision(training, notes, has_autocast=is_python or zero_stage > 0 or tp * pp == 1)
+    products = narrow_products(fields, notes)
+    if products.precision is not None and precision == "fp32":
+        notes.append(f"products in {products.precision} beside float32: priced in float32")
     compiling = fields.section("compile")
     components = compiling.value("components")
     compiles_model = components is None or "model" in str(components)
@@ -97,16 +121,17 @@ def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
         target="torchtitan-python" if is_python else "torchtitan",
         framework="torchtitan",
         seq_length=length,
-        precision=_precision(training),
+        precision=precision,
         optimizer=optimizer,
         loss=_loss(fields, notes),
         compiled=bool(compiling.flag("enable")) and compiles_model,
-        linear_precision=linear,
-        fp8_recipe=recipe,
-        fp8_gather=gathers,
+        linear_precision=products.precision if precision != "fp32" else None,
+        fp8_recipe=products.recipe if precision != "fp32" else None,
+        fp8_gather=products.gathers if precision != "fp32" else None,
+        stack=torchtitan_stack(fields, etp=etp, has_graphs=is_python and _counts_tokens(training), notes=notes),
         model_name=_model_name(fields),
         says_gpus=says_gpus,
-        notes=(*notes, *found, *others),
+        notes=(*notes, *found),
     )
 
 
@@ -152,8 +177,7 @@ def _batch(
     training: Fields, sizes: Fields, given: Given, *, dp: int, pp: int, is_python: bool, notes: list[str]
 ) -> tuple[int, int, int]:
     """Return the micro-batch, the micro-batches of a step and the length of a sequence."""
-    in_tokens = is_python and not any(key in training for key in ("local_batch_size", "batch_size", "seq_len"))
-    if in_tokens:
+    if is_python and _counts_tokens(training):
         length = training.count("max_context_length") or _PYTHON_LENGTH
         tokens = training.count("num_tokens_per_microbatch_per_dp_rank") or _PYTHON_TOKENS
         micro, rest = divmod(tokens, length)
@@ -179,6 +203,11 @@ def _batch(
     if pp > 1 and steps > each:
         notes.append(f"{steps // each} passes through the pipeline in a step: priced as one of {steps} micro-batches")
     return micro, steps, length
+
+
+def _counts_tokens(training: Fields) -> bool:
+    """Return whether Python's sizes are those of releases since v0.3.0, which count tokens."""
+    return not ({"local_batch_size", "batch_size", "seq_len"} & training.values.keys())
 
 
 def _total(training: Fields, key: str) -> int | None:
@@ -208,18 +237,23 @@ def _stages(sizes: Fields, pp: int, notes: list[str]) -> tuple[str | None, int, 
     return schedule, len(parts) // pp, None if blocks == tuple(even_split(sum(blocks), len(blocks))) else blocks
 
 
-def _experts(sizes: Fields, tp: int, notes: list[str]) -> int:
-    """Return the ranks of dp and cp over which whole experts go: torchtitan's degree counts those of tp too."""
+def _experts(fields: Fields, tp: int, notes: list[str]) -> tuple[int, int | None]:
+    """Return the ranks of dp and cp over which experts go, and those of tp that divide each; None for whole ones.
+
+    torchtitan's degree counts the ranks of tp too, which hold whole experts; beside a degree of 1 they divide each.
+    """
+    sizes = fields.section("parallelism")
     degree, inner = (sizes.count(f"expert_{name}") or 1 for name in ("parallel_degree", "tensor_parallel_degree"))
     if degree == 1:
-        return 1
+        names = f"{_model_name(fields)} {fields.values.get('model_spec')}".lower()
+        has_experts = "expert_parallel_degree" in sizes.values or _EXPERTS.search(names)
+        return 1, (tp if tp > 1 and has_experts else None)
     if inner > 1 and tp > 1:
-        notes.append(f"parallelism.expert_tensor_parallel_degree {inner}: priced as whole experts on every rank of tp")
-        return degree
+        return degree, inner
     if degree % tp:
         notes.append(f"parallelism.expert_parallel_degree {degree}: priced as over the {tp} ranks of tp alone")
-        return 1
-    return degree // tp
+        return 1, None
+    return degree // tp, None
 
 
 def _recompute(fields: Fields, notes: list[str], *, is_python: bool) -> str:
@@ -270,42 +304,17 @@ def _loss(fields: Fields, notes: list[str]) -> LossKernel:
     return "chunked" if name == "ChunkedLossWrapper" else "plain"
 
 
-def _precision(training: Fields) -> TrainingPrecision:
+def _precision(training: Fields, notes: list[str], *, has_autocast: bool) -> TrainingPrecision:
+    """Return the type of the arithmetic: without FSDP, beside tp or pp, that of the weights (distributed/utils.py)."""
     stored, computed = training.text("dtype") or "float32", training.text("mixed_precision_param") or "bfloat16"
     names = {theirs: ours for ours, theirs in DTYPES.items()}
     for key, value in (("dtype", stored), ("mixed_precision_param", computed)):
         if value not in names:
             raise training.error(key, " or ".join(names))
+    if computed != stored and not has_autocast:
+        notes.append("torchtitan up to v0.2.2 has mixed precision beside tp and pp under FSDP alone: priced in float32")
+        return "fp32"
     return "bf16-pure" if stored == "bfloat16" else "bf16" if computed == "bfloat16" else "fp32"
-
-
-def _quantized(fields: Fields) -> tuple[LinearPrecision | None, Fp8Recipe | None, bool | None, list[str]]:
-    """Return the precision of the linear layers' products, how fp8 is scaled, whether FSDP gathers it, and notes."""
-    converters = str((fields.section("model").value("converters") or "") if "model" in fields else "").lower()
-    converters += str(_registry(fields).value("converters") or "").lower()
-    linear = fields.section("quantize").section("linear") if "quantize" in fields else Fields({}, source=fields.source)
-    notes = ["grouped products of experts in fewer bits: not priced"] if "group" in converters else []
-    if re.search(r"\bfqns\b", converters):
-        notes.append("converters with fqns, which name some layers: priced as all linear layers")
-    converters = re.sub(r"\w*group\w*(\.\w+)*", "", converters)
-    if "nvfp4" in converters:
-        return "nvfp4", None, None, notes
-    if "mx" in converters:
-        linear.section("mx").value("recipe_name")
-        return "mxfp8", None, None, notes
-    if "float8" not in converters:
-        return None, None, None, notes
-    section = linear.section("float8") if "quantize" in fields else Fields(fields.taken("float8"), source=fields.source)
-    recipe = section.text("recipe_name")
-    if recipe is not None or "rowwise" in converters:
-        notes.append(f"float8 recipe {recipe or 'rowwise'}: priced as tensorwise scaling")
-    return "fp8", "tensorwise", bool(section.flag("enable_fsdp_float8_all_gather")) or None, notes
-
-
-def _registry(fields: Fields) -> Fields:
-    """Return the arguments of Python's `model_registry`; none where the model comes from elsewhere."""
-    is_call = isinstance(fields.value("model_spec"), dict)
-    return fields.section("model_spec") if is_call else Fields({}, source=fields.source)
 
 
 def _model_name(fields: Fields) -> str | None:

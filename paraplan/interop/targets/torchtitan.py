@@ -68,6 +68,9 @@ def torchtitan_gaps(subject: Subject) -> list[Gap]:
         reason = f"up to v0.2.2 torchtitan spreads experts over all of cp={plan.cp} first"
         gaps.append(Gap(part=f"ep={plan.ep}", reason=reason))
     gaps += shared_gaps(subject)
+    if plan.zero_stage == 0 and plan.tp * plan.pp > 1:
+        reason = "up to v0.2.2 torchtitan has mixed precision beside tp and pp under FSDP alone"
+        gaps += training_gap(subject.training, "precision", ("fp32",), reason)
     gaps += training_gap(subject.training, "optimizer", ("adamw",), "torchtitan has Adam and AdamW")
     return gaps + order_gap(plan, "torchtitan", MEGATRON_RANK_ORDER)
 

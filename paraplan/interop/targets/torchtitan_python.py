@@ -83,8 +83,6 @@ def _settings(subject: Subject) -> dict[str, str]:
         "training.enable_cpu_offload": plan.offload == "parameters",
     }
     ranks = expert_ranks(subject)
-    if plan.pp > 1 or ranks > 1 or plan.offload != "none":
-        settings["training.disable_cuda_graphs"] = True  # its configuration refuses them beside these
     if ranks > 1 and plan.zero_stage:
         settings["parallelism.expert_parallel_degree"] = ranks
     if plan.pp > 1:
@@ -110,6 +108,11 @@ def _batch(subject: Subject) -> tuple[dict[str, object], dict[str, object]]:
         "training.global_batch_size": plan.global_batch_size,
     }
     later: dict[str, object] = {}
+    has_graphs = training is not None and training.stack.cuda_graphs == "full"
+    if not has_graphs or plan.pp > 1 or expert_ranks(subject) > 1 or plan.offload != "none":
+        later["training.disable_cuda_graphs"] = (
+            True  # of August 2026; it refuses them beside a pipeline, ep and offload
+        )
     if plan.pp > 1:
         released["parallelism.pipeline_parallel_microbatch_size"] = plan.micro_batch_size
         later["parallelism.num_pp_microbatches"] = plan.num_microbatches
