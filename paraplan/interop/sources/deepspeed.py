@@ -28,40 +28,36 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
 
 def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
     """Return the training of a configuration's keys, as `read_deepspeed` does."""
-    zero_stage = fields.section("zero_optimization").choice("stage", (0, 1, 2, 3), 0)
-    tp = _tensor_parallel(fields)
-    given, notes = _micro_batch_of_auto(fields, given)
+    zero = fields.section("zero_optimization")
+    stage, tp = zero.choice("stage", (0, 1, 2, 3), 0), _tensor_parallel(fields)
     cp = fields.count("sequence_parallel_size") or 1
+    given, notes = _micro_batch_of_auto(fields, given)
     dp, micro, steps = _batch(fields, given, tp, cp)
-    offload, offload_notes = _offload(fields.section("zero_optimization"), zero_stage)
-    shards, shard_notes = _shards(fields.section("zero_optimization"), dp)
-    ep, expert_notes = autoep(fields, dp=dp, tp=tp, zero_stage=zero_stage)
-    notes += offload_notes + shard_notes + expert_notes
+    ep, expert_notes = autoep(fields, dp=dp, tp=tp, zero_stage=stage)
     optimizer, optimizer_notes = _optimizer(fields.section("optimizer"))
-    notes += optimizer_notes
-    if given.recompute is None:
-        notes.append("recompute is switched on by the script: none assumed, --recompute full says otherwise")
-    if any(
-        key != "pipeline_parallel_size" or size not in (1, "auto") for key, size in fields.taken("pipeline").items()
-    ):
-        notes.append("pipeline: its stages are made by the script and are not priced")
-    if zero_stage and dp * cp == 1:
-        notes.append(f"ZeRO-{zero_stage} has nothing to shard over with one data-parallel rank: priced as stage 0")
-    precision = _precision(fields)
-    notes += key_table("deepspeed").notes(fields)
+    notes += expert_notes + optimizer_notes
+    shards = _shards(zero, dp, notes)
     plan = make_plan(
         fields.source,
         dp=dp,
         tp=tp,
         ep=ep,
         cp=cp,
-        zero_stage=zero_stage if dp * cp > 1 else 0,
-        zero_shards=shards if zero_stage == 3 else None,
+        zero_stage=stage if dp * cp > 1 else 0,
+        zero_shards=shards if stage == 3 else None,
         micro_batch_size=micro,
         num_microbatches=steps,
         recompute=given.recompute or "none",
-        offload=offload,
+        offload=_offload(zero, stage, notes),
     )
+    if given.recompute is None:
+        notes.append("recompute is switched on by the script: none assumed, --recompute full says otherwise")
+    pipeline = fields.taken("pipeline")
+    if any(key != "pipeline_parallel_size" or size not in (1, "auto") for key, size in pipeline.items()):
+        notes.append("pipeline: its stages are made by the script and are not priced")
+    if stage and dp * cp == 1:
+        notes.append(f"ZeRO-{stage} has nothing to shard over with one data-parallel rank: priced as stage 0")
+    precision = _precision(fields)
     return Setup(
         plan=plan,
         tool="DeepSpeed",
@@ -69,7 +65,7 @@ def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
         framework="deepspeed zero",
         precision=precision,
         optimizer=optimizer,
-        notes=tuple(notes),
+        notes=(*notes, *key_table("deepspeed").notes(fields)),
     )
 
 
@@ -95,20 +91,19 @@ def _micro_batch_of_auto(fields: Fields, given: Given) -> tuple[Given, list[str]
     return given.replace(micro_batch_size=1), notes
 
 
-def _shards(zero: Fields, dp: int) -> tuple[int | None, list[str]]:
-    """Return the ranks of a group of MiCS, which DeepSpeed before 0.19 has, and notes of what is not priced."""
-    notes = []
+def _shards(zero: Fields, dp: int, notes: list[str]) -> int | None:
+    """Return the ranks of a group of MiCS, which DeepSpeed before 0.19 has; add notes of what is not priced."""
     partition = zero.count("zero_hpz_partition_size") or 1
     if partition > 1:
         notes.append(f"zero_hpz_partition_size={partition}: the second copy of parameters (hpZ) is not priced")
     size = zero.value("mics_shard_size")
     if size in (None, -1):
-        return None, notes
+        return None
     shards = zero.count("mics_shard_size") or 1
     if shards == 1 or dp % shards:
         raise zero.error("mics_shard_size", f"more than 1, and a divisor of the {dp} data-parallel ranks")
     notes.append("mics_shard_size: DeepSpeed 0.19 refuses it, MiCS having been removed")
-    return (None if shards == dp else shards), notes
+    return None if shards == dp else shards
 
 
 def _tensor_parallel(fields: Fields) -> int:
@@ -164,17 +159,17 @@ def _quotient(fields: Fields, total: int, divisor: int, words: str) -> int:
     return share
 
 
-def _offload(zero: Fields, stage: int) -> tuple[str, list[str]]:
+def _offload(zero: Fields, stage: int, notes: list[str]) -> str:
     devices = {key: zero.section(key).text("device") or "none" for key in ("offload_optimizer", "offload_param")}
     if zero.flag("cpu_offload"):
         devices["offload_optimizer"] = "cpu"
     for key, device in devices.items():
         if device not in ("none", "cpu", "nvme"):
             raise zero.section(key).error("device", "none, cpu or nvme")
-    notes = [f"{key}: priced as the host's memory, not NVMe" for key, device in devices.items() if device == "nvme"]
+    notes += [f"{key}: priced as the host's memory, not NVMe" for key, device in devices.items() if device == "nvme"]
     if devices["offload_param"] != "none" and stage == 3:
-        return "parameters", notes
-    return "optimizer" if devices["offload_optimizer"] != "none" else "none", notes
+        return "parameters"
+    return "optimizer" if devices["offload_optimizer"] != "none" else "none"
 
 
 def _precision(fields: Fields) -> TrainingPrecision | None:

@@ -16,7 +16,7 @@ from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of, steps_of
 from paraplan.interop.sources.torchtitan_command import COMMAND, apply_settings, named_configuration
 from paraplan.interop.sources.torchtitan_python import CLASS, python_values
-from paraplan.interop.sources.torchtitan_stack import narrow_products, torchtitan_stack
+from paraplan.interop.sources.torchtitan_stack import NarrowProducts, narrow_products, torchtitan_stack
 from paraplan.interop.targets.torchtitan import DTYPES, SCHEDULES
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.stages import even_split
@@ -72,20 +72,13 @@ def _toml(text: str, source: str) -> dict[str, object]:
 
 def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
     notes: list[str] = []
-    sizes = fields.section("parallelism")
+    sizes, training = fields.section("parallelism"), fields.section("training")
     tp, pp, cp = (sizes.count(f"{axis}_parallel_degree") or 1 for axis in ("tensor", "pipeline", "context"))
     dp, shards, says_gpus = _data_parallel(sizes, given, tp=tp, pp=pp, cp=cp)
-    stage = _zero_stage(sizes, pp, notes)
-    zero_stage = stage if shards * cp > 1 else 0
-    zero_shards = shards if zero_stage and 1 < shards < dp and cp == 1 else None
-    if zero_stage and shards < dp and zero_shards is None:
-        notes.append(f"replicas of groups of {shards * cp} ranks over cp too: priced as sharded over all of dp and cp")
-    training = fields.section("training")
     micro, steps, length = _batch(training, sizes, given, dp=dp, pp=pp, is_python=is_python, notes=notes)
     schedule, virtual, stages = _stages(sizes, pp, notes)
-    sequence_parallel = tp > 1 and sizes.flag("enable_sequence_parallel") is not False
-    offloads = bool(training.flag("enable_cpu_offload"))
     ep, etp = _experts(fields, tp, notes)
+    sharding = _sharding(fields, notes, dp=dp, shards=shards, cp=cp, pp=pp)
     plan = make_plan(
         fields.source,
         dp=dp,
@@ -93,28 +86,22 @@ def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
         pp=pp,
         cp=cp,
         ep=ep,
-        zero_stage=zero_stage,
-        zero_shards=zero_shards,
-        sequence_parallel=sequence_parallel,
+        **sharding,
+        sequence_parallel=tp > 1 and sizes.flag("enable_sequence_parallel") is not False,
         micro_batch_size=micro,
         num_microbatches=steps,
         pipeline_schedule=schedule,
         virtual_pipeline_size=virtual,
         stage_blocks=stages,
         recompute=given.recompute or _recompute(fields, notes, is_python=is_python),
-        offload="parameters" if offloads and zero_stage else "none",
         rank_order=MEGATRON_RANK_ORDER,
     )
-    if offloads and not zero_stage:
-        notes.append("training.enable_cpu_offload: torchtitan offloads under FSDP alone")
     optimizer, found = _optimizer(fields)
-    precision = _precision(training, notes, has_autocast=is_python or zero_stage > 0 or tp * pp == 1)
+    precision = _precision(training, notes, has_autocast=is_python or plan.zero_stage > 0 or tp * pp == 1)
     products = narrow_products(fields, notes)
     if products.precision is not None and precision == "fp32":
         notes.append(f"products in {products.precision} beside float32: priced in float32")
-    compiling = fields.section("compile")
-    components = compiling.value("components")
-    compiles_model = components is None or "model" in str(components)
+        products = NarrowProducts()
     return Setup(
         plan=plan,
         tool="torchtitan",
@@ -124,15 +111,34 @@ def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
         precision=precision,
         optimizer=optimizer,
         loss=_loss(fields, notes),
-        compiled=bool(compiling.flag("enable")) and compiles_model,
-        linear_precision=products.precision if precision != "fp32" else None,
-        fp8_recipe=products.recipe if precision != "fp32" else None,
-        fp8_gather=products.gathers if precision != "fp32" else None,
+        compiled=_compiles_model(fields.section("compile")),
+        linear_precision=products.precision,
+        fp8_recipe=products.recipe,
+        fp8_gather=products.gathers,
         stack=torchtitan_stack(fields, etp=etp, has_graphs=is_python and _counts_tokens(training), notes=notes),
         model_name=_model_name(fields),
         says_gpus=says_gpus,
         notes=(*notes, *found),
     )
+
+
+def _sharding(fields: Fields, notes: list[str], *, dp: int, shards: int, cp: int, pp: int) -> dict[str, object]:
+    """Return what FSDP shards over `shards` of the `dp` ranks and those of cp, and what it offloads."""
+    stage = _zero_stage(fields.section("parallelism"), pp, notes)
+    zero_stage = stage if shards * cp > 1 else 0
+    zero_shards = shards if zero_stage and 1 < shards < dp and cp == 1 else None
+    if zero_stage and shards < dp and zero_shards is None:
+        notes.append(f"replicas of groups of {shards * cp} ranks over cp too: priced as sharded over all of dp and cp")
+    offloads = bool(fields.section("training").flag("enable_cpu_offload"))
+    if offloads and not zero_stage:
+        notes.append("training.enable_cpu_offload: torchtitan offloads under FSDP alone")
+    offload = "parameters" if offloads and zero_stage else "none"
+    return {"zero_stage": zero_stage, "zero_shards": zero_shards, "offload": offload}
+
+
+def _compiles_model(compiling: Fields) -> bool:
+    components = compiling.value("components")
+    return bool(compiling.flag("enable")) and (components is None or "model" in str(components))
 
 
 def _data_parallel(sizes: Fields, given: Given, *, tp: int, pp: int, cp: int) -> tuple[int, int, bool]:
