@@ -49,11 +49,30 @@ def outlive_signals(status: RankStatus) -> None:
         if os.getpid() != owner:  # a worker of a data loader
             _end_by(number)
 
-    # a child's signals would else be written to this process's pipe, as if it had got them
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    _keep_from_children()
     for number in _STOP_SIGNALS:
         signal.signal(number, handle)
     threading.Thread(target=_judge, args=(got, status), daemon=True, name="paraplan-signals").start()
+
+
+def _keep_from_children() -> None:
+    """Have signals to a child wait until it has left this process's pipe, which would be told as if this one got them.
+
+    A child may get one before any code of Python runs in it: a data loader that ends the workers that it has begun.
+    """
+    masks = threading.local()
+
+    def hold() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def leave_pipe() -> None:
+        signal.set_wakeup_fd(-1)
+        let_go()
+
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=leave_pipe)
 
 
 def _judge(got: int, status: RankStatus) -> None:
