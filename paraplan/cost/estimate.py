@@ -199,15 +199,8 @@ def fits(workload: Workload, table: PlanTable, peak_bytes: Floats) -> Mask:
 
 def why_unsuitable(workload: Workload, plan: ParallelPlan) -> Incompatibility | None:
     """Return why a plan does not suit the model, the training and the machines of a workload, None where it does."""
-    framework = workload.framework
-    return why_incompatible(
-        plan,
-        workload.model,
-        workload.training,
-        workload.cluster,
-        rings_context=framework.kernels.ring_attention,
-        whole_experts=framework.experts.over_tensor_ranks,
-    )
+    rules = workload.framework.split_rules
+    return why_incompatible(plan, workload.model, workload.training, workload.cluster, rules)
 
 
 def assumed_speeds(workload: Workload) -> tuple[str, ...]:

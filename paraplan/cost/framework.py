@@ -13,6 +13,7 @@ from paraplan.cost.framework_packing import PackingProfile
 from paraplan.cost.framework_storage import StorageProfile
 from paraplan.model.trainable import InputCopy
 from paraplan.plan.parallel import ScheduleName
+from paraplan.plan.split_rules import SplitRules
 from paraplan.plan.stack import RecomputedOps
 from paraplan.plan.training import AttentionKind, Fp8Recipe, TrainingSpec
 from paraplan.records import Record, Source
@@ -227,6 +228,12 @@ class TensorParallelProfile(_Group):
     """Runs with tp that do not mention sequence parallelism use it."""
     vocabulary_multiple: int = 1
     """The vocabulary is padded to a multiple of this times tp."""
+    shares_key_heads: bool = False
+    """There may be more ranks than heads of keys and values, where one number divides the other: ranks gather what the
+    projections give, and several attend to the same keys."""
+    follows_library_plan: bool = False
+    """Layers are divided as transformers' plan of the family says, some with whole tensors between their products
+    (`profiles/tensor_plans.json`), and the gradient of an input is summed for each product that reads it."""
 
 
 class LossProfile(_Group):
@@ -303,6 +310,15 @@ class FrameworkProfile(Record):
     def is_own_runtime(self) -> bool:
         """True where paraplan's own runtime is modelled."""
         return self.name == OWN_RUNTIME
+
+    @property
+    def split_rules(self) -> SplitRules:
+        """What it may divide that others may not."""
+        return SplitRules(
+            rings_context=self.kernels.ring_attention,
+            whole_experts=self.experts.over_tensor_ranks,
+            shares_key_heads=self.tensor_parallel.shares_key_heads,
+        )
 
     def changed(self, **groups: dict[str, Any]) -> FrameworkProfile:
         """Return the profile with some values of groups replaced: `changed(storage={"gradient_bytes": 4})`."""

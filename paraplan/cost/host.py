@@ -10,6 +10,7 @@ from paraplan.cost.blocks.module_traffic import KERNEL_START_S, LLAMA_KERNELS, n
 from paraplan.cost.communication.collectives import GroupLinks
 from paraplan.cost.communication.data_parallel import WeightWork
 from paraplan.cost.communication.exchanges import routed_matmul
+from paraplan.cost.communication.tensor_parallel import planned_sends
 from paraplan.cost.plan_table import Floats, Ints, PlanTable, ScheduleCode
 from paraplan.cost.workload import Workload
 
@@ -102,13 +103,16 @@ def _collective_host_s(workload: Workload, table: PlanTable, tp: GroupLinks) -> 
     """Return the seconds of the host to start the collectives of tensor parallelism in a block's two passes.
 
     Either pass has two all-reduces, or under sequence parallelism two all-gathers and two reduce-scatters in their
-    place; the backward pass gathers two inputs again that were not kept (see `_tensor_parallel`). None starts faster
-    than one of a byte ends.
+    place; the backward pass gathers two inputs again that were not kept (see `tensor_parallel_s`). Others follow
+    transformers' plan. None starts faster than one of a byte ends.
     """
     framework = workload.framework
+    least_s = tp.all_reduce_s(np.ones(len(table)))
+    one_s = np.where(table.tp > 1, framework.kernels.collective_host_s, 0.0)
+    if framework.tensor_parallel.follows_library_plan:
+        forward_s, backward_s = (each.num_collectives * np.maximum(least_s, one_s) for each in planned_sends(workload))
+        return forward_s, backward_s
     is_divided = table.sequence_parallel == 1
     count = np.where(is_divided, 4.0, 2.0)
     again = np.where(is_divided, 0.0 if framework.tensor_parallel.keeps_gathered_inputs else 2.0, 0.0)
-    least = 2.0 * tp.all_reduce_s(np.ones(len(table)))
-    one_s = np.where(table.tp > 1, framework.kernels.collective_host_s, 0.0)
-    return np.maximum(least, one_s * count), np.maximum(least, one_s * (count + again))
+    return np.maximum(2.0 * least_s, one_s * count), np.maximum(2.0 * least_s, one_s * (count + again))

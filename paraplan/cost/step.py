@@ -23,10 +23,10 @@ from paraplan.cost.communication.exchanges import (
     Exchanges,
     context_parallel_s,
     expert_exchange_s,
-    reductions_share,
     run_again,
 )
 from paraplan.cost.communication.offload import offload_gather_s, offload_step_s
+from paraplan.cost.communication.tensor_parallel import tensor_parallel_s
 from paraplan.cost.communication.torch_data_parallel import torch_data_parallel_s
 from paraplan.cost.host import HostSeconds, host_seconds
 from paraplan.cost.memory.activations import copy_s
@@ -242,8 +242,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     forward, backward, again = (slowest * each for each in _passes(workload, costs, stage, work))
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
     activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
-    summed_s = stage.num_blocks * reductions_share(workload) * _summed_s(table, tp, activation)
-    forward_sends, backward_sends = _tensor_parallel(workload, table, summed_s, again, backward)
+    forward_sends, backward_sends = tensor_parallel_s(
+        workload, table, tp, activation, stage.num_blocks, (again, backward)
+    )
     # The host starts kernels and collectives alike: where it is slower than both, neither adds to its time.
     host = HostSeconds(*(each * stage.num_blocks for each in context.host))
     shown, shown_backward = (each * stage.num_blocks for each in _shown_exchanges(of_block, repeats | is_full))
@@ -324,39 +325,3 @@ def _passes(
     # Frozen weights are copied out of the buffer that they are gathered in, and have no gradients.
     frozen = work.gathered * frozen_bytes(costs, stage) / bandwidth
     return again + work.forward * weights + frozen, backward + work.backward * weights + frozen, again
-
-
-def _summed_s(table: PlanTable, tp: GroupLinks, activation: Floats) -> Floats:
-    """Return the seconds in which ranks sum an activation: under sequence parallelism by two collectives.
-
-    These are no faster where a switch reduces (NVLink SHARP), as an all-reduce is: for them NCCL does so with buffers
-    that are registered alone.
-    """
-    in_two = tp.reduce_scatter_s(activation) + tp.all_gather_s(activation)
-    return np.where(table.sequence_parallel == 1, in_two, tp.all_reduce_s(activation))
-
-
-def _tensor_parallel(
-    workload: Workload, table: PlanTable, summed_s: Floats, forward_s: Floats, backward_s: Floats
-) -> tuple[Floats, Floats]:
-    """Return the exposed seconds of tensor parallelism in forward and backward passes, from those of one sum.
-
-    Each block sums two activations in either pass (Shoeybi et al. 2019, section 3). Beside the gradients of weights,
-    half of the backward pass, run the two of the backward pass; under sequence parallelism the gathering of outputs'
-    gradients does not, and inputs are gathered again (Korthikanti et al. 2022, section 4.2.2): one sum exposed and two
-    hidden. Where collectives go beside the products themselves, the first of tp chunks stays alone.
-    """
-    profile, slowdown = workload.framework.tensor_parallel, workload.constants.overlap_slowdown
-    is_divided = table.sequence_parallel == 1
-    forward, backward, sums = 2.0 * summed_s, 2.0 * summed_s, 2.0
-    if profile.overlaps_backward:
-        backward, sums = is_divided * summed_s + overlap_s(2.0 * summed_s, backward_s / 2.0, slowdown=slowdown), 3.0
-    if workload.training.stack.overlaps_products:
-        first = summed_s / table.tp
-        beside = [
-            count * first + overlap_s(count * (summed_s - first), compute_s, slowdown=slowdown)
-            for count, compute_s in ((2.0, forward_s), (sums, backward_s))
-        ]
-        forward = np.where(is_divided, beside[0], forward)
-        backward = np.where(is_divided, beside[1], backward)
-    return forward, np.asarray(backward)

@@ -23,6 +23,7 @@ from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
 from paraplan.model.quantizers import quantizer_of, reached_weights
 from paraplan.model.spec import BlockSpec, ModelSpec
+from paraplan.model.tensor_split import with_gathered_modules
 from paraplan.model.towers import with_media
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
@@ -98,6 +99,8 @@ class Workload:
         )
         trainable = training.trainable
         scored = with_media(model, training.media_tokens, training.seq_length)
+        if profile.tensor_parallel.follows_library_plan:
+            scored = with_gathered_modules(scored)
         if training.learns_from.kind == "reward":
             scored = with_one_output(scored)
             trainable = trainable if trainable.is_full else trainable.replace(head=True)
@@ -119,6 +122,16 @@ class Workload:
             self.training.stack.pads_vocabulary and self.framework.tensor_parallel.vocabulary_multiple > 1 and size > 1
         )
         return -(-size // unit) * unit if pads else np.full_like(unit, size)
+
+    def key_heads(self, tp: Ints) -> Ints:
+        """Return the least heads of keys that ranks have together under some degrees, 1 where these divide the model's.
+
+        Where the framework lets several ranks attend to the same keys, each has a copy of one head.
+        """
+        if not self.framework.tensor_parallel.shares_key_heads:
+            return np.ones_like(tp)
+        own = [run.block.attention.num_kv_heads for run in self.model.runs if run.block.attention is not None]
+        return np.where(tp > min(own, default=np.inf), tp, 1)
 
     def logits_per_token(self, tp: Ints) -> Ints:
         """Return the outputs of the head for a token over all ranks, under some degrees of tensor parallelism."""

@@ -151,18 +151,18 @@ def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> Bloc
     core: Attention | None
     heads = kind.heads or shape.heads
     if kind.mixer is not None:
-        part += kind.mixer.part
+        part += kind.mixer.part.inside("linear_attn")
         core, limit = None, kind.mixer.tp_limit
     elif isinstance(heads, LatentHeads):
-        part += latent_attention(heads, style)
+        part += latent_attention(heads, style).inside("self_attn")
         core, limit = heads.attention(), heads.num_heads
         if kind.indexer is not None and not kind.indexer.is_shared:
             part += index_projections(heads, kind.indexer)
     else:
-        part += attention(heads, style, keeps_input=shape.residual != "parallel")
+        part += attention(heads, style, keeps_input=shape.residual != "parallel").inside("self_attn")
         core = heads.attention(window=kind.window)
         limit = gcd(heads.num_heads, heads.num_kv_heads)
-    part += kind.feed_forward
+    part += kind.feed_forward.inside("mlp")
     if shape.residual == "parallel":  # attention reads the MLP's input
         part = part.read_by("MLP input", style.projections[:-1])
     for where, rate in zip(("attention", "feed-forward"), shape.residual_dropouts, strict=True):

@@ -124,11 +124,13 @@ def _mamba(config: ModelConfig, hidden: int) -> Part:
     for name in ("A_log", "D", "dt_bias"):
         part += weight(name, heads, tp_dim=0)
     part += weight("mixer.norm", inner, tp_dim=0)
-    scan = (
-        Matmul(name="scores", k=state, n=chunk, rows_per_token=groups / 2, trains=False),
-        Matmul(name="values", k=chunk, n=width, rows_per_token=heads / 2, trains=False),
-        Matmul(name="state in", k=state, n=width, rows_per_token=float(heads), trains=False),
-        Matmul(name="state out", k=state, n=width, rows_per_token=float(heads), trains=False),
+    scan: tuple[tuple[str, int, int, float], ...]
+    scan = (("scores", state, chunk, groups / 2), ("values", chunk, width, heads / 2))
+    scan += tuple((f"state {way}", state, width, float(heads)) for way in ("in", "out"))
+    part += Part(
+        matmuls=tuple(
+            Matmul(name=name, k=k, n=n, rows_per_token=rows, split="column", of_activations=True)
+            for name, k, n, rows in scan
+        )
     )
-    part += Part(matmuls=scan)
     return part + linear("out_proj", inner, hidden, bias=False, split="row")

@@ -8,6 +8,7 @@ from typing import Literal
 from paraplan.model.spec import (
     ActivationSplit,
     AttentionKernel,
+    BlockModule,
     ElementType,
     Layer,
     Matmul,
@@ -35,6 +36,11 @@ class Part:
             self.saved + other.saved,
             self.saved_fused + other.saved_fused,
         )
+
+    def inside(self, module: BlockModule) -> Part:
+        """Return the part with all that it keeps as a module of a block."""
+        saved, fused = (tuple(one.replace(module=module) for one in each) for each in (self.saved, self.saved_fused))
+        return replace(self, saved=saved, saved_fused=fused)
 
     def read_by(self, tensor: str, layers: tuple[str, ...]) -> Part:
         """Return the part with layers that a kept tensor is kept for too."""

@@ -21,6 +21,8 @@ ElementType = Literal[
 ]
 ActivationSplit = Literal["tensor", "sequence", "none"]
 NormOutput = Literal["promoted", "weights", "residual"]
+BlockModule = Literal["self_attn", "linear_attn", "mlp"]
+"""The parts of a decoder's block between two sums with the residual stream."""
 Layer = Literal["linear", "experts", "embedding", "other"]
 """What holds a parameter: torch's nn.Linear (or transformers' Conv1D), experts fused in one tensor of three dimensions,
 a table of embeddings, or another module: norms, routers and convolutions."""
@@ -63,7 +65,8 @@ class Matmul(Record):
     makes a copy in the type of the product, 0 for others. `group_share` is below 1 where a router sends a token to
     experts of so large a share of their groups alone (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2). `of_activations`
     says that both factors are activations: gradients of both are computed whatever is frozen, and "column" divides the
-    rows, which are of heads.
+    rows, which are of heads. Ranks of tensor parallelism gather the outputs of one that `gathers`, or the gradients of
+    its inputs where "row" divides these.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Matmul(Record):
     quantized_bytes: float = 0.0
     group_share: float = 1.0
     of_activations: bool = False
+    gathers: bool = False
 
     @property
     def flops_per_token(self) -> float:
@@ -85,7 +89,10 @@ class Matmul(Record):
 
 
 class Attention(Record):
-    """Scaled dot-product attention of one block. `window` is the reach of a sliding window, None for no window."""
+    """Scaled dot-product attention of one block. `window` is the reach of a sliding window, None for no window.
+
+    Where it `is_whole`, tensor parallelism does not divide its heads: each rank attends with all of them.
+    """
 
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
@@ -93,6 +100,7 @@ class Attention(Record):
     v_head_dim: int = Field(gt=0)
     is_causal: bool = True
     window: int | None = None
+    is_whole: bool = False
 
     def flops_per_token(self, seq_length: int) -> float:
         """Forward FLOPs of QK^T and PV for one token against `seq_length` keys, the mask's saving not counted."""
@@ -120,7 +128,8 @@ class SavedTensor(Record):
     `elements_of_copy` are those of a copy of experts' weights, which a micro-batch keeps whatever its tokens.
     `is_of_expert_rows` marks what experts keep of the rows that routers send them, of which a rank may have more than
     its own tokens make. `weights_of` names the linear layers whose weights' gradients alone read it, none where those
-    of other weights do; None where something else reads it too.
+    of other weights do; None where something else reads it too. `module` is the part of a decoder's block that keeps
+    it, None where nobody said that.
     """
 
     name: str
@@ -138,6 +147,7 @@ class SavedTensor(Record):
     is_of_expert_rows: bool = False
     elements_of_copy: float = 0.0
     weights_of: tuple[str, ...] | None = None
+    module: BlockModule | None = None
 
 
 class BlockSpec(Record):
@@ -173,8 +183,15 @@ class BlockSpec(Record):
     adapter_kernels: int = 0
     adapter_traffic_per_token: float = 0.0
     before_freezing: BlockSpec | None = None
+    gathered_per_token: float = 0.0
+    """Elements of a token that ranks of tensor parallelism gather between the products of the block."""
     loops_over_tokens: bool = False
     """Of a traced block whose code does so, as references of scan kernels do: what all tokens do counts as one."""
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it stands before or after the repeated blocks."""
+        return self.kind in ("embedding", "head")
 
     @property
     def num_parameters(self) -> int:
@@ -294,16 +311,6 @@ class ModelSpec(Record):
     def tp_limits(self) -> frozenset[int]:
         """What each degree of tensor parallelism has to divide."""
         return frozenset(run.block.tp_limit for run in self.runs if run.block.tp_limit is not None)
-
-    def tensor_split_reason(self, tp: int) -> str | None:
-        """Return why `tp` tensor-parallel ranks cannot share out the blocks, None where they can."""
-        if not any(limit % tp for limit in self.tp_limits):
-            return None
-        if any(run.block.is_traced and run.block.tp_limit == 1 for run in self.runs):
-            return "how tensor parallelism divides a traced module is not known before it runs"
-        heads = {(one.num_heads, one.num_kv_heads) for run in self.runs if (one := run.block.attention)}
-        words = " and ".join(f"{own} attention and {shared} key-value heads" for own, shared in sorted(heads))
-        return f"{tp} does not divide the {words} of {self.name}"
 
     @property
     def vocabulary(self) -> int:

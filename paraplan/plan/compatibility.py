@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
 from typing import Literal
 
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.spec import ModelSpec
+from paraplan.model.tensor_split import allowed_degrees, split_reason
 from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.plan.context_heads import context_reason
 from paraplan.plan.parallel import AXES, Degree, ParallelPlan
+from paraplan.plan.split_rules import STRICT, SplitRules
 from paraplan.plan.stages import stages_reason
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
@@ -64,23 +65,18 @@ def why_incompatible(
     model: ModelSpec,
     training: TrainingSpec,
     cluster: Cluster,
-    *,
-    rings_context: bool = False,
-    whole_experts: bool = False,
+    rules: SplitRules = STRICT,
 ) -> Incompatibility | None:
     """Return the first rule that a plan breaks, None where it suits the model, the training and the machines.
 
-    A plan may leave GPUs idle. `rings_context` says that context parallelism passes keys and values around a ring, and
-    so need not divide heads, `whole_experts` that ranks of tp have experts of their own. Whether the plan fits in
-    memory and which runtime executes it are other questions.
+    A plan may leave GPUs idle. `rules` are those of the framework. Whether the plan fits in memory and which runtime
+    executes it are other questions.
     """
     return (
         why_untrainable(model, training, cluster.gpu)
         or _ranks(plan, cluster)
         or _batch(plan, training)
-        or why_degrees_incompatible(
-            model, training, plan.degrees, rings_context=rings_context, whole_experts=whole_experts
-        )
+        or why_degrees_incompatible(model, training, plan.degrees, rules)
         or _stages(plan, model)
         or _sequence(plan, training)
         or why_not_sharded(training, zero_stage=plan.zero_stage)
@@ -186,23 +182,21 @@ def why_degrees_incompatible(
     model: ModelSpec,
     training: TrainingSpec,
     degrees: Mapping[Degree, int],
-    *,
-    rings_context: bool = False,
-    whole_experts: bool = False,
+    rules: SplitRules = STRICT,
 ) -> Incompatibility | None:
     """Return why no plan of these degrees suits a model and its training, None where one may."""
     tp, cp = degrees["tp"], degrees["cp"]
-    rules = (
-        why_tp(model, tp),
+    found = (
+        why_tp(model, tp, shares_key_heads=rules.shares_key_heads),
         _quantized_tp(training, tp),
         _parts_of_gradients(training, tp=tp),
-        None if rings_context else _context_heads(model, tp=tp, cp=cp),
+        None if rules.rings_context else _context_heads(model, tp=tp, cp=cp),
         why_pp(model, degrees["pp"]),
         _share("global_batch", degrees["dp"], training.global_batch_size),
         _share("cp", cp, training.seq_length),
-        why_ep(model, degrees["ep"] * (tp if whole_experts and model.num_experts > 1 else 1)),
+        why_ep(model, degrees["ep"] * (tp if rules.whole_experts and model.num_experts > 1 else 1)),
     )
-    return next((found for found in rules if found is not None), None)
+    return next((one for one in found if one is not None), None)
 
 
 OWN_TP_PLAN = (
@@ -210,24 +204,29 @@ OWN_TP_PLAN = (
     "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
 )
 
+MORE_RANKS_THAN_KEYS = ", or --framework megatron-core, in which several ranks attend to the same keys"
 
-def why_tp(model: ModelSpec, tp: int) -> Incompatibility | None:
-    """Return why a model's layers cannot be divided over `tp` ranks."""
-    reason = model.tensor_split_reason(tp)
+
+def why_tp(model: ModelSpec, tp: int, *, shares_key_heads: bool = False) -> Incompatibility | None:
+    """Return why a model's layers cannot be divided over `tp` ranks.
+
+    With `shares_key_heads` several ranks may attend to the same keys and values.
+    """
+    reason = split_reason(model, tp, shares_key_heads=shares_key_heads)
     if reason is None:
         return None
-    limit = gcd(*model.tp_limits)
     is_traced = any(run.block.is_traced and run.block.tp_limit == 1 for run in model.runs)
     common = reason if is_traced else "tp does not divide the model's attention and key-value heads"
-    allowed = _divisors(limit)
+    allowed = allowed_degrees(model, most=_MOST_LISTED, shares_key_heads=shares_key_heads)
+    ways = "" if shares_key_heads or split_reason(model, tp, shares_key_heads=True) else MORE_RANKS_THAN_KEYS
     return Incompatibility(
         rule="tp",
         value=tp,
-        limit=limit,
+        limit=max(allowed),
         message=f"tp={tp}: {reason}",
         reason=common,
         allowed=allowed,
-        hint=f"use --tp {_listed(allowed)}" + (OWN_TP_PLAN if is_traced else ""),
+        hint=f"use --tp {_listed(allowed)}" + (OWN_TP_PLAN if is_traced else ways),
     )
 
 

@@ -6,8 +6,9 @@ import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts, block_costs
 from paraplan.cost.communication.collectives import fastest_links
-from paraplan.cost.communication.exchanges import context_parallel_s, expert_exchange_s, reductions_share
+from paraplan.cost.communication.exchanges import context_parallel_s, expert_exchange_s
 from paraplan.cost.communication.offload import offload_gather_s
+from paraplan.cost.communication.tensor_parallel import reductions_share
 from paraplan.cost.plan_table import SCHEDULES, Floats, PlanTable, RecomputeCode, first_rows
 from paraplan.cost.step import optimizer_s
 from paraplan.cost.workload import Workload

@@ -182,8 +182,10 @@ class PlanSpace:
 
     def _model_limit(self, axis: Degree, degree: int) -> str | None:
         """Return why a degree does not suit the model, on however many GPUs."""
-        rules = {"tp": why_tp, "ep": why_ep, "pp": why_pp}
-        found = rules[axis](self.workload.model, degree) if axis in rules else None
+        model, rules = self.workload.model, {"ep": why_ep, "pp": why_pp}
+        found = rules[axis](model, degree) if axis in rules else None
+        if axis == "tp":
+            found = why_tp(model, degree, shares_key_heads=self.workload.framework.split_rules.shares_key_heads)
         return None if found is None else found.message.removeprefix(f"{axis}={degree}: ")
 
     def _ruled_out(self, degrees: Degrees) -> str | None:
@@ -195,8 +197,7 @@ class PlanSpace:
                 self.workload.model,
                 self.workload.training,
                 degrees.named | {"ep": 1},  # all degrees of ep divide the experts
-                rings_context=self.workload.framework.kernels.ring_attention,
-                whole_experts=degrees.tensor_experts > 1,
+                self.workload.framework.split_rules,
             )
         found = self._known_rules[axes]
         return None if found is None else found.reason

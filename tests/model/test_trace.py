@@ -13,6 +13,7 @@ from paraplan.model.freezing import FrozenStorage, freeze
 from paraplan.model.reader import bundled_models, read_fields, read_model
 from paraplan.model.saved import saved_bytes
 from paraplan.model.spec import Layer, ModelSpec
+from paraplan.model.tensor_split import split_reason
 from paraplan.model.trainable import parse_trainable
 from paraplan.model.transformers_model import trace_config
 
@@ -157,10 +158,10 @@ def test_a_plain_module_is_read_part_by_part(script: str) -> None:
 
 def test_of_tensor_parallelism_a_trace_says_that_it_knows_nothing(script: str) -> None:
     traced, read = _trace(script, "make"), read_model("llama-3-8b")
-    assert traced.tensor_split_reason(1) is None
-    assert "traced module" in (traced.tensor_split_reason(2) or "")
-    assert read.tensor_split_reason(8) is None
-    assert read.tensor_split_reason(16) == "16 does not divide the 32 attention and 8 key-value heads of llama-3-8b"
+    assert split_reason(traced, 1) is None
+    assert "traced module" in (split_reason(traced, 2) or "")
+    assert split_reason(read, 8) is None
+    assert split_reason(read, 16) == "16 does not divide the 32 attention and 8 key-value heads of llama-3-8b"
 
 
 def test_an_untied_head_brings_its_own_matrix(script: str) -> None:
@@ -312,4 +313,4 @@ def test_tensor_parallelism_divides_a_traced_model_as_its_own_plan_says() -> Non
     assert divided[0] == divided[1]
     products = [sorted((one.k, one.n, one.split) for one in model.runs[0].block.matmuls) for model in (traced, read)]
     assert products[0] == products[1]
-    assert traced.tensor_split_reason(8) == "8 does not divide the 32 attention and 4 key-value heads of qwen3-30b-a3b"
+    assert split_reason(traced, 8) == "8 does not divide the 32 attention and 4 key-value heads of qwen3-30b-a3b"

@@ -13,6 +13,7 @@ from rank_harness import RankHarness
 from paraplan.errors import UnsupportedPlanError
 from paraplan.model.reader import bundled_models, read_model
 from paraplan.model.shrink import Smaller
+from paraplan.model.tensor_split import split_reason
 from paraplan.plan.check import CheckRequest
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.check_rank import check
@@ -38,7 +39,7 @@ def findings(names: list[str]) -> dict[str, str]:
             try:
                 gaps = check(request).gaps
             except UnsupportedPlanError as error:
-                if read_model(name).tensor_split_reason(plan.tp) is None:
+                if split_reason(read_model(name), plan.tp) is None:
                     wrong[f"{name} {plan.describe()}"] = str(error)
             except (RuntimeError, ValueError) as error:
                 wrong[f"{name} {plan.describe()}"] = f"{type(error).__name__}: {error}"

@@ -327,10 +327,12 @@ def _second_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shar
 
 
 def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, shardings: Shardings) -> Floats:
-    heads = max((kind.attention.num_heads for kind in kinds if kind.attention), default=0)
-    if training.attention != "eager":
+    cores = [kind.attention for kind in kinds if kind.attention]
+    if training.attention != "eager" or not cores:
         return np.zeros_like(shardings.tp)
-    return np.asarray(shardings.tokens * shardings.seq_length * heads / shardings.tp * training.activation_bytes)
+    tp = shardings.tp
+    heads = np.max([core.num_heads / (np.ones_like(tp) if core.is_whole else tp) for core in cores], axis=0)
+    return np.asarray(shardings.tokens * shardings.seq_length * heads * training.activation_bytes)
 
 
 def _kept_bytes(

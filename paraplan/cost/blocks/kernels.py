@@ -60,7 +60,7 @@ class KernelTimes(MatmulTimes):
         adapters = self.shardings.tokens / self.shardings.tp * block.adapter_traffic_per_token
         traffic = adapters * (2.0 if backward else 1.0)
         traffic = traffic + self._rotary_bytes(block)
-        if self.constants.has_8bit_matmuls and block.attention is not None:
+        if self.constants.has_8bit_matmuls and not block.is_end:
             traffic = traffic + self._quantizing_bytes(block, backward=backward)
         traffic = traffic + self._unfused_softmax_bytes(block, backward=backward) + self._dequantizing_bytes(block)
         between_s = self._between_s(block.before_freezing or block, backward=backward) + self.moved_s(traffic)
@@ -79,7 +79,7 @@ class KernelTimes(MatmulTimes):
     def _between_s(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return the seconds of norms, rotations, activations and sums in one pass: fused, or module by module."""
         kernels = self.framework.kernels
-        starts_s = self.constants.kernel_start_s * (block.attention is not None)
+        starts_s = self.constants.kernel_start_s * (not block.is_end)
         if kernels.fused:
             saved = saved_bytes(block, self.training, self.shardings, fused_kernels=True)
             rate = self.constants.fused_bytes_per_multiprocessor_s
@@ -141,7 +141,7 @@ class KernelTimes(MatmulTimes):
 
         Matmuls that read one input quantize it once. Routers multiply in 16 bits or more.
         """
-        linear = [one for one in block.matmuls if not one.name.endswith("mlp.gate")]
+        linear = [one for one in block.matmuls if not (one.name.endswith("mlp.gate") or one.of_activations)]
         inputs = {(one.k, one.rows_per_token, one.split) for one in linear}
         tp, total = self.shardings.tp, np.zeros_like(self.shardings.tp)
         if backward:
@@ -214,7 +214,8 @@ class KernelTimes(MatmulTimes):
 
     def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
         length = self.training.attended_length
-        flops = self.shardings.tokens * attention.flops_per_token(length) / self.shardings.tp
+        ranks = np.ones_like(self.shardings.tp) if attention.is_whole else self.shardings.tp
+        flops = self.shardings.tokens * attention.flops_per_token(length) / ranks
         constants = self.constants
         if self.training.attention == "eager":
             flops = flops * (2.0 if backward else 1.0)
@@ -236,7 +237,7 @@ class KernelTimes(MatmulTimes):
             reach = min(length, attention.window or length)
             computed = 0.5 * (1.0 + speed.causal_tokens / reach) if attention.is_causal else 1.0
             if backward:
-                queries = self.shardings.tokens * attention.num_heads * attention.qk_head_dim / self.shardings.tp
+                queries = self.shardings.tokens * attention.num_heads * attention.qk_head_dim / ranks
                 moved_s = self.moved_s(queries * speed.backward_bytes)
                 return np.asarray(computed * flops / (self._peak() * efficiency) + moved_s)
         return np.asarray(computed * flops / (self._peak() * efficiency))
@@ -246,7 +247,7 @@ class KernelTimes(MatmulTimes):
         multiple = self.framework.kernels.fused_softmax_heads
         if multiple == 1 or block.attention is None or self.training.attention != "eager":
             return np.zeros_like(self.shardings.tp)
-        heads = block.attention.num_heads / self.shardings.tp
+        heads = block.attention.num_heads / (1.0 if block.attention.is_whole else self.shardings.tp)
         is_fused = heads * np.ceil(self.shardings.tokens / self.shardings.seq_length) % multiple == 0
         scores = self.shardings.tokens * self.shardings.seq_length * heads
         return np.asarray(np.where(is_fused, 0.0, scores * _UNFUSED_SOFTMAX_BYTES[backward]))

@@ -79,7 +79,10 @@ class MatmulTimes:
     def _distinct_matmuls_s(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return the seconds of all matmuls of one pass; equal ones are priced once, and all side by side."""
         total = np.zeros_like(self.shardings.tp)
-        kinds = [(one.k, one.n, one.split, one.rows_per_token, one.num_experts, one.trains) for one in block.matmuls]
+        kinds = [
+            (one.k, one.n, one.split, one.rows_per_token, one.num_experts, one.trains, one.of_activations)
+            for one in block.matmuls
+        ]
         distinct = dict(zip(kinds, block.matmuls, strict=True))
         if not distinct:
             return total
@@ -93,7 +96,9 @@ class MatmulTimes:
             shapes.append((k, n, rows))
         spread = self.shardings.tp / np.stack([self._split_ranks(matmul) for matmul in distinct.values()])
         experts = np.stack([one.num_experts / self._expert_ranks(one) for one in distinct.values()]) / spread
-        in_8bit = self.constants.has_8bit_matmuls and block.attention is not None  # heads: 16 bits
+        # Heads and products of activations stay in 16 bits.
+        is_narrow = np.array([[not (block.is_end or one.of_activations)] for one in distinct.values()])
+        in_8bit = is_narrow & self.constants.has_8bit_matmuls
         each = self._products_s(shapes, in_8bit=in_8bit) * self._misalignment(n, k)
         if backward and trains.any() and not trains.all():
             alone = self._products_s(shapes[:1], in_8bit=in_8bit) * self._misalignment(n, k)
@@ -102,7 +107,7 @@ class MatmulTimes:
         if is_fp32.any():
             whole = replace(self, training=self.training.replace(precision="fp32"))
             each = np.where(is_fp32, whole._products_s(shapes), each)
-        speedup = self._speedup(trains, backward=backward) if block.attention is not None else 1.0
+        speedup = np.where(is_narrow, self._speedup(trains, backward=backward), 1.0)
         moved_s = self._moved_by_s(rows, n, k, backward=backward) * np.where(is_routed, _GROUPED_SLOWDOWN, 1.0)
         starts_s = len(shapes) * self._shape_costs.launch_s
         if is_routed.any():  # a grouped kernel starts once
@@ -167,10 +172,10 @@ class MatmulTimes:
         """Shardings under autocast over fp32 weights: it knows no grouped products (ATen/autocast_mode.h of torch)."""
         return self.shardings.has_fp32_weights & self.shardings.is_autocast
 
-    def _products_s(self, shapes: list[tuple[Floats, Floats, Floats]], *, in_8bit: bool = False) -> Floats:
+    def _products_s(self, shapes: list[tuple[Floats, Floats, Floats]], *, in_8bit: Mask | bool = False) -> Floats:
         return np.asarray(sum(self._product_s(*shape, in_8bit=in_8bit) for shape in shapes))
 
-    def _product_s(self, m: Floats, n: Floats, k: Floats, *, in_8bit: bool = False) -> Floats:
+    def _product_s(self, m: Floats, n: Floats, k: Floats, *, in_8bit: Mask | bool = False) -> Floats:
         """Return the seconds of one product `[m, k] x [k, n]`; see `CostConstants` for the form and its source.
 
         `in_8bit` says that its arithmetic will be divided by a speedup, which writing its results, in 16 bits all the
@@ -181,7 +186,7 @@ class MatmulTimes:
         if self._fit is not None:
             return _fitted_product_s(self._fit, m, n, k)
         shapes = self._shape_costs
-        half_k = shapes.half_k * (constants.block_matmul_speedup if in_8bit else 1.0)
+        half_k = shapes.half_k * np.where(in_8bit, constants.block_matmul_speedup, 1.0)
         penalty = 1.0 + shapes.half_n / n + half_k / k
         reached = self._reached_share() * constants.matmul_efficiency * self.gpu.shared.sustained_matmul_share
         peak = self._peak() * (reached if self._uses_tensor_cores() else self._plain_efficiency)

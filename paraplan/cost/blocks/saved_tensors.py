@@ -180,7 +180,8 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
     """Return the bytes that the backward pass of `block` holds besides what was kept.
 
     Counted is the gradient of its largest tensor: what was kept for an operation is freed as its gradients come. An
-    activation that is written out in products has the gradients of all that autocast promoted at once.
+    activation that is written out in products has the gradients of all that autocast promoted at once. Of what ranks
+    gathered they have the whole gradient before they share it out.
     A model that was traced lists sums of tensors, none of which is wider than a matmul. The gradients of both factors
     of a gated activation stand beside that of their product: where the next layer is frozen, it has not kept the
     product, and nothing is freed for them.
@@ -188,7 +189,8 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
     widths = (matmul.rows_per_token * max(matmul.k, matmul.n) for matmul in block.matmuls)
     widest = max(widths, default=float("inf"))
     heads = float("inf") if block.attention is None else float(block.attention.num_heads)
-    largest, promoted = np.zeros_like(shardings.tp), np.zeros_like(shardings.tp)
+    largest = shardings.tokens * block.gathered_per_token * training.activation_bytes
+    promoted = np.zeros_like(shardings.tp)
     for tensor, kept in kept_sizes(block, training, shardings, fused_kernels=fused_kernels, is_first=True):
         size = kept
         if tensor.elements_of_copy:  # no gradient that stands beside it, or one that counts as a copy itself
@@ -219,7 +221,7 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, shardings: S
             name=matmul.name,
             elements_per_token=matmul.n * matmul.rows_per_token,
             element_type="weights" if matmul.num_experts > 1 else "activation",
-            split="tensor" if matmul.split == "column" else "none",
+            split="tensor" if matmul.split == "column" and not matmul.gathers else "none",
         )
         for matmul in block.matmuls
     ]
@@ -297,7 +299,7 @@ def tensor_bytes(
     split = "none" if is_whole else tensor.split
     divisor = {"tensor": shardings.tp, "sequence": shardings.sequence_tp, "none": np.ones_like(shardings.tp)}[split]
     copies = _key_copies(block, tensor, shardings) * (shardings.expert_load if tensor.is_of_expert_rows else 1.0)
-    if shardings.has_8bit_inputs and block.attention is not None:
+    if shardings.has_8bit_inputs and not block.is_end:
         copies = copies * _8bit_share(tensor)
     return copies * elements * _element_bytes(block, tensor, training, shardings, is_first=is_first) / divisor
 

@@ -1,4 +1,4 @@
-"""Shardings by the vocabulary that they pad to, and by whether torch.compile compiles their blocks."""
+"""Shardings by the vocabulary that they pad to, the heads of keys, and whether torch.compile compiles their blocks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from paraplan.cost.blocks.routing import load_of_model
 from paraplan.cost.blocks.saved_tensors import Shardings
 from paraplan.cost.plan_table import Ints
 from paraplan.cost.workload import Workload
+from paraplan.model.tensor_split import with_key_heads
 
 
 def variants(workload: Workload, columns: Sequence[Ints], missing: Ints) -> Iterator[tuple[Ints, Workload]]:
-    """Yield which of the `missing` shardings have one vocabulary, and blocks compiled or not, with a workload so."""
+    """Yield which of the `missing` shardings price blocks alike, with a workload whose model and blocks are theirs."""
     tp, recompute = columns[0][missing], columns[4][missing]
     vocabularies, is_compiled = workload.padded_vocabulary(tp), workload.compiles(recompute)
-    for vocabulary, compiled in sorted(set(zip(vocabularies.tolist(), is_compiled.tolist(), strict=True))):
-        alike = missing[(vocabularies == vocabulary) & (is_compiled == compiled)]
+    heads = workload.key_heads(tp)
+    for one in sorted(set(zip(vocabularies.tolist(), is_compiled.tolist(), heads.tolist(), strict=True))):
+        vocabulary, compiled, key_heads = one
+        alike = missing[(vocabularies == vocabulary) & (is_compiled == compiled) & (heads == key_heads)]
         variant = workload if compiled == workload.training.compiled else workload.uncompiled()
         if vocabulary != workload.model.vocab_size:
             variant = replace(variant, model=variant.model.with_vocabulary(vocabulary))
+        if key_heads > 1:
+            variant = replace(variant, model=with_key_heads(variant.model, key_heads))
         yield alike, variant
     if not len(missing) and not len(columns[0]):
         yield missing, workload

@@ -46,10 +46,10 @@ def run_again(workload: Workload, table: PlanTable) -> Mask:
 def _width(attention: Attention, table: PlanTable, *, keys_alone: bool) -> Floats | float:
     """Return the elements of queries, keys, values and outputs of one token, or of keys and values alone.
 
-    Where there are fewer heads of keys than ranks, each is sent to several of them.
+    Where there are fewer heads of keys than ranks, each is sent to several of them, and by several of tp.
     """
     width = attention.qk_head_dim + attention.v_head_dim
-    keys = attention.num_kv_heads * width
+    keys = np.maximum(attention.num_kv_heads, table.tp) * width
     if keys_alone:
         return keys
     own = np.maximum(attention.num_kv_heads // table.tp, 1)
@@ -101,11 +101,12 @@ def _orders_s(workload: Workload, table: PlanTable) -> list[Floats]:
 def _ring_steps_s(workload: Workload, table: PlanTable, *, backward: bool) -> Floats:
     """Return the seconds in which the steps of a ring add up what each gives, of a block on average."""
     kernels, model, gpu = workload.framework.kernels, workload.model, workload.cluster.gpu
-    each = 0.0
+    each = np.zeros(len(table))
     for run in model.runs:
         if run.block.attention is not None:
             attention = run.block.attention
-            key_heads = attention.num_kv_heads if kernels.groups_in_sdpa else attention.num_heads
+            kv_heads = np.maximum(attention.num_kv_heads, table.tp)
+            key_heads = kv_heads if kernels.groups_in_sdpa else attention.num_heads
             keys = key_heads * (attention.qk_head_dim + attention.v_head_dim)
             moved = attention.num_heads * attention.v_head_dim * kernels.ring_query_bytes[backward]
             each += run.count * (moved + keys * kernels.ring_key_bytes[backward])
@@ -117,22 +118,6 @@ def _ring_steps_s(workload: Workload, table: PlanTable, *, backward: bool) -> Fl
 def routed_matmul(block: BlockSpec) -> Matmul | None:
     """Return a matmul of the experts to which a router of `block` sends tokens, None for a block without experts."""
     return next((matmul for matmul in block.matmuls if matmul.num_experts > 1), None)
-
-
-def reductions_share(workload: Workload) -> float:
-    """Return the all-reduces of tensor parallelism in a pass of a block over two, averaged over the blocks.
-
-    Whole experts, each on one rank of tensor parallelism, leave those of the attention and of shared experts.
-    """
-    model = workload.model
-    if not workload.framework.experts.over_tensor_ranks or not model.num_blocks:
-        return 1.0
-    routed = [(run.block.matmuls, run.count) for run in model.runs if routed_matmul(run.block)]
-    spared = sum(
-        max(0, 2 - sum(one.split == "row" and one.num_experts == 1 for one in matmuls)) * count
-        for matmuls, count in routed
-    )
-    return 1.0 - spared / 2.0 / model.num_blocks
 
 
 def touched(parts: Floats | float, rows: float) -> Floats:

@@ -1,0 +1,20 @@
+"""What a framework may divide that others may not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SplitRules(NamedTuple):
+    """How a framework splits a model, as far as that decides which degrees suit it."""
+
+    rings_context: bool = False
+    """Context parallelism passes keys and values around a ring, and so need not divide heads."""
+    whole_experts: bool = False
+    """Ranks of tp have experts of their own."""
+    shares_key_heads: bool = False
+    """There may be more ranks of tp than heads of keys and values."""
+
+
+STRICT = SplitRules()
+"""Rules of a framework that divides heads evenly."""
