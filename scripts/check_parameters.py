@@ -22,8 +22,8 @@ from paraplan.model.reader import read_model
 from paraplan.model.spec import ParameterCount
 from paraplan.model.transformers_model import library_factory
 
-EMBEDDING_NAMES = re.compile(r"embed|wte|wpe|shared\.weight|project_in")
-TOWER_NAMES = re.compile(r"(^|\.)(visual|vision_\w+|multi_modal_projector|connector)\.")
+EMBEDDING_NAMES = re.compile(r"embed|wte|wpe|shared\.weight|project_in|(^|model\.)per_layer_")
+TOWER_NAMES = re.compile(r"(^|\.)(visual|(vision|audio)_\w+|embed_(vision|audio)|multi_modal_projector|connector)\.")
 
 
 def configurations(folder: Path) -> dict[str, Path]:

@@ -211,6 +211,28 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = LINEAR
     "gemma": (("GemmaForCausalLM", "GemmaModel"), _MODERN | _GEMMA),
     "gemma2": (("Gemma2ForCausalLM", "Gemma2Model"), _MODERN | _GEMMA | {"attn_logit_softcapping": (None, 50.0)}),
     "gemma3_text": (("Gemma3ForCausalLM", "Gemma3TextModel"), _MODERN | _GEMMA),
+    "gemma4_text": (
+        ("Gemma4ForCausalLM", "Gemma4TextModel"),
+        _MODERN
+        | _GEMMA
+        | {
+            "num_hidden_layers": (4, 5),
+            "layer_types": (None,),
+            "sliding_window": (256,),
+            "global_head_dim": (32, 48),
+            "attention_k_eq_v": _FLAG,
+            "num_global_key_value_heads": (None, 1),
+            "num_kv_shared_layers": (0, 2),
+            "use_double_wide_mlp": _FLAG,
+            "vocab_size_per_layer_input": (96, 131),
+            "hidden_size_per_layer_input": (0, 16),
+            "enable_moe_block": _FLAG,
+            "num_experts": (4, 6),
+            "top_k_experts": (2,),
+            "moe_intermediate_size": (24, 48),
+            "final_logit_softcapping": (None, 30.0),
+        },
+    ),
     "phi": (
         ("PhiForCausalLM", "PhiModel", "PhiForSequenceClassification"),
         _MODERN
@@ -462,6 +484,9 @@ def random_config(model_type: str, seed: int) -> dict[str, Any]:
     fields = {name: draw.choice(values) for name, values in (_NO_CACHE_IDS | choices).items()}
     if model_type in ("bert", "roberta", "t5", "opt"):
         fields["pad_token_id"] = 1
+    if model_type == "gemma4_text":
+        fields["layer_types"] = ["sliding_attention", "full_attention"] * 2
+        fields["layer_types"] += ["full_attention"] * (fields["num_hidden_layers"] - 4)
     if model_type == "kimi_linear":
         del fields["n_routed_experts"]
     if "kv_lora_rank" in fields:

@@ -131,6 +131,44 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {"tie_word_embeddings": _FLAG},
         {},
     ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        _TEXT
+        | _kind("gemma4_text")
+        | {
+            "num_hidden_layers": (6,),
+            "global_head_dim": (32,),
+            "vocab_size_per_layer_input": (96,),
+            "hidden_size_per_layer_input": (0, 16),
+        },
+        _kind("gemma4_vision")
+        | {
+            "hidden_size": (32, 48),
+            "intermediate_size": (48, 64),
+            "num_hidden_layers": (2, 3),
+            "num_attention_heads": (4,),
+            "num_key_value_heads": (2, 4),
+            "head_dim": (8, 16),
+            "patch_size": (16,),
+            "position_embedding_size": (64,),
+        },
+        {},
+        {},
+    ),
+    "qwen2_5_omni_thinker": (
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        {name: values for name, values in _TEXT.items() if name != "head_dim"},
+        _QWEN | {"fullatt_block_indexes": ([1], [0, 1])},
+        {},
+        _WIDTH,
+    ),
+    "qwen3_omni_moe_thinker": (
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        _TEXT | _EXPERTS,
+        _QWEN | _POSITIONS | _DEEPSTACK,
+        {},
+        _WIDTH,
+    ),
     "glm4v": (
         "Glm4vForConditionalGeneration",
         _TEXT | _kind("glm4v_text"),
@@ -148,11 +186,35 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
 }
 
 
+_WHISPER: dict[str, tuple[Any, ...]] = {
+    "d_model": (32, 48),
+    "encoder_layers": (2, 3),
+    "encoder_attention_heads": (2, 4),
+    "encoder_ffn_dim": (64, 80),
+    "num_mel_bins": (16, 32),
+}
+SOUND: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "hidden_size": (32, 64),
+        "num_hidden_layers": (2, 3),
+        "num_attention_heads": (2, 4),
+        "subsampling_conv_channels": ([128, 16], [128, 32]),
+        "output_proj_dims": (24, 48),
+    },
+    "qwen2_5_omni_thinker": _WHISPER,
+    "qwen3_omni_moe_thinker": _WHISPER | {"downsample_hidden_size": (12, 16)},
+}
+"""Fields of towers for sound by family; their output is as wide as the text model where nothing else is drawn."""
+
+
 def tower_fields(family: str, choose: Any) -> dict[str, Any]:
     """Return the fields of one configuration, each drawn by `choose`."""
     class_name, text, vision, both, repeated = TOWERS[family]
     parts = [{name: choose(values) for name, values in each.items()} for each in (text, vision, both)]
     parts[1] |= {name: parts[0][own] for name, own in repeated.items()}
+    if family in SOUND:
+        sound = {name: choose(values) for name, values in SOUND[family].items()}
+        parts[2]["audio_config"] = {"output_dim": parts[0]["hidden_size"]} | sound
     return {
         "model_type": family,
         "architectures": [class_name],

@@ -17,6 +17,10 @@ QkNorm = Literal["none", "per_head", "all_heads", "weight_per_head"]
 weight_per_head: each head normalised alone and scaled by its own weights."""
 
 
+Shares = Literal["nothing", "values", "keys_and_values"]
+"""What has no projection of its own in an attention."""
+
+
 class Heads(NamedTuple):
     """Shapes of one attention. `hidden` is the width of its input and output."""
 
@@ -60,10 +64,14 @@ class AttentionStyle(NamedTuple):
     (Falcon); `is_gated`, an output scaled by a gate that the queries' projection makes beside them (Qwen3-Next);
     `splits_by_copy`, keys and values copied out of a fused projection, repeated for every query head where
     `repeats_kv` says so; `is_windowed`, a window shorter than the sequence, which torch's attention takes as a mask.
+    `shares` says what has no projection of its own: values, which the keys' projection makes too, or both, which are
+    those of a layer before. `key_bias` is False where keys alone have no bias. `norms_values` puts a norm without
+    weights behind values.
     """
 
     projections: tuple[str, ...]
     qkv_bias: bool = False
+    key_bias: bool = True
     output_bias: bool = False
     input_first: bool = False
     rotary: bool = True
@@ -81,7 +89,15 @@ class AttentionStyle(NamedTuple):
     repeats_kv: bool = False
     is_windowed: bool = False
     is_gated: bool = False
+    shares: Shares = "nothing"
+    norms_values: bool = False
     dropout: float = 0.0
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The projections that read the attention's input."""
+        own = {"nothing": 3, "values": 2, "keys_and_values": 1}[self.shares]
+        return self.projections[:-1][:own]
 
     @property
     def is_fused(self) -> bool:
@@ -94,7 +110,7 @@ def attention(heads: Heads, style: AttentionStyle, *, keeps_input: bool = True) 
 
     `keeps_input` is False where another piece of the block keeps the same input (parallel residual).
     """
-    part, readers = Part(), style.projections[:-1]
+    part, readers = Part(), style.readers
     if keeps_input:
         part += kept("attention input", heads.hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     part += _projections(heads, style)
@@ -130,7 +146,8 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
     part = Part()
     for kernels, count in _kv_heads_by_kernel(core, style):
         fp32 = style.products_in_fp32 and kernels == EAGER
-        for name, width in (("query", query_width), ("key", count * core.qk_head_dim)):
+        is_kept_before = style.shares == "keys_and_values" and count == core.num_kv_heads
+        for name, width in (("query", query_width), ("key", count * core.qk_head_dim))[: 1 if is_kept_before else 2]:
             if fp32:
                 part += kept(
                     name,
@@ -143,7 +160,8 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
                 )
             by: KeptBy = "fused" if fp32 else "both"
             part += kept(name, width, split="tensor", kernels=kernels, is_turned=style.rotary, by=by)
-        part += kept("value", count * core.v_head_dim, split="tensor", kernels=kernels)
+        if not is_kept_before:
+            part += kept("value", count * core.v_head_dim, split="tensor", kernels=kernels)
     reader = style.projections[-1:]  # fused kernels read their own output too
     part += kept("attention output", output_width, split="tensor", kernels=FUSED_KERNELS)
     if not style.is_gated:
@@ -231,20 +249,28 @@ def _probabilities(num_heads: int, style: AttentionStyle) -> Part:
 
 def _projections(heads: Heads, style: AttentionStyle) -> Part:
     def column(name: str, width: int) -> Part:
-        return linear(name, heads.hidden, width, bias=style.qkv_bias, split="column", input_first=style.input_first)
+        bias = style.qkv_bias and (style.key_bias or style.is_fused or name != style.projections[1])
+        return linear(name, heads.hidden, width, bias=bias, split="column", input_first=style.input_first)
 
     if style.is_fused:
         return column(style.projections[0], heads.query_width + 2 * heads.kv_width)
-    query, key, value, _ = style.projections
-    gates = 2 if style.is_gated else 1
-    return column(query, gates * heads.query_width) + column(key, heads.kv_width) + column(value, heads.kv_width)
+    query, *others = style.readers
+    part = column(query, (2 if style.is_gated else 1) * heads.query_width)
+    for name in others:
+        part += column(name, heads.kv_width)
+    return part
 
 
 def _qk_norms(heads: Heads, style: AttentionStyle) -> Part:
     part = Part()
     if style.qk_norm == "none":
         return part
-    for name, count in zip(style.qk_norm_names, (heads.num_heads, heads.num_kv_heads), strict=True):
+    own = 1 if style.shares == "keys_and_values" else 2
+    if style.norms_values and own == 2:
+        kind: NormKind = "rms_without_weights"
+        part += norm("v_norm", kind, heads.head_dim, groups=heads.num_kv_heads, is_residual=False, split="tensor")
+    counts = (heads.num_heads, heads.num_kv_heads)
+    for name, count in zip(style.qk_norm_names[:own], counts[:own], strict=True):
         if style.qk_norm == "all_heads":
             part += norm(name, style.qk_norm_kind, count * heads.head_dim, is_residual=False, split="tensor")
         elif style.qk_norm == "per_head":

@@ -118,6 +118,14 @@ class ModelConfig:
             raise self._wrong(name, value, "a list of whole numbers")
         return frozenset(value)
 
+    def counts(self, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a list of as many positive whole numbers as `default` has, which an absent or null field means."""
+        _, value = self._find((name,), list(default))
+        is_right = isinstance(value, list) and len(value) == len(default)
+        if not is_right or not all(isinstance(item, int) and item > 0 for item in value):
+            raise self._wrong(name, value, f"a list of {len(default)} positive whole numbers")
+        return tuple(value)
+
     def switches(self, name: str) -> tuple[bool, ...]:
         """Return a list of true and false, or 1 and 0, empty where the field is absent or null."""
         _, value = self._find((name,), [])

@@ -39,7 +39,7 @@ class LayerKind(NamedTuple):
     """What tells one layer of a model from another: its attention window, its feed-forward part, rotary positions.
 
     `indexer` chooses the tokens that a layer attends to. `mixer` stands in the place of attention, `heads` in that of
-    the model's.
+    the model's. `attention` is how the layer writes its attention down where that is not how all do.
     """
 
     feed_forward: Part
@@ -49,6 +49,7 @@ class LayerKind(NamedTuple):
     indexer: Indexer | None = None
     mixer: Mixer | None = None
     heads: Heads | None = None
+    attention: AttentionStyle | None = None
 
 
 class EmbeddingStyle(NamedTuple):
@@ -141,7 +142,7 @@ def _embedding(shape: DecoderShape) -> BlockSpec:
 
 def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> BlockSpec:
     part = Part()
-    style = shape.attention
+    style = kind.attention or shape.attention
     if kind.window is not None and seq_length is not None and seq_length >= kind.window:
         style = style._replace(is_windowed=True)
     style = style._replace(rotary=style.rotary and kind.is_rotary)

@@ -47,8 +47,8 @@ def choose(config: ModelConfig, choice: Choice) -> bool:
 class ModernFamily(NamedTuple):
     """A family whose config uses the field names of Llama's; what differs stands here.
 
-    `head_dim` is the default of that field, None for hidden_size / num_attention_heads; `reads_head_dim` is False where
-    transformers' class does not look at it.
+    `head_dim` is the default of that field, None for hidden_size / num_attention_heads, which may leave a rest where it
+    `rounds_head_dim`; `reads_head_dim` is False where transformers' class does not look at it.
     `kv_heads` is what an absent num_key_value_heads means, None for num_attention_heads.
     `default_dropout` is what absent rates of dropout mean; `drops_attention` is False where the class has none there.
     `parallel` says that attention and MLP read the same norm's output, the first of `norms`.
@@ -66,6 +66,7 @@ class ModernFamily(NamedTuple):
     head_dim: int | None = None
     kv_heads: int | None = None
     reads_head_dim: bool = True
+    rounds_head_dim: bool = False
     qk_norm: tuple[Choice, AttentionStyle] | None = None
     parallel: Choice = False
     tied: bool = False
@@ -143,6 +144,8 @@ def modern_heads(config: ModelConfig, family: ModernFamily, hidden: int) -> Head
     num_kv_heads = config.count("num_key_value_heads", default=num_heads if is_null else family.kv_heads or num_heads)
     head_dim = config.optional_count("head_dim") if family.reads_head_dim else None
     head_dim = head_dim or family.head_dim
+    if head_dim is None and family.rounds_head_dim:
+        head_dim = hidden // num_heads
     if head_dim is None:
         head_dim = config.divide("hidden_size", hidden, "num_attention_heads", num_heads)
     config.divide("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)

@@ -247,6 +247,7 @@ EXPERTS: dict[str, ModernFamily] = {
     ),
     "glm4_moe": ModernFamily(
         kv_heads=8,
+        rounds_head_dim=True,
         qkv_bias=ATTENTION_BIAS,
         qk_norm=(Flag("use_qk_norm", default=False), _PER_HEAD),
         copies_output=True,

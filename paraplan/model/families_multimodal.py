@@ -5,7 +5,7 @@ Shapes and defaults are those of the transformers library's configuration and mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from paraplan.model.families_dense import DENSE
 from paraplan.model.families_experts import EXPERTS, NUM_EXPERTS, QWEN3_MOE, every_mixture_layers
 from paraplan.model.norm import norm
 from paraplan.model.part import Part, kept, linear, weight
+from paraplan.model.sound_encoders import ENCODERS_OF_SOUND
 from paraplan.model.spec import Matmul, ModelSpec
 from paraplan.model.towers import TowerShape, with_tower
 from paraplan.model.vision_encoders import ENCODERS_OF_PICTURES, per_token, two_layers
@@ -28,7 +29,8 @@ Joined = Callable[[ModelConfig, TowerShape, int], TowerShape]
 class MultimodalFamily(NamedTuple):
     """`text` and `vision` are the model types of configs that do not name theirs.
 
-    `join` puts the projector behind the tower, None where that has its own. `tied` is what an absent
+    `join` puts the projector behind the tower, None where that has its own, and `join_sound` that of the tower for
+    sound, which families with an `audio` have where their config describes it. `tied` is what an absent
     `tie_word_embeddings` means, None for what the text model's means.
     """
 
@@ -36,29 +38,41 @@ class MultimodalFamily(NamedTuple):
     vision: str
     join: Joined | None = None
     tied: bool | None = False
+    audio: str | None = None
+    join_sound: Joined | None = None
 
 
 def read_multimodal(config: ModelConfig, family: MultimodalFamily, readers: Mapping[str, Reader]) -> ModelSpec:
-    """Return the language model of a config's `text_config` with the tower of its `vision_config`.
+    """Return the language model of a config's `text_config` with the towers of its `vision_config` and `audio_config`.
 
-    Older files name the fields of the text model beside `vision_config`.
+    Older files name the fields of the text model beside `vision_config`. A tower whose section is null is not there.
     """
-    text, vision = _text(config, family), _section(config, "vision_config", family.vision)
+    text = _text(config, family)
     if text.model_type not in readers:
         raise ModelError(
             f"{config.source}: text_config has model_type={text.model_type!r}, which no reader describes",
             hint="give a factory as file.py:factory",
         )
-    if vision.model_type not in ENCODERS_OF_PICTURES:
-        raise ModelError(
-            f"{config.source}: vision_config has model_type={vision.model_type!r}, which no reader describes",
-            hint="give a factory as file.py:factory",
-        )
     model = readers[text.model_type](text)
-    shape = ENCODERS_OF_PICTURES[vision.model_type](vision)
-    if family.join is not None:
-        shape = family.join(config, shape, model.hidden_size)
-    return with_tower(model, shape).replace(model_type=config.model_type)
+    for name, section, join in _towers(config, family):
+        if section.model_type not in _ENCODERS[name]:
+            raise ModelError(
+                f"{config.source}: {name} has model_type={section.model_type!r}, which no reader describes",
+                hint="give a factory as file.py:factory",
+            )
+        shape = _ENCODERS[name][section.model_type](section)
+        model = with_tower(model, shape if join is None else join(config, shape, model.hidden_size))
+    return model.replace(model_type=config.model_type)
+
+
+_ENCODERS = {"vision_config": ENCODERS_OF_PICTURES, "audio_config": ENCODERS_OF_SOUND}
+
+
+def _towers(config: ModelConfig, family: MultimodalFamily) -> Iterator[tuple[str, ModelConfig, Joined | None]]:
+    if config.fields.get("vision_config", {}) is not None:
+        yield "vision_config", _section(config, "vision_config", family.vision), family.join
+    if family.audio is not None and config.fields.get("audio_config", {}) is not None:
+        yield "audio_config", _section(config, "audio_config", family.audio), family.join_sound
 
 
 def is_described(config: ModelConfig, readers: Mapping[str, Reader]) -> bool:
@@ -66,8 +80,10 @@ def is_described(config: ModelConfig, readers: Mapping[str, Reader]) -> bool:
     family = MULTIMODAL.get(config.model_type)
     if family is None:
         return False
-    vision = _section(config, "vision_config", family.vision)
-    return _text(config, family).model_type in readers and vision.model_type in ENCODERS_OF_PICTURES
+    towers = _towers(config, family)
+    return _text(config, family).model_type in readers and all(
+        section.model_type in _ENCODERS[name] for name, section, _ in towers
+    )
 
 
 def _text(config: ModelConfig, family: MultimodalFamily) -> ModelConfig:
@@ -143,6 +159,23 @@ def _llama4(config: ModelConfig, shape: TowerShape, hidden: int) -> TowerShape:
     return replace(shape, projector=per_token(part, shape.patches_per_token))
 
 
+def _gemma4(config: ModelConfig, shape: TowerShape, hidden: int) -> TowerShape:
+    """Gemma 4's: squares of patches are averaged, then a norm and one product; frames of sound are as they are."""
+    is_sound, name = shape.kind == "audio", "embedding_projection"
+    own = config.section("audio_config" if is_sound else "vision_config")
+    width = own.count("output_proj_dims", default=1536) if is_sound else shape.heads.hidden
+    part = norm("embedding_pre_projection_norm", "rms_without_weights", width)
+    part += kept("projector input", width, num_readers=1, weights_of=(name,)) + linear(name, width, hidden, bias=False)
+    return replace(shape, projector=per_token(part, shape.patches_per_token))
+
+
+def thinker(config: ModelConfig, family: MultimodalFamily, readers: Mapping[str, Reader]) -> ModelSpec:
+    """Return the thinker of a model that also speaks: what is fine-tuned, without the talker behind it."""
+    section = config.section("thinker_config")
+    fields = {**section.fields, "model_type": f"{config.model_type}_thinker"}
+    return read_multimodal(replace(section, fields=fields), family, readers)
+
+
 MULTIMODAL: dict[str, MultimodalFamily] = {
     "qwen2_vl": MultimodalFamily("qwen2_vl_text", "qwen2_vl_vision"),
     "qwen2_5_vl": MultimodalFamily("qwen2_5_vl_text", "qwen2_5_vl_vision"),
@@ -156,6 +189,15 @@ MULTIMODAL: dict[str, MultimodalFamily] = {
     "internvl": MultimodalFamily("qwen2", "internvl_vision", _internvl, tied=True),
     "smolvlm": MultimodalFamily("llama", "smolvlm_vision", _smolvlm),
     "idefics3": MultimodalFamily("llama", "idefics3_vision", _smolvlm),
+    "gemma4": MultimodalFamily(
+        "gemma4_text", "gemma4_vision", _gemma4, tied=True, audio="gemma4_audio", join_sound=_gemma4
+    ),
+    "qwen2_5_omni_thinker": MultimodalFamily(
+        "qwen2_5_omni_text", "qwen2_5_omni_vision_encoder", audio="qwen2_5_omni_audio_encoder"
+    ),
+    "qwen3_omni_moe_thinker": MultimodalFamily(
+        "qwen3_omni_moe_text", "qwen3_omni_moe_vision_encoder", audio="qwen3_omni_moe_audio_encoder"
+    ),
     "glm4v": MultimodalFamily("glm4v_text", "glm4v_vision"),
     "glm4v_moe": MultimodalFamily("glm4v_moe_text", "glm4v_moe_vision"),
 }
@@ -166,7 +208,9 @@ _GLM_BIAS = Flag("attention_bias", default=True)
 TEXT_PARTS: dict[str, ModernFamily] = {
     "qwen2_vl_text": MODERN["qwen2"]._replace(kv_heads=8, reads_head_dim=False),
     "qwen2_5_vl_text": MODERN["qwen2"]._replace(kv_heads=8, reads_head_dim=False),
+    "qwen2_5_omni_text": MODERN["qwen2"]._replace(kv_heads=4, reads_head_dim=False),
     "qwen3_vl_text": MODERN["qwen3"],
+    "qwen3_omni_moe_text": EXPERTS["qwen3_moe"],
     "qwen3_vl_moe_text": EXPERTS["qwen3_moe"]._replace(
         kv_heads=16,
         head_dim=128,

@@ -13,9 +13,10 @@ from paraplan.model.families import MODERN, ModernFamily, read_modern
 from paraplan.model.families_classic import CLASSIC
 from paraplan.model.families_dense import DENSE
 from paraplan.model.families_experts import EXPERTS
+from paraplan.model.families_gemma import gemma4
 from paraplan.model.families_latent import LATENT, LatentFamily, latent_shape
 from paraplan.model.families_linear import LINEAR
-from paraplan.model.families_multimodal import MULTIMODAL, TEXT_PARTS, is_described, read_multimodal
+from paraplan.model.families_multimodal import MULTIMODAL, TEXT_PARTS, is_described, read_multimodal, thinker
 from paraplan.model.spec import ModelSpec
 
 Reader = Callable[[ModelConfig], ModelSpec]
@@ -40,6 +41,7 @@ _TEXT: dict[str, Reader] = {
     **{name: _modern(family) for name, family in (MODERN | DENSE | EXPERTS | LINEAR).items()},
     **{name: _described(describe) for name, describe in CLASSIC.items()},
     **{name: _latent(family) for name, family in LATENT.items()},
+    "gemma4_text": gemma4,
     "t5": t5,
     **ENCODERS,
 }
@@ -50,7 +52,15 @@ def _multimodal(name: str) -> Reader:
     return partial(read_multimodal, family=MULTIMODAL[name], readers=_PARTS)
 
 
-READERS: dict[str, Reader] = _TEXT | {name: _multimodal(name) for name in MULTIMODAL}
+def _speaking(name: str) -> Reader:
+    return partial(thinker, family=MULTIMODAL[f"{name}_thinker"], readers=_PARTS)
+
+
+READERS: dict[str, Reader] = (
+    _TEXT
+    | {name: _multimodal(name) for name in MULTIMODAL}
+    | {name: _speaking(name) for name in ("qwen2_5_omni", "qwen3_omni_moe")}
+)
 """Reader by the `model_type` of a config."""
 
 

@@ -50,7 +50,7 @@ def read_head(config: ModelConfig, style: HeadStyle, vocab_size: int) -> tuple[B
         tied = config.flag("tie_word_embeddings", default=style.tied_by_default)
         part += kept("head input", style.width, split="sequence", num_readers=1)
         part += output_projection(style, vocab_size, tied=tied)
-        if config.model_type == "gemma2" and config.has("final_logit_softcapping"):
+        if config.model_type in ("gemma2", "gemma3n_text", "gemma4_text") and config.has("final_logit_softcapping"):
             part += kept("capped logits", vocab_size, split="tensor")
     elif architecture.endswith("ForSequenceClassification"):
         part += linear("score", style.width, number_of_labels(config), bias=False)

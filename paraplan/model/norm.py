@@ -8,11 +8,19 @@ from paraplan.model.part import KeptBy, Part, kept, weight
 from paraplan.model.spec import ActivationSplit, ElementType, NormOutput
 
 NormKind = Literal[
-    "layer", "layer_without_bias", "layer_without_weights", "layer_in_fp32", "rms", "rms_in_fp32", "rms_t5"
+    "layer",
+    "layer_without_bias",
+    "layer_without_weights",
+    "layer_in_fp32",
+    "rms",
+    "rms_in_fp32",
+    "rms_without_weights",
+    "rms_t5",
 ]
 """layer: torch's LayerNorm. layer_in_fp32: Cohere's, written out in fp32, without bias. rms: Llama's, normalised in
 fp32, scaled in the activations' type. rms_in_fp32: scaled in fp32 too (OLMo 2, gpt-oss; Gemma, by 1 + weight).
-rms_t5: T5's, the mean square in fp32 and the rest in the activations' type."""
+rms_without_weights: as that, not scaled (Gemma 4). rms_t5: T5's, the mean square in fp32, the rest in the activations'
+type."""
 
 # What transformers' code keeps of the norms that torch has no kernel for, each of the input's size:
 # in fp32, and in the activations' type.
@@ -20,6 +28,7 @@ _KEPT_IN_FP32 = {
     "layer_in_fp32": ("centred, squared", "centred", "normalised"),
     "rms": ("input in fp32",),
     "rms_in_fp32": ("input in fp32", "normalised"),
+    "rms_without_weights": ("input in fp32",),
     "rms_t5": ("input in fp32",),
 }
 _KEPT_AS_ACTIVATION = {"rms": ("normalised",), "rms_t5": ("normalised",)}
@@ -28,6 +37,7 @@ _OUTPUTS: dict[NormKind, NormOutput] = {
     "layer_in_fp32": "residual",
     "rms": "weights",
     "rms_in_fp32": "residual",
+    "rms_without_weights": "residual",
     "rms_t5": "weights",
 }
 
@@ -55,7 +65,7 @@ def norm(
     Fused kernels keep the input and one or two statistics.
     """
     part = Part()
-    if kind != "layer_without_weights":
+    if not kind.endswith("_without_weights"):
         part += weight(f"{name}.weight", *(shape or (size,)))
     if kind == "layer":
         part += weight(f"{name}.bias", *(shape or (size,)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd, prod
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field
 
@@ -317,17 +317,6 @@ class ModelSpec(Record):
         """Outputs of the head's widest matmul, 0 where it has none."""
         return max((matmul.n for matmul in self.head.matmuls), default=0)
 
-    def with_vocabulary(self, size: int) -> Self:
-        """Return the model with tables and products of a vocabulary of another `size`."""
-        if not self.vocab_size:
-            return self
-        embedding, head = (_with_vocabulary(block, self.vocab_size, size) for block in (self.embedding, self.head))
-        runs = tuple(
-            run.replace(block=_with_vocabulary(run.block, self.vocab_size, size)) if run.block.kind == "mtp" else run
-            for run in self.runs
-        )
-        return self.replace(vocab_size=size, embedding=embedding, head=head, runs=runs)
-
     @property
     def num_blocks(self) -> int:
         """Number of repeated blocks (transformer layers), embedding and head not counted."""
@@ -377,25 +366,3 @@ class ModelSpec(Record):
                 frozen += 2 * block.index_scores.flops_per_token(seq_length)
             total += count * (3 * forward - frozen if block.has_backward else forward)
         return total
-
-
-def _with_vocabulary(block: BlockSpec, old: int, new: int) -> BlockSpec:
-    def kept(tensors: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
-        return tuple(one.replace(elements_per_token=new) if one.elements_per_token == old else one for one in tensors)
-
-    before = block.before_freezing
-    return block.replace(
-        parameters=tuple(_resized(one, old, new) for one in block.parameters),
-        matmuls=tuple(one.replace(n=new) if one.n == old and one.split == "column" else one for one in block.matmuls),
-        saved=kept(block.saved),
-        saved_fused=kept(block.saved_fused),
-        before_freezing=None if before is None else _with_vocabulary(before, old, new),
-    )
-
-
-def _resized(parameter: Parameter, old: int, new: int) -> Parameter:
-    where, frozen = parameter.tp_dim, parameter.frozen_bytes
-    if where is None or parameter.shape[where] != old:
-        return parameter
-    shape = (*parameter.shape[:where], new, *parameter.shape[where + 1 :])
-    return parameter.replace(shape=shape, frozen_bytes=None if frozen is None else frozen * new / old)

@@ -46,7 +46,7 @@ class TowerShape:
     depth: int
     attention: AttentionStyle
     norm_kind: NormKind
-    norms: tuple[str, str]
+    norms: tuple[str, ...]
     mlp: Part
     patches: Part
     projector: Part
@@ -60,13 +60,15 @@ class TowerShape:
 def with_tower(model: ModelSpec, shape: TowerShape) -> ModelSpec:
     """Return the model with a tower: its weights beside the embedding's, its work for each patch apart."""
     layer = attention(shape.heads, shape.attention) + shape.mlp
+    own = "" if shape.kind == "image" else f"{shape.kind}."
     for name in shape.norms:
         layer += norm(name, shape.norm_kind, shape.heads.hidden)
+    tower, projector = f"{TOWER}{own}", f"{PROJECTOR}{own}"
     parameters = [
-        *_parameters(shape.patches, TOWER),
-        *(one for index in range(shape.depth) for one in _parameters(layer, f"{TOWER}layers.{index}.")),
-        *_parameters(shape.after, TOWER),
-        *_parameters(shape.projector, PROJECTOR),
+        *_parameters(shape.patches, tower),
+        *(one for index in range(shape.depth) for one in _parameters(layer, f"{tower}layers.{index}.")),
+        *_parameters(shape.after, tower),
+        *_parameters(shape.projector, projector),
     ]
     embedding = model.embedding.replace(parameters=(*model.embedding.parameters, *parameters))
     count = shape.depth

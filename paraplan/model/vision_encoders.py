@@ -1,4 +1,4 @@
-"""Encoders of pictures: SigLIP, CLIP, Pixtral's, InternVL's, Llama 4's, and those of Qwen-VL and GLM-V.
+"""Encoders of pictures: SigLIP, CLIP, Pixtral's, InternVL's, Llama 4's, Gemma 4's, and those of Qwen-VL and GLM-V.
 
 Shapes and defaults are those of the transformers library's configuration and model classes, read in version 5.24.
 """
@@ -12,6 +12,7 @@ from math import prod
 from paraplan.errors import ModelError
 from paraplan.model.attention import AttentionStyle, Heads
 from paraplan.model.config_file import ModelConfig
+from paraplan.model.families import FOUR_NORMS
 from paraplan.model.feed_forward import MlpStyle, mlp
 from paraplan.model.norm import NormKind, norm
 from paraplan.model.part import Part, kept, linear, weight
@@ -324,6 +325,28 @@ def glm4v(config: ModelConfig) -> TowerShape:
     )
 
 
+def gemma4(config: ModelConfig) -> TowerShape:
+    """Gemma 4's: a table of positions each way, norms before and behind attention and MLPs; squares are averaged."""
+    hidden, inner = config.count("hidden_size", default=768), config.count("intermediate_size", default=3072)
+    pixels = 3 * config.count("patch_size", default=16) ** 2
+    patches = kept("pixels", pixels, weights_of=("input_proj",)) + linear("input_proj", pixels, hidden, bias=False)
+    patches += weight("position_embedding_table", 2, config.count("position_embedding_size", default=10240), hidden)
+    heads, kv_heads = (config.count(name, default=12) for name in ("num_attention_heads", "num_key_value_heads"))
+    merge = config.count("pooling_kernel_size", default=3) ** 2
+    style = MlpStyle(_GATED, config.text("hidden_activation", default="gelu_pytorch_tanh"), is_gated=True)
+    return TowerShape(
+        heads=Heads(hidden, heads, kv_heads, config.count("head_dim", default=64)),
+        depth=config.layers("num_hidden_layers", default=16),
+        attention=AttentionStyle(_LLAMA, qk_norm="per_head", qk_norm_kind="rms_in_fp32", norms_values=True),
+        norm_kind="rms_in_fp32",
+        norms=FOUR_NORMS,
+        mlp=mlp(hidden, inner, style),
+        patches=patches,
+        projector=Part(),
+        patches_per_token=float(merge),
+    )
+
+
 def _with_merger(
     shape: TowerShape, config: ModelConfig, output: int, names: tuple[str, str], norm_name: str
 ) -> TowerShape:
@@ -346,7 +369,10 @@ ENCODERS_OF_PICTURES: dict[str, Callable[[ModelConfig], TowerShape]] = {
     "llama4_vision_model": llama4,
     "qwen2_vl_vision": qwen2_vl,
     "qwen2_5_vl_vision": qwen2_5_vl,
+    "qwen2_5_omni_vision_encoder": qwen2_5_vl,
+    "qwen3_omni_moe_vision_encoder": qwen3_vl,
     **dict.fromkeys(("qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), qwen3_vl),
+    "gemma4_vision": gemma4,
     **dict.fromkeys(("glm4v_vision", "glm4v_moe_vision"), glm4v),
 }
 """Encoder by the `model_type` of a `vision_config`."""

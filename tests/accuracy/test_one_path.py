@@ -17,6 +17,7 @@ from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.model.named import known_configs
+from paraplan.model.vocabulary import with_vocabulary
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stack import StackSettings
@@ -110,10 +111,10 @@ def test_a_framework_that_pads_the_vocabulary_is_planned_so() -> None:
 
 def test_a_model_of_another_vocabulary_differs_in_its_tables_and_products_alone() -> None:
     model = paraplan.load_model("gpt2")
-    wider = model.with_vocabulary(50304)
+    wider = with_vocabulary(model, 50304)
     assert wider.parameters.total - model.parameters.total == 47 * 768
     assert (wider.vocabulary, wider.runs) == (50304, model.runs)
-    assert wider.with_vocabulary(50257) == model
+    assert with_vocabulary(wider, 50257) == model
 
 
 def test_settings_are_read_from_words_and_written_so() -> None:

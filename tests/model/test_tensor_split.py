@@ -97,3 +97,12 @@ def test_shared_heads_of_keys_are_kept_once_a_rank_and_their_projections_gathere
         assert sizes[1] == {name: count * 256 for name, count in (heads | {"key": 8, "value": 8}).items()}
         assert after.block.gathered_per_token == projected_width(before.block) == (2 * 24 + 2 * 4) * 256
         assert after.block.parameters == before.block.parameters
+
+
+def test_heads_that_leave_a_rest_are_rounded_as_the_class_rounds_them() -> None:
+    fields = random_config("glm4_moe", 0) | {"hidden_size": 128, "num_attention_heads": 12, "num_key_value_heads": 2}
+    fields.pop("head_dim")
+    model = read_fields(ModelConfig("glm4_moe", fields))
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    assert model.parameters.total == sum(one.numel() for one in built.parameters())

@@ -10,6 +10,7 @@ from paraplan.cost.blocks.saved_tensors import Shardings
 from paraplan.cost.plan_table import Ints
 from paraplan.cost.workload import Workload
 from paraplan.model.tensor_split import with_key_heads
+from paraplan.model.vocabulary import with_vocabulary
 
 
 def variants(workload: Workload, columns: Sequence[Ints], missing: Ints) -> Iterator[tuple[Ints, Workload]]:
@@ -22,7 +23,7 @@ def variants(workload: Workload, columns: Sequence[Ints], missing: Ints) -> Iter
         alike = missing[(vocabularies == vocabulary) & (is_compiled == compiled) & (heads == key_heads)]
         variant = workload if compiled == workload.training.compiled else workload.uncompiled()
         if vocabulary != workload.model.vocab_size:
-            variant = replace(variant, model=variant.model.with_vocabulary(vocabulary))
+            variant = replace(variant, model=with_vocabulary(variant.model, vocabulary))
         if key_heads > 1:
             variant = replace(variant, model=with_key_heads(variant.model, key_heads))
         yield alike, variant
