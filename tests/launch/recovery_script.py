@@ -40,7 +40,7 @@ model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(dropout), nn.Tanh(), nn.Line
 engine = job.prepare(
     model,
     loss_fn=nn.functional.mse_loss,
-    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     example_inputs=torch.ones(2, 16),
     verify="off",  # losses are compared with those of a job that nothing disturbs
 )

@@ -75,7 +75,7 @@ def test_a_checkpoint_that_is_newer_than_the_copy_is_taken(
 def test_what_an_optimizer_begins_to_keep_later_is_in_the_copies(
     launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:
-    text = SCRIPT.replace("torch.optim.AdamW(parameters, lr=1e-2)", "torch.optim.SGD(parameters, lr=1e-2)")
+    text = SCRIPT.replace("torch.optim.AdamW(parameters, lr=1e-2, fused=True)", "torch.optim.SGD(parameters, lr=1e-2)")
     later = "engine.optimizer.param_groups[0]['momentum'] = 0.9 * (engine.num_steps > 2)"
     path = script(text.replace("loss = engine", f"{later}; loss = engine"))
     words = ("--no-logs", "--max-restarts", 1, path, f"folder={tmp_path / 'none'}", "steps=9")

@@ -71,7 +71,7 @@ def loss_fn(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=1e-3)
+    return torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=1e-3, fused=True)
 
 
 def tokens() -> torch.Tensor:
@@ -287,6 +287,7 @@ def in_groups(parameters: Any) -> torch.optim.Optimizer:
             {"params": [one for _, one in named if one.ndim < 2], "lr": 5e-3, "weight_decay": 0.0},
         ],
         weight_decay=0.3,
+        fused=True,
         eps=1e-4,  # rounding of gradients near 0 would decide their sign
     )
 
@@ -323,7 +324,7 @@ def trained_by_turns(plan: ParallelPlan) -> tuple[list[float], Gradients, list[l
             plan,
             adapted(),
             optimizer=lambda given: torch.optim.AdamW(
-                [one for one in given if one.requires_grad], lr=1e-3, weight_decay=0.3, eps=1e-4
+                [one for one in given if one.requires_grad], lr=1e-3, weight_decay=0.3, eps=1e-4, fused=True
             ),
             max_grad_norm=0.05,
         )

@@ -33,7 +33,7 @@ PLANS = {
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
 
 
 def model_of(seed: int) -> nn.Module:

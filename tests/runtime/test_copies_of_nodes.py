@@ -25,7 +25,7 @@ def prepared(job: runtime.Job, folder: str) -> tuple[Engine, bool]:
     engine = job.prepare(
         model,
         loss_fn=loss_fn,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
         verify="off",  # trainings without and with a loss are compared
         example_inputs=torch.zeros(2, TOKENS, dtype=torch.long),
     )

@@ -50,7 +50,7 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
 
 
 def example() -> torch.Tensor:

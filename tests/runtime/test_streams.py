@@ -252,7 +252,7 @@ def train_on_a_stream(plan: ParallelPlan | None) -> list[float]:
         engine = job.prepare(
             Transformer(num_layers=2),
             loss_fn=loss_fn,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True),
             example_inputs=torch.zeros(2, TOKENS, dtype=torch.long),
         )
         batches = job.shard(Pairs(), batch_size=GLOBAL_BATCH, epochs=2, drop_last=False)

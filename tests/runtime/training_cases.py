@@ -274,7 +274,11 @@ def train(
         model,
         loss_fn=loss_fn,
         optimizer=lambda parameters: torch.optim.AdamW(
-            [parameter for parameter in parameters if parameter.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0.1
+            [parameter for parameter in parameters if parameter.requires_grad],
+            lr=1e-2,
+            eps=1e-4,
+            weight_decay=0.1,
+            fused=True,
         ),
         max_grad_norm=max_grad_norm,
         verify="off",  # the comparison with one process is the test
