@@ -19,12 +19,12 @@ FIRST = ROOT / "profiles" / "first_predictions.csv"
 
 
 def main() -> None:
-    """Append the predictions of all rows of `profiles/runs` that have none yet."""
+    """Append the predictions of the tables of `profiles/runs` that have none yet."""
     tables = {path.name: path.read_text() for path in sorted((ROOT / "profiles" / "runs").glob("*.csv"))}
     with FIRST.open(newline="") as file:
         known = {row["id"] for row in csv.DictReader(file)}
-    new = {name: text for name, text in tables.items() if not known.issuperset(ids_of(text))}
-    rows = [row for _, row in validate(new, everything=True).rows if row.id not in known and row.skipped is None]
+    new = {name: text for name, text in tables.items() if known.isdisjoint(ids_of(text))}
+    rows = [row for _, row in validate(new, everything=True).rows if row.skipped is None]
     with FIRST.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         for row in rows:
