@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
+from typing import Literal
 
 from marked import TextOf, between
 
@@ -24,14 +25,15 @@ from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
 from paraplan.accuracy.ranges import (
     SHARE,
     AccuracyTable,
+    Errors,
     Evidence,
     MemoryRisk,
+    Peak,
     Ratio,
-    coverage_by_evidence,
     errors_by_evidence,
     evidence_of,
 )
-from paraplan.accuracy.run_prediction import RunPrediction
+from paraplan.accuracy.run_prediction import PEAKS, RunPrediction
 from paraplan.accuracy.run_workload import BundledData, workload_of_run
 from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore, outcomes
 from paraplan.api.validation import Row
@@ -45,7 +47,10 @@ RUNS = README.parent / "profiles" / "runs"
 KNOWN = tuple(path for path in sorted((RUNS / "known").glob("*.csv")) if path.stem not in ("fine_tuning", "peft"))
 """Tables of sources that were there while the cost model was made."""
 KNOWN_FINE_TUNING = tuple(RUNS / "known" / f"{name}.csv" for name in ("fine_tuning", "peft"))
-LATER = tuple(RUNS / f"{name}_sources.csv" for name in ("later", "newest", "blind", "second_blind", "third_blind"))
+LATER = tuple(
+    RUNS / f"{name}_sources.csv"
+    for name in ("later", "newest", "blind", "second_blind", "third_blind", "fourth_blind", "fifth_blind")
+)
 LATER_FINE_TUNING = RUNS / "later_fine_tuning.csv"
 FIRST = RUNS.parent / "first_predictions.csv"
 ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
@@ -78,15 +83,15 @@ def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, Ac
 
 def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
     """Return what ranges and risks are made of, from the runs of all tables beside their predictions."""
-    timed = [row for _, row in rows if row.step_time_error is not None and row.is_known_framework]
+    timed = [row for _, row in rows if row.step_time_error is not None]
     by_source = {source: [row for row in timed if row.source == source] for source in {row.source for row in timed}}
-    first, poor = first_step_times(), poor_rows((*LATER, LATER_FINE_TUNING))
+    first, poor = first_predictions("step_time_s"), poor_rows((*LATER, LATER_FINE_TUNING))
     ratios = list[tuple[Evidence, Ratio]]()
     for source, own in by_source.items():
         measured = measured_on(row for row in timed if row.source != source)
         for row in (row for row in own if row.id in first and row.id not in poor):
             assert row.measured_step_time_s is not None
-            kind = evidence_of(row.framework_profile, row.gpu_profile, measured)
+            kind = evidence_of(row.framework_profile if row.is_known_framework else "", row.gpu_profile, measured)
             ratios.append((kind, (source, row.measured_step_time_s / first[row.id])))
     ended = outcomes(rows)
     shares = [
@@ -97,26 +102,41 @@ def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
     return AccuracyTable(
         measured=measured_on(timed),
         step_time=errors_by_evidence(ratios),
+        memory=memory_errors(row for _, row in rows if row.id not in poor),
         memory_risk=MemoryRisk.of([(share, failed) for share, failed in shares if share is not None]),
-        coverage=coverage_by_evidence(ratios),
     )
 
 
 def measured_on(rows: Iterable[RunPrediction]) -> dict[str, dict[str, int]]:
-    """Return by framework the GPUs on which its step times were measured, with the number of sources."""
+    """Return by framework the GPUs on which its step times were measured, with the number of sources.
+
+    Frameworks that no profile describes stand together as `other`, which is no name of one.
+    """
     sources: dict[str, dict[str, set[str]]] = {}
     for row in rows:
-        sources.setdefault(row.framework_profile, {}).setdefault(row.gpu_profile, set()).add(row.source)
+        sources.setdefault(row.framework_profile if row.is_known_framework else "other", {}).setdefault(
+            row.gpu_profile, set()
+        ).add(row.source)
     return {
         framework: {gpu: len(found) for gpu, found in sorted(gpus.items())}
         for framework, gpus in sorted(sources.items())
     }
 
 
-def first_step_times() -> dict[str, float]:
-    """Return the first predictions of step times by row, of sources that were written down before."""
+def memory_errors(rows: Iterable[RunPrediction]) -> dict[Peak, Errors]:
+    """Return the errors of first predictions of peaks, by what was read."""
+    first, ratios = first_predictions("peak_memory_bytes"), dict[Peak, list[Ratio]]()
+    for row in rows:
+        if row.memory_reading and row.measured_peak_memory_bytes and row.id in first:
+            ratio = row.measured_peak_memory_bytes / first[row.id]
+            ratios.setdefault(PEAKS[row.memory_reading], []).append((row.source, ratio))
+    return {kind: Errors.of(ratios[kind]) for kind in sorted(ratios)}
+
+
+def first_predictions(column: Literal["step_time_s", "peak_memory_bytes"]) -> dict[str, float]:
+    """Return the first predictions by row, of sources that were written down before."""
     with FIRST.open(newline="") as file:
-        return {row["id"]: float(row["step_time_s"]) for row in csv.DictReader(file) if row["step_time_s"]}
+        return {row["id"]: float(row[column]) for row in csv.DictReader(file) if row[column]}
 
 
 def poor_rows(files: Iterable[Path]) -> set[str]:
@@ -174,12 +194,6 @@ def ids_of_mixtures() -> set[str]:
 
 def range_sentence(accuracy: AccuracyTable) -> str:
     """Return in words how wide ranges are, and what they hold of sources left out."""
-    rows = []
-    for kind, errors in accuracy.step_time.items():
-        low, high = errors.range
-        held = accuracy.coverage.get(kind)
-        shares = f"{held.rows:.0%} | {held.sources:.0%}" if held else "- | -"
-        rows.append(f"| {kind} | {low - 1:+.0%} to {high - 1:+.0%} | {errors.rows} | {errors.sources} | {shares} |")
     return "\n".join(
         [
             f"Step times are told with a range that is to hold {SHARE:.0%} of runs, by what published runs say of this",
@@ -187,10 +201,22 @@ def range_sentence(accuracy: AccuracyTable) -> str:
             "from first predictions, each source with the same weight; what they hold is told of sources left out.\n",
             "| this framework on this GPU | range | runs | sources | runs held | mean of sources |",
             "| --- | --: | --: | --: | --: | --: |",
-            *rows,
+            *(range_row(kind, errors) for kind, errors in accuracy.step_time.items()),
+            "",
+            "A class of which few sources or none are known has the range of the one before.\n",
+            "Peaks, by what is read:\n",
+            "| peak | range | runs | sources | runs held | mean of sources |",
+            "| --- | --: | --: | --: | --: | --: |",
+            *(range_row(reading, errors) for reading, errors in accuracy.memory.items()),
             "",
         ]
     )
+
+
+def range_row(name: str, errors: Errors) -> str:
+    """Return one range as a row of Markdown."""
+    shares = f"{errors.held_rows:.0%} | {errors.held_sources:.0%}"
+    return f"| {name} | {errors.low - 1:+.0%} to {errors.high - 1:+.0%} | {errors.rows} | {errors.sources} | {shares} |"
 
 
 def fits_sentence(fits: FitScore) -> str:
@@ -239,7 +265,7 @@ def cells(row: ErrorSummary) -> str:
 def summary(scores: Sequence[Score], sweeps: str, accuracy: AccuracyTable) -> str:
     """Return the five lines that say most."""
     step, peak = scores[0], scores[1]
-    held = {kind: each.sources for kind, each in accuracy.coverage.items()}
+    held = {kind: each.held_sources for kind, each in accuracy.step_time.items()}
     fits = next(line for line in sweeps.splitlines() if line.startswith("Fits or not"))
     return "\n".join(
         [

@@ -6,8 +6,8 @@ from typing import get_args
 
 from paraplan.accuracy.fine_tuning import has_only_modelled_features, is_fine_tuning
 from paraplan.accuracy.measured_runs import MeasuredRun
-from paraplan.accuracy.ranges import out_of_memory_risk, step_range
-from paraplan.accuracy.run_prediction import MemoryReading, RunPrediction
+from paraplan.accuracy.ranges import memory_range, out_of_memory_risk, step_range
+from paraplan.accuracy.run_prediction import PEAKS, MemoryReading, RunPrediction
 from paraplan.cost.estimate import PlanEstimate, allocator_holds, evaluate_plan
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
@@ -43,6 +43,7 @@ def predict_run(
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
     reading = _reading(run.memory_metric)
     predicted_bytes = _as_read(estimate, workload, reading, run.memory_rank)
+    peaks = memory_range(workload, predicted_bytes, PEAKS[reading])
     step_s, likely = estimate.step.step_time_s, step_range(workload, estimate, is_known_framework=is_known_framework)
     return RunPrediction(
         id=run.id,
@@ -65,6 +66,8 @@ def predict_run(
         predicted_fits=allocator_holds(workload, estimate),
         predicted_step_time_low_s=likely.low_s if likely else None,
         predicted_step_time_high_s=likely.high_s if likely else None,
+        predicted_peak_memory_low_bytes=peaks[0] if peaks else None,
+        predicted_peak_memory_high_bytes=peaks[1] if peaks else None,
         evidence=likely.evidence if likely else None,
         allocator_share=estimate.cached_device_bytes / workload.cluster.gpu_memory_bytes,
         out_of_memory_risk=out_of_memory_risk(workload, estimate),

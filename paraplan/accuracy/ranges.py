@@ -28,7 +28,11 @@ SHARE = 0.8
 Evidence = Literal["measured", "partly measured", "not measured"]
 """Whether published runs measured a framework on a GPU, one of the two (or both, apart), or neither."""
 
-_QUANTILES = 101
+Peak = Literal["allocated", "reserved", "device"]
+"""Where a peak is read: of tensors, of torch's allocator, of the whole GPU."""
+
+_TAILS = tuple(round(0.005 * step, 3) for step in range(14, 25))
+"""Shares of runs beyond each end of a range that are tried: ends made of few sources hold less than they promise."""
 _FEWEST_SOURCES = 8
 """With fewer sources the ends of a range would be those of one or two: the class with more evidence is joined."""
 
@@ -40,40 +44,61 @@ Ratio = tuple[str, float]
 
 
 class Errors(Record):
-    """Measured divided by predicted, over runs of which each source weighs the same, whatever its rows."""
+    """What predictions are multiplied by to hold `SHARE` of runs, each source with the same weight, whatever its rows.
+
+    The ends are quantiles of measured / predicted, equal shares beyond each: as many as make ranges without a source
+    hold `SHARE` of its runs, counted by rows and by sources.
+    """
 
     rows: int
     """Runs."""
     sources: int
     """Their sources."""
-    quantiles: tuple[float, ...]
-    """From the least ratio to the largest, in equal steps of share."""
+    low: float
+    """The lower end."""
+    high: float
+    """The upper end."""
+    held_rows: float
+    """The share of runs in ranges that were made without their source."""
+    held_sources: float
+    """The mean over sources of this share."""
 
     @classmethod
     def of(cls, ratios: Sequence[Ratio]) -> Self:
-        """Return the errors of some runs, at least one."""
+        """Return the range of some runs, of at least two sources."""
         counts = Counter(source for source, _ in ratios)
-        values = np.array([value for _, value in ratios])
-        weights = np.array([1 / counts[source] for source, _ in ratios])
-        order = np.argsort(values)
-        reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
-        found = np.exp(np.interp(np.linspace(0, 1, _QUANTILES), reached, np.log(values[order])))
-        return cls(rows=len(ratios), sources=len(counts), quantiles=tuple(round(float(value), 4) for value in found))
+        held = {tail: list[float]() for tail in _TAILS}
+        for source in counts:
+            own = np.array([value for name, value in ratios if name == source])
+            for tail, (low, high) in _ends([each for each in ratios if each[0] != source]).items():
+                held[tail].append(float(np.mean((low <= own) & (own <= high))))
+        shares = {
+            tail: (float(np.average(means, weights=list(counts.values()))), float(np.mean(means)))
+            for tail, means in held.items()
+        }
+        tail = min(_TAILS, key=lambda tail: abs(sum(shares[tail]) / 2 - SHARE))
+        low, high = (round(float(end), 3) for end in _ends(ratios)[tail])
+        by_rows, by_sources = (round(share, 3) for share in shares[tail])
+        return cls(
+            rows=len(ratios), sources=len(counts), low=low, high=high, held_rows=by_rows, held_sources=by_sources
+        )
 
     @property
     def range(self) -> tuple[float, float]:
-        """What a prediction is multiplied by to hold `SHARE` of runs, as many below as above."""
-        tail = round((1 - SHARE) / 2 * (_QUANTILES - 1))
-        return self.quantiles[tail], self.quantiles[-1 - tail]
+        """Both ends."""
+        return self.low, self.high
 
 
-class Coverage(Record):
-    """How many runs lie in ranges that were made without their source."""
-
-    rows: float
-    """The share of runs."""
-    sources: float
-    """The mean over sources of this share."""
+def _ends(ratios: Sequence[Ratio]) -> dict[float, tuple[float, float]]:
+    """Return the ends of the range by the share of runs beyond each."""
+    counts = Counter(source for source, _ in ratios)
+    values = np.array([value for _, value in ratios])
+    weights = np.array([1 / counts[source] for source, _ in ratios])
+    order = np.argsort(values)
+    reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    wanted = np.array([(tail, 1 - tail) for tail in _TAILS])
+    found = np.exp(np.interp(wanted, reached, np.log(values[order])))
+    return {tail: (float(low), float(high)) for tail, (low, high) in zip(_TAILS, found, strict=True)}
 
 
 class MemoryRisk(Record):
@@ -121,10 +146,10 @@ class AccuracyTable(Record):
     """By framework the GPUs on which its step times were measured, with the number of sources."""
     step_time: dict[Evidence, Errors]
     """Of step times."""
+    memory: dict[Peak, Errors]
+    """Of peaks, by what is read."""
     memory_risk: MemoryRisk
     """Of running out of memory."""
-    coverage: dict[Evidence, Coverage]
-    """Of the ranges of step times."""
 
 
 class StepRange(Record):
@@ -166,24 +191,6 @@ def errors_by_evidence(ratios: Iterable[tuple[Evidence, Ratio]]) -> dict[Evidenc
     return found
 
 
-def coverage_by_evidence(ratios: Sequence[tuple[Evidence, Ratio]]) -> dict[Evidence, Coverage]:
-    """Return how many runs of each source lie in ranges made from the other sources."""
-    held: dict[Evidence, dict[str, list[bool]]] = {}
-    for left_out in sorted({source for _, (source, _) in ratios}):
-        table = errors_by_evidence(each for each in ratios if each[1][0] != left_out)
-        for kind, (source, ratio) in ratios:
-            if source == left_out and kind in table:
-                low, high = table[kind].range
-                held.setdefault(kind, {}).setdefault(source, []).append(low <= ratio <= high)
-    return {kind: _coverage(by_source) for kind, by_source in held.items()}
-
-
-def _coverage(held: Mapping[str, Sequence[bool]]) -> Coverage:
-    rows = [each for runs in held.values() for each in runs]
-    means = [float(np.mean(runs)) for runs in held.values()]
-    return Coverage(rows=round(float(np.mean(rows)), 3), sources=round(float(np.mean(means)), 3))
-
-
 @cache
 def load_accuracy() -> AccuracyTable:
     """Return the table that comes with paraplan. Raises `ProfileError` for a damaged installation."""
@@ -216,6 +223,14 @@ def step_range(workload: Workload, estimate: PlanEstimate, *, is_known_framework
     )
 
 
+def memory_range(workload: Workload, peak_bytes: float, reading: Peak) -> tuple[int, int] | None:
+    """Return between what a measured peak would lie in `SHARE` of cases; None for CPUs."""
+    if workload.cluster.gpu.vendor == "cpu":
+        return None
+    low, high = load_accuracy().memory[reading].range
+    return round(low * peak_bytes), round(high * peak_bytes)
+
+
 def _in_words(workload: Workload, table: AccuracyTable) -> str:
     """Return what was measured of the framework and the GPU."""
     title, gpu = workload.framework.title, workload.cluster.gpu.name
@@ -230,7 +245,11 @@ def _in_words(workload: Workload, table: AccuracyTable) -> str:
             if is_known_gpu
             else f"{title} was measured, not this GPU"
         )
-    return f"this GPU was measured, not {title}" if is_known_gpu else f"neither {title} nor this GPU was measured"
+    return (
+        f"this GPU was measured, not {title}"
+        if is_known_gpu
+        else f"neither {title} nor this GPU was measured, it may be wider"
+    )
 
 
 def out_of_memory_risk(workload: Workload, estimate: PlanEstimate) -> float | None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from paraplan.accuracy.ranges import Evidence
+from paraplan.accuracy.ranges import Evidence, Peak
 from paraplan.records import Record
 
 MemoryReading = Literal["max_allocated", "max_reserved", "allocated or reserved", "nvidia-smi", "not stated"]
+
+PEAKS: dict[MemoryReading, Peak] = {
+    "max_allocated": "allocated",
+    "max_reserved": "reserved",
+    "allocated or reserved": "reserved",
+    "nvidia-smi": "device",
+    "not stated": "device",
+}
+"""What is predicted of each reading."""
 
 
 class RunPrediction(Record):
@@ -41,6 +50,9 @@ class RunPrediction(Record):
     predicted_step_time_low_s: float | None = None
     """What 80 % of runs took no less and no more than, as `paraplan estimate` tells it."""
     predicted_step_time_high_s: float | None = None
+    predicted_peak_memory_low_bytes: int | None = None
+    """What 80 % of peaks of this reading were no less and no more than."""
+    predicted_peak_memory_high_bytes: int | None = None
     evidence: Evidence | None = None
     """What was measured of this framework on this GPU; an unknown framework was not."""
     allocator_share: float | None = None

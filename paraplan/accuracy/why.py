@@ -16,6 +16,7 @@ from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of
 from paraplan.cost.plan_table import Floats
 from paraplan.cost.workload import Workload
 from paraplan.plan.memory_record import MEMORY_PARTS
+from paraplan.progress import is_stopped, say
 from paraplan.records import Record
 
 MOST_RUNS = 24
@@ -84,11 +85,14 @@ def source_factors(
 ) -> list[SourceFactors]:
     """Return by source what each factor would make of its step times and of its peaks; one that was not measured not.
 
-    `most_runs` of a source are looked at, spread evenly over its rows. Raises `ParaplanError` for runs that cannot be
-    predicted.
+    `most_runs` of a source are looked at, spread evenly over its rows. Where the work is stopped, the sources so far
+    are returned. Raises `ParaplanError` for runs that cannot be predicted.
     """
-    found = []
-    for source in sorted({run.source for run in runs}):
+    found, sources = list[SourceFactors](), sorted({run.source for run in runs})
+    for number, source in enumerate(sources):
+        if is_stopped():
+            break
+        say(f"scaling one factor after the other, {source}, {number} of {len(sources)} sources")
         own = [run for run in runs if run.source == source]
         if timed := _spread([run for run in own if run.measured_step_time_s is not None], most_runs):
             found.append(step_time_factors(source, [_priced(run, data, calibration) for run in timed]))

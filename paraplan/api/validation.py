@@ -19,7 +19,7 @@ from paraplan.accuracy.scoring import FitScore, Score, SweepScore, score, score_
 from paraplan.accuracy.why import SourceFactors, source_factors
 from paraplan.errors import ParaplanError
 from paraplan.model.named import known_configs
-from paraplan.progress import doing, say
+from paraplan.progress import doing, say, stoppable
 
 Row = tuple[MeasuredRun | UnusableRow, RunPrediction]
 
@@ -87,9 +87,12 @@ class Validation:
         return score_fits(self.rows)
 
     def factors(self) -> list[SourceFactors]:
-        """Return which one factor would explain most of the errors of each source that is scored."""
+        """Return which one factor would explain most of the errors of each source that is scored.
+
+        Ctrl-C on a terminal ends it with the sources so far.
+        """
         runs = [entry for entry, _ in self.scored.rows if isinstance(entry, MeasuredRun)]
-        with doing("scaling one factor after the other"):
+        with doing("scaling one factor after the other"), stoppable():
             return source_factors(runs, BundledData(configs=known_configs()), calibration=self.calibration)
 
     def to_dict(self) -> dict[str, Any]:

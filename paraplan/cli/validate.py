@@ -15,6 +15,7 @@ from paraplan.cli.options import CalibrationOption, JsonOption
 from paraplan.cli.terminal import make_console, show_note
 from paraplan.cli.validate_tables import print_factors, print_fits, print_scores, print_skipped, print_sweeps
 from paraplan.errors import PlanError
+from paraplan.progress import is_stopped
 
 app = typer.Typer(add_completion=False)
 
@@ -41,22 +42,28 @@ def validate(
     8 GPUs a node with NVLink where the GPU has it, the shapes of the bundled model of that name or a vocabulary of
     50304; no recompute if that fits, else full; of a batch that is not stated only the memory is compared. Rows are
     priced as paraplan estimate prices the same settings. Without --calibration nothing is fitted.
-    --why multiplies constants and parts of the estimates one by one by 1/4 to 4, over up to 32 rows of each source.
+    --json has of each row its prediction, the range of this (predicted_step_time_low_s and _high_s, the same of peaks),
+    what published runs say of its framework on its GPU (evidence), and the risk that it runs out of memory
+    (out_of_memory_risk).
+    --why multiplies constants and parts of the estimates one by one by 1/4 to 4, over up to 24 rows of each source;
+    Ctrl-C ends it with the sources so far.
     """
     tables = {str(path): _text(path) for path in files}
     fitted = load_calibration(calibration) if calibration else None
     found = validate_runs(tables, calibration=fitted, everything=everything)
-    factors = found.factors() if why else []
     for source, columns in found.unread.items():
         names = [f"{name} (did you mean {near}?)" if near else name for name, near in columns.items()]
         show_note(f"nothing is read from these columns of {source}: {', '.join(names)}")
     if as_json:
-        explained = {"why": [one.model_dump() for one in factors]} if why else {}
+        explained = {"why": [one.model_dump() for one in found.factors()]} if why else {}
         typer.echo(json.dumps(found.to_dict() | explained, indent=2))
         return
     _print(found)
     if why:
+        factors = found.factors()
         print_factors(make_console(), factors)
+        if is_stopped():
+            show_note(f"stopped after {len({one.source for one in factors})} sources")
 
 
 def _text(path: Path) -> str:

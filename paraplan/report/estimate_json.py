@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paraplan.accuracy.ranges import out_of_memory_risk, step_range
+from paraplan.accuracy.ranges import Peak, memory_range, out_of_memory_risk, step_range
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.capacity import largest_layer, what_fits
 from paraplan.cost.communication.exchanges import routed_matmul
@@ -90,6 +90,10 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
     parameters, cluster = workload.model.parameters, workload.cluster
     likely = step_range(workload, estimate)
     padded, packed = samples_rates(workload, estimate)
+    peaks: dict[Peak, int] = {
+        "allocated": max(stage.total_bytes for stage in estimate.memory),
+        "device": max(stage.device_bytes for stage in estimate.memory),
+    }
     return {
         "plan": estimate.plan.model_dump(mode="json"),
         "parameters": {"total": parameters.total} | parameters.model_dump(),
@@ -98,9 +102,10 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "memory_verdict": memory_verdict(workload, estimate)[0],
         "peak_memory_bytes": estimate.peak_memory_bytes,
         "usable_memory_bytes": estimate.usable_memory_bytes,
-        "device_peak_bytes": max(stage.device_bytes for stage in estimate.memory),
+        "device_peak_bytes": peaks["device"],
         "host_bytes_per_node": estimate.host_bytes_per_node,
         "host_memory_bytes": estimate.host_memory_bytes,
+        "peak_ranges": {name: memory_range(workload, peak, name) for name, peak in peaks.items()},
         "out_of_memory_risk": out_of_memory_risk(workload, estimate),
         "loading": _loading(workload, estimate),
         "step": estimate.step.model_dump(),

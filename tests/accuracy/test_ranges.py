@@ -15,11 +15,12 @@ from paraplan.accuracy.ranges import (
     Errors,
     Evidence,
     MemoryRisk,
+    Peak,
     Ratio,
-    coverage_by_evidence,
     errors_by_evidence,
     evidence_of,
     load_accuracy,
+    memory_range,
     out_of_memory_risk,
     step_range,
 )
@@ -30,8 +31,8 @@ from paraplan.plan.parallel import ParallelPlan
 MakeWorkload = Callable[..., Workload]
 
 
-def drawn(*, sources: int, rows: int, width: float = 0.1, name: str = "source") -> list[Ratio]:
-    random = np.random.default_rng(3)
+def drawn(*, sources: int, rows: int, width: float = 0.1, name: str = "source", seed: int = 3) -> list[Ratio]:
+    random = np.random.default_rng(seed)
     return [
         (f"{name} {number}", float(np.exp(shift + random.normal(0, width / 2))))
         for number, shift in enumerate(random.normal(0, width, size=sources))
@@ -39,22 +40,26 @@ def drawn(*, sources: int, rows: int, width: float = 0.1, name: str = "source") 
     ]
 
 
-def test_ranges_hold_what_they_promise_of_sources_that_they_have_not_seen() -> None:
-    ratios: list[tuple[Evidence, Ratio]] = [("measured", ratio) for ratio in drawn(sources=60, rows=10)]
-    ratios += [("partly measured", ratio) for ratio in drawn(sources=60, rows=10, width=0.4, name="other")]
-    coverage = coverage_by_evidence(ratios)
-    for kind in ("measured", "partly measured"):
-        assert coverage[kind].sources == pytest.approx(SHARE, abs=0.05)
-        assert coverage[kind].rows == pytest.approx(SHARE, abs=0.05)
-    narrow, wide = (errors_by_evidence(ratios)[kind].range for kind in ("measured", "partly measured"))
+@pytest.mark.parametrize("width", [0.1, 0.4])
+def test_ranges_hold_what_they_promise_of_sources_that_they_have_not_seen(width: float) -> None:
+    found = Errors.of(drawn(sources=60, rows=10, width=width))
+    assert found.held_sources == pytest.approx(SHARE, abs=0.04)
+    assert found.held_rows == pytest.approx(SHARE, abs=0.04)
+    assert found.low < 1 < found.high
+    unseen = [ratio for _, ratio in drawn(sources=400, rows=1, width=width, seed=7)]
+    assert np.mean([found.low <= ratio <= found.high for ratio in unseen]) == pytest.approx(SHARE, abs=0.08)
+
+
+def test_a_wider_class_has_a_wider_range() -> None:
+    narrow, wide = (Errors.of(drawn(sources=30, rows=10, width=width)).range for width in (0.1, 0.4))
     assert wide[0] < narrow[0] < 1 < narrow[1] < wide[1]
 
 
 def test_a_large_source_weighs_no_more_than_another() -> None:
-    ratios = [("large", 1.0)] * 900 + [(f"small {number}", 1.5) for number in range(3)]
-    found = Errors.of(ratios)
-    assert (found.rows, found.sources) == (903, 4)
-    assert found.quantiles[50] == pytest.approx(1.5)
+    others = drawn(sources=20, rows=1)
+    found = Errors.of([("large", 1.5)] * 900 + others)
+    assert (found.rows, found.sources) == (920, 21)
+    assert found.range == pytest.approx(Errors.of([("large", 1.5), *others]).range, abs=0.03)
 
 
 def test_a_class_of_few_sources_takes_the_errors_of_the_class_before_it_too() -> None:
@@ -88,10 +93,11 @@ def test_an_estimate_says_what_its_range_rests_on(workload: MakeWorkload) -> Non
     known = range_of("dgx-h100", "fsdp")
     assert known[0] == "measured"
     assert "on this GPU was measured by" in known[1]
-    apart = range_of("l40s-x8", "fsdp")
+    assert range_of("aws-g5-48xlarge", "fsdp")[1].endswith("FSDP was measured, not this GPU")
+    apart = range_of("l40s-x8", "megatron-core")
     assert apart[0] == "partly measured"
-    assert "was measured, not this GPU" in apart[1]
-    unknown = range_of("l40s-x8", "hai-llm")
+    assert "and this GPU, not together" in apart[1]
+    unknown = range_of("aws-g5-48xlarge", "hai-llm")
     assert unknown[0] == "not measured"
     assert "neither" in unknown[1]
     assert known[2] < apart[2] <= unknown[2]
@@ -135,7 +141,19 @@ def test_runs_that_a_share_tells_apart_give_no_risk() -> None:
 def test_the_table_that_comes_with_paraplan_keeps_its_promise() -> None:
     table = load_accuracy()
     for kind in ("measured", "partly measured"):
-        assert 0.75 <= table.coverage[kind].sources <= 0.85
-        assert table.step_time[kind].sources > 20
+        errors = table.step_time[kind]
+        assert errors.sources > 20
+        assert (errors.held_rows + errors.held_sources) / 2 == pytest.approx(SHARE, abs=0.05)
     assert set(table.step_time) == set(get_args(Evidence))
+    assert set(table.memory) == set(get_args(Peak))
+    for errors in table.memory.values():
+        assert errors.held_sources == pytest.approx(SHARE, abs=0.05)
     assert 0.1 < table.memory_risk.at(1.0) < 0.5
+
+
+@pytest.mark.parametrize("reading", get_args(Peak))
+def test_a_peak_has_a_range_by_what_is_read(workload: MakeWorkload, reading: Peak) -> None:
+    found = memory_range(workload("gpt2"), 1e9, reading)
+    assert found is not None
+    assert found[0] < 1e9 < found[1]
+    assert memory_range(workload("gpt2", profile="cpu", precision="fp32"), 1e9, reading) is None
