@@ -195,6 +195,7 @@ def test_what_stores_experts_in_fewer_bits_is_read_and_written(read: Any) -> Non
     assert read(AXOLOTL + qlora).quantizer is None
     setup = read(AXOLOTL + qlora + "quantize_moe_experts: true\n")
     assert setup.quantizer == "axolotl"
+    assert read(AXOLOTL + qlora + "llama4_linearized_experts: true\n").quantizer == "axolotl"
     assert setup.training["quantizer"] == "axolotl"
     assert read(FACTORY + "quantization_bit: 4\nlora_target: q_proj\nuse_unsloth: true\n").quantizer == "unsloth"
 

@@ -13,7 +13,7 @@ KEYS = {"tower": "freeze_vit", "projector": "freeze_aligner", "language": "freez
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, None),
+        ({}, "text"),
         ({"freeze_vit": True}, "text"),
         ({"freeze_llm": False}, "text"),
         ({"freeze_vit": True, "freeze_aligner": False}, "text+projector"),

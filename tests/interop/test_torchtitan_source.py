@@ -124,6 +124,7 @@ def test_a_function_of_a_python_registry_is_read_without_running_it(tmp_path: Pa
         ("def a() -> Trainer.Config:\n    return other()\n", "returns no Trainer.Config"),
         ("def a( -> Trainer.Config:\n", "is not Python"),
         ("x = Trainer.Config()\n", "has 0 configurations"),
+        ("[model]\nname = 'flux'\n[training]\n", "a model that makes pictures, which is not priced"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_sentence(text: str, words: str) -> None:

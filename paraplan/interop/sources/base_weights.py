@@ -31,8 +31,9 @@ def released_format(model_name: str | None, notes: list[str]) -> WeightFormat | 
 def quantizer_asked(fields: Fields) -> str | None:
     """Return the quantizer that a tool's keys ask for, None where they leave it to transformers.
 
-    axolotl's `quantize_moe_experts` and LLaMA-Factory's `use_unsloth` have experts stored as linear layers are.
+    axolotl's `quantize_moe_experts` and `llama4_linearized_experts`, and LLaMA-Factory's `use_unsloth`, have experts
+    stored as linear layers are.
     """
-    if fields.flag("quantize_moe_experts"):
+    if True in [fields.flag(key) for key in ("quantize_moe_experts", "llama4_linearized_experts")]:
         return "axolotl"
     return "unsloth" if fields.flag("use_unsloth") else None

@@ -217,7 +217,7 @@ def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup
         notes.append(f"optimizer {fields.text('optimizer')}: priced as {optimizer}")
     precision = _precision(fields)
     notes += trainer.tf32_note(fields, precision)
-    is_pure = precision == "bf16" and train is None and not setup.keeps_fp32
+    is_pure = precision == "bf16" and (train is None or train.startswith("text")) and not setup.keeps_fp32
     return setup.replace(
         precision="bf16-pure" if is_pure else precision,
         optimizer=optimizer,

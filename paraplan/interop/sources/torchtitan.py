@@ -56,6 +56,10 @@ def read_torchtitan(
     else:
         values, found = _toml(text, source), []
     fields = Fields(apply_settings(values, settings), source=source)
+    if "flux" in f"{values.get('model')} {values.get('tokenizer')}".lower():
+        raise PlanError(
+            f"{source} trains a model that makes pictures, which is not priced", hint="give a language model's"
+        )
     setup = _setup(fields, given, is_python=is_python)
     notes = [*setup.notes, *notes, *found, *key_table("torchtitan").notes(fields)]
     return setup.replace(says_gpus=says_gpus or setup.says_gpus, notes=tuple(notes))

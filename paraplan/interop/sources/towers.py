@@ -6,16 +6,15 @@ from paraplan.interop.fields import Fields
 
 
 def full_but_towers(fields: Fields, *, tower: str, projector: str, language: str) -> tuple[str | None, list[str]]:
-    """Return the words of `--train` for a full training of which a file names what is frozen, and what to note.
+    """Return the words of `--train` for a full training by tools that freeze towers by default, and what to note.
 
-    The keys are those that freeze a tower, its projector and the language model; the first two are frozen where one of
-    the three is named and nothing is said of them, as in ms-swift and LLaMA-Factory. None trains all.
+    The keys are those that freeze a tower, its projector and the language model: ms-swift and LLaMA-Factory freeze the
+    first two unless told otherwise. A model without towers trains whole by the same words. None trains all.
     """
-    flags = {key: fields.flag(key) for key in (tower, projector, language)}
-    if all(value is None for value in flags.values()):
-        return None, []
-    notes = [f"{language}: a frozen language model behind a tower that trains is not priced"] if flags[language] else []
-    trained = [word for key, word in ((projector, "projector"), (tower, "tower")) if flags[key] is False]
+    notes = []
+    if fields.flag(language):
+        notes.append(f"{language}: a frozen language model behind a tower that trains is not priced")
+    trained = [word for key, word in ((projector, "projector"), (tower, "tower")) if fields.flag(key) is False]
     return None if len(trained) == 2 else "+".join(["text", *trained]), notes
 
 
