@@ -414,3 +414,30 @@ def test_samples_that_are_packed_and_told_apart_are_read(read: Any) -> None:
     assert read(trl, num_gpus=1).packs_samples
     assert not read(trl + "packing_strategy: wrapped\n", num_gpus=1).packs_samples
     assert read("model: m\ntuner_type: lora\nmax_length: 64\npacking: true\n", num_gpus=1).packs_samples
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--activations-checkpoint-method uniform",
+        "--checkpoint-activations --checkpoint-activations-method block",
+        "--recompute-granularity full",
+    ],
+)
+def test_megatrons_older_words_for_recompute_are_read(read: Any, words: str) -> None:
+    setup = read(f"{MEGATRON} --seq-length 64 {words}\n", "train.sh")
+    assert (setup.plan.recompute, setup.notes) == ("full", ())
+
+
+def test_models_whose_encoder_has_ranks_of_its_own_are_refused(read: Any) -> None:
+    with pytest.raises(PlanError, match="--llm-offset gives encoder and language model ranks of their own"):
+        read(f"{MEGATRON} --seq-length 64 --llm-offset 1 --llm-tp 1\n", "train.sh")
+
+
+def test_accelerate_without_a_number_of_processes_says_nothing_of_gpus(read: Any) -> None:
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n"
+    alone, told = read(text), read(text, num_gpus=4)
+    assert (alone.says_gpus, alone.notes[0].partition(":")[0]) == (False, "num_processes is not named")
+    assert (told.plan.dp, told.says_gpus) == (4, False)
+    assert not any("num_processes" in note for note in told.notes)
+    assert read(text + "num_processes: 2\n").says_gpus

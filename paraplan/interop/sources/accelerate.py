@@ -38,6 +38,7 @@ def accelerate_setup(fields: Fields, *, given: Given, read_file: Callable[[str],
     if kind is None:
         raise fields.error("distributed_type", "NO, MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM")
     # Of distributed_type NO accelerate starts one process, whatever num_processes says.
+    is_told = given.num_gpus is not None
     num_gpus = 1 if kind == "NO" else fields.count("num_processes") or given.num_gpus or 1
     given = given.replace(num_gpus=num_gpus)
     fields.value("num_machines")
@@ -55,7 +56,12 @@ def accelerate_setup(fields: Fields, *, given: Given, read_file: Callable[[str],
     if backend.upper() not in ("NO", "EAGER"):
         setup = setup.replace(compiled=True)
     cpu = ["use_cpu: trains on the CPU, priced as on the GPUs"] if fields.flag("use_cpu") else []
-    return setup.replace(notes=(*setup.notes, *cpu, *key_table("accelerate").notes(fields)))
+    says_gpus = kind == "NO" or "num_processes" in fields
+    assumed = (
+        [] if says_gpus or is_told else ["num_processes is not named: 1 assumed, --profile and --nodes say otherwise"]
+    )
+    notes = (*assumed, *setup.notes, *cpu, *key_table("accelerate").notes(fields))
+    return setup.replace(says_gpus=says_gpus, notes=notes)
 
 
 def _degrees(fields: Fields, *axes: str) -> dict[str, int]:

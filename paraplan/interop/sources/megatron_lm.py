@@ -229,6 +229,11 @@ def _options(arguments: str, source: str) -> tuple[dict[str, object], list[str]]
     options = options_of(command.words)
     if not options:
         raise PlanError(f"{source} holds no option", hint='for example "--tensor-model-parallel-size 2 ..."')
+    if "llm_offset" in options:
+        raise PlanError(
+            f"{source}: --llm-offset gives encoder and language model ranks of their own, which no plan has",
+            hint="give the language model's own degrees as --tensor-model-parallel-size and its kin",
+        )
     if _EVALUATES.search(str(options.get("task"))):
         raise PlanError(f"{source}: --task {options['task']} trains nothing", hint="give a script that trains")
     for name in [name for name in options if name.startswith("no_")]:  # argparse.BooleanOptionalAction
@@ -272,14 +277,15 @@ def _zero_stage(fields: Fields) -> int:
 
 
 def _recompute(fields: Fields) -> str:
-    granularity = fields.text("recompute_granularity")
+    granularity = fields.text("recompute_granularity") or fields.text("activations_checkpoint_granularity")
     if granularity not in (None, "full", "selective", "none"):
         raise fields.error("recompute_granularity", "full or selective")
     if granularity == "selective" and fields.value("recompute_modules") not in (None, "core_attn", ["core_attn"]):
         return "selective_ops"  # of several modules the first is read
     if granularity is not None:
         return granularity
-    if fields.is_on("checkpoint_activations"):
+    older = ("checkpoint_activations", "checkpoint_activations_method", "activations_checkpoint_method")
+    if True in [fields.is_on(name) for name in (*older, "recompute_activations_method")]:
         return "full"
     return "selective" if fields.is_on("recompute_activations") else "none"
 

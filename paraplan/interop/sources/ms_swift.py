@@ -247,6 +247,8 @@ def _megatron(fields: Fields, given: Given) -> Setup:
     options = Fields(values, source=fields.source)
     setup = megatron_setup(options, given)
     precision = _precision(fields)
+    if given.num_gpus is None:
+        notes.append("no GPUs are named: as many as its degrees multiply to, --profile says otherwise")
     return setup.replace(
         tool="ms-swift, Megatron-Core",
         precision=precision,

@@ -125,7 +125,7 @@ class _Reader:
 
     def _call(self, node: ast.Call, names: dict[str, object], depth: int) -> object:
         called = ast.unparse(node.func)
-        if any(word.arg is None for word in node.keywords):
+        if any(word.arg is None for word in node.keywords) and "Tokenizer" not in called:
             self.notes.append(f"line {node.lineno}, {called}(**...): its arguments are not read, and not priced")
         keys = {word.arg: self._value(word.value, names, depth) for word in node.keywords if word.arg is not None}
         function = self._functions.get(called)

@@ -30,7 +30,12 @@ _BUNDLED: dict[str, dict[str, object]] = {
 """The configurations of accelerate that come with TRL (trl/accelerate_configs)."""
 _BUNDLED_PROCESSES = 8
 """What all of them have for `num_processes`."""
-_LATER = ("the micro-batch is in the script", "gradient accumulation is in the script", "recompute is switched on")
+_LATER = (
+    "num_processes is not named",
+    "the micro-batch is in the script",
+    "gradient accumulation is in the script",
+    "recompute is switched on",
+)
 
 
 class Batches(NamedTuple):
@@ -82,7 +87,8 @@ def sharded_setup(
     found = _by_key(fields, beside, read_file, axes, deepspeed)
     notes = [note for note in found.notes if not note.startswith(_LATER)] if found is not None else []
     num_gpus = fields.count("num_processes")
-    says_gpus = num_gpus is not None or "accelerate_config" in fields
+    is_launched = "accelerate_config" in fields
+    says_gpus = num_gpus is not None or (is_launched and found is not None and found.says_gpus)
     if given.num_gpus is None and not says_gpus:
         notes.append("no GPUs are named: 1 assumed, --profile and --nodes say otherwise")
     ranks = num_gpus or given.num_gpus or 1
@@ -114,7 +120,7 @@ def _by_key(fields: Fields, given: Given, read_file: ReadFile, axes: Axes, deeps
     if name is not None:
         launched = _BUNDLED.get(name)
         if launched is not None:
-            known = given.replace(num_gpus=num_gpus or given.num_gpus or _BUNDLED_PROCESSES)
+            launched = launched | {"num_processes": given.num_gpus or _BUNDLED_PROCESSES}
         else:
             launched = dict(load_document(read_file(name), name, hint="write one with accelerate config"))
         # TRL passes its own num_processes to accelerate launch, where it comes before the file's.
