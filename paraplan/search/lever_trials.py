@@ -25,7 +25,7 @@ from paraplan.search.what_fits import larger_machines, longest_sequence, more_gp
 from paraplan.units import gpus
 
 MOST_GPUS = 64
-"""On more GPUs the fewest that a lever fits are not looked for."""
+"""On more GPUs the fewest that a lever fits are not looked for, nor levers that train otherwise where a plan fits."""
 MOST_OFFERS = 3
 """So many levers that fit are offered."""
 SAVES = 0.99
@@ -81,6 +81,8 @@ class LeverTrials:
         for lever in levers(self.workload, self.fixed, self.executor):
             if self.without is not None and "offload" in lever.fixed:
                 continue  # asked about plans that need none
+            if self.leaves_room and not lever.keeps_training and self.workload.cluster.num_gpus > MOST_GPUS:
+                continue  # what fits on so many is not trained otherwise for room, and each is a search of seconds
             if (
                 len(fitting) >= MOST_OFFERS
                 and not lever.keeps_training

@@ -66,7 +66,7 @@ class LeverOffer(Record):
             each or 0
             for each in (self.peak_memory_bytes, self.usable_memory_bytes, self.step_time_s, self.tokens_per_s_per_gpu)
         )
-        if not self.fits and self.unloadable is not None and peak <= usable:
+        if self._fits_but_loading:
             return f"{self.options} (loading takes {self.unloadable})"
         if not self.fits:
             on_host = f"{format_bytes(self.host_bytes_per_node or 0)} on the host"
@@ -80,6 +80,11 @@ class LeverOffer(Record):
         also = f"; {gpus(few)} would do" if few is not None and few < self.num_gpus else ""
         note = f"; {self.note}" if self.note else ""
         return f"{self.options}: {found}{memory}, {step} ({self.plan}){also}{note}"
+
+    @property
+    def _fits_but_loading(self) -> bool:
+        within = (self.peak_memory_bytes or 0) <= (self.usable_memory_bytes or 0)
+        return not self.fits and self.unloadable is not None and within
 
     @property
     def step_in_words(self) -> str:
@@ -108,9 +113,12 @@ def offers_in_words(offers: tuple[LeverOffer, ...], *, framework: str, way_out: 
 
 def offers_beside(offers: Sequence[LeverOffer], *, framework: str) -> list[str]:
     """Return what is not enough and what the framework lacks, a line each where there is any."""
-    short = [one.in_words for one in offers if not one.fits and one.lacking is None]
+    missing = [one for one in offers if not one.fits and one.lacking is None]
+    unloaded = [one.options for one in missing if one._fits_but_loading]
+    short = [one.in_words for one in missing if not one._fits_but_loading]
     lacking = [one.in_words for one in offers if one.lacking is not None]
     return [
         *([f"not enough: {', '.join(short)}"] if short else []),
+        *([f"cannot be loaded: {', '.join(unloaded)}"] if unloaded else []),
         *([f"not in {framework}: {', '.join(lacking)}"] if lacking else []),
     ]
