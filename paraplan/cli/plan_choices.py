@@ -140,8 +140,5 @@ class PlanChoices:
             taken.append("--sequence-parallel")
             others.append("--no-sequence-parallel")
         if taken:
-            title = framework_title(framework)
-            show_note(
-                f"{title} takes {' and '.join(taken)} where nobody says otherwise, and so does this plan; "
-                f"without: {' '.join(others)}"
-            )
+            default = f"{' and '.join(taken)}, the default of {framework_title(framework)}"
+            show_note(f"{default}; without: {' '.join(others)}")

@@ -164,3 +164,12 @@ def test_a_gpu_that_communicators_fill_holds_nothing_and_a_peak_is_still_a_share
     assert not estimate.fits
     assert format_share(estimate.peak_memory_bytes / estimate.usable_memory_bytes) == "over 9999%"
     assert format_share(0.851) == "85%"
+
+
+def test_the_allocator_keeps_no_copies_of_gradients_for_a_step_that_the_host_makes(workload: MakeWorkload) -> None:
+    made = workload("glm-4-9b", profile="v100-pcie-x4", seq_length=1024, global_batch_size=16, precision="fp16")
+    made = Workload.of(made.model, made.training, made.cluster, framework="deepspeed-zero")
+    plan = ParallelPlan(dp=4, zero_stage=3, micro_batch_size=4, recompute="full", offload="optimizer")
+    found = evaluate_plan(made, plan)
+    flat_bytes = 6 * made.model.parameters.total / 4  # made on the GPU where the step is there
+    assert found.cached_device_bytes - found.peak_memory_bytes < 0.5 * flat_bytes

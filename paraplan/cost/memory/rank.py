@@ -12,7 +12,7 @@ from paraplan.cost.memory.activations import kept_activations, on_gpu
 from paraplan.cost.memory.overheads import matmul_workspace_bytes
 from paraplan.cost.memory.parts import FP32, HALF, StageMemory
 from paraplan.cost.memory.state import RankState
-from paraplan.cost.plan_table import Floats, Mask, ScheduleCode
+from paraplan.cost.plan_table import Floats, Mask, OffloadCode, ScheduleCode
 
 
 class RankMemory(RankState):
@@ -218,9 +218,13 @@ class RankMemory(RankState):
 
     @cached_property
     def flat_step_bytes(self) -> Floats:
-        """Flat copies of this rank's share of the gradients that a step makes, unless these are flat already."""
+        """Flat copies of this rank's share of the gradients that a step makes, unless these are flat already.
+
+        None on the GPU where the host makes the step.
+        """
         each = 0.0 if self.accumulates_apart else self.framework.storage.flat_step_bytes
-        return np.asarray(self.parameters / self.state_shards * each)
+        is_here = self.table.offload == OffloadCode.NONE
+        return np.where(is_here, self.parameters / self.state_shards * each, 0.0)
 
     def candidate(
         self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats
