@@ -441,3 +441,32 @@ def test_accelerate_without_a_number_of_processes_says_nothing_of_gpus(read: Any
     assert (told.plan.dp, told.says_gpus) == (4, False)
     assert not any("num_processes" in note for note in told.notes)
     assert read(text + "num_processes: 2\n").says_gpus
+
+
+def test_modules_that_megatron_recomputes_are_all_read(read: Any) -> None:
+    words = "--seq-length 64 --recompute-granularity selective --recompute-modules"
+    plans = {
+        modules: read(f"{MEGATRON} {words} {modules}\n", "train.sh")
+        for modules in ("core_attn", "layernorm moe_act", "core_attn moe layernorm")
+    }
+    assert [(setup.plan.recompute, setup.stack.recomputed_ops) for setup in plans.values()] == [
+        ("selective", None),
+        ("selective_ops", None),
+        ("selective_ops", "experts"),
+    ]
+
+
+def test_a_short_last_stage_is_told_where_the_number_of_layers_is_not(read: Any) -> None:
+    text = "model: m\nmax_length: 64\npipeline_model_parallel_size: 2\ndecoder_last_pipeline_num_layers: 11\n"
+    (note,) = read(text, num_gpus=2).notes
+    assert note.startswith("decoder_last_pipeline_num_layers 11: priced as an even cut")
+
+
+def test_adapters_on_the_ends_beside_all_linear_layers_are_told(read: Any) -> None:
+    setup = read(SWIFT.replace("--max", "--target_modules all-linear embed_tokens lm_head --max"), "train.sh")
+    assert setup.train == "lora:r=8,dropout=0.05"
+    assert setup.notes == ("adapters on embed_tokens, lm_head beside all linear layers: not priced",)
+
+
+def test_llama_factorys_megatron_backends_have_attention_of_their_own(read: Any) -> None:
+    assert read(FACTORY + "stage: sft\nuse_mca: true\n", num_gpus=1).attention is None

@@ -75,6 +75,9 @@ def _layers(targets: object, usual: tuple[str, ...], notes: list[str]) -> tuple[
         notes.append(f"no target layers are named: {' and '.join(usual)} assumed, --train says otherwise")
         return usual
     if any(word in _EVERY for word in words):
+        beside = [word for word in words if word.rpartition(".")[2] in _PARTS]
+        if beside:
+            notes.append(f"adapters on {', '.join(beside)} beside all linear layers: not priced")
         return (ALL_LINEAR,)
     if any(not re.fullmatch(r"[\w.-]+", word) for word in words):
         notes.append("target layers are a regular expression: all linear layers assumed, --train says otherwise")

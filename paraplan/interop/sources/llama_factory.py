@@ -41,7 +41,8 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
         steps=fields.count("gradient_accumulation_steps") or 1,
         recompute=not fields.flag("disable_gradient_checkpointing"),
     )
-    if _has_megatron(fields):
+    is_megatron = _has_megatron(fields)
+    if is_megatron:
         setup = _megatron(fields, given, batches)
     else:
         setup = trainer.sharded_setup(
@@ -55,7 +56,7 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
     setup = setup.replace(
         precision=_precision(fields, has_adapters=(fields.text("finetuning_type") or "lora") == "lora"),
         optimizer=optimizer,
-        attention=setup.attention or trainer.attention_of(fields.text("flash_attn"), notes),
+        attention=setup.attention if is_megatron else trainer.attention_of(fields.text("flash_attn"), notes),
         packs_samples=bool(fields.flag("neat_packing")),  # without which samples attend to one another
         train=train,
         quantizer=quantizer_asked(fields),

@@ -10,7 +10,7 @@ from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of
-from paraplan.interop.sources.megatron_stack import flexible_dispatcher, megatron_stack
+from paraplan.interop.sources.megatron_stack import flexible_dispatcher, megatron_stack, recomputed_modules
 from paraplan.interop.sources.shell import command_of
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
@@ -21,6 +21,8 @@ _TRAINS_NOTHING = re.compile(r"generat|inference|eval|export|convert|preprocess|
 """Programs of Megatron-LM's examples and tools that are no training, by their files."""
 _EVALUATES = re.compile(r"EVAL|PROMPT|ZEROSHOT|LAMBADA|WIKITEXT")
 """Values of `--task` of Megatron-LM's tasks/main.py and tasks/msdp/main.py that train nothing."""
+_SEVERAL = ("recompute_modules",)
+"""Options with several words that are all read."""
 _MISSPELT = 0.93
 """An option as near to one that is read as this (difflib's ratio) is that one misspelt.
 
@@ -65,7 +67,7 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
     shards = _shards(fields, dp, cp, ep, notes) if zero_stage else None
     notes += _unpriced(fields)
     notes += expert_notes
-    stages = _stages(fields, pp)
+    stages = _stages(fields, pp, notes)
     virtual = _virtual(fields, pp, len(stages) if stages else None)
     plan = make_plan(
         source,
@@ -262,10 +264,13 @@ def options_of(words: list[str]) -> dict[str, object]:
             options[name] = value if is_given else True
         elif name is not None and options[name] is True:
             options[name] = word
+        elif name in _SEVERAL:
+            options[name] = f"{options[name]} {word}"
     return options
 
 
 def _zero_stage(fields: Fields) -> int:
+    is_sharded = fields.is_on("use_distributed_optimizer")
     if fields.is_on("use_torch_fsdp2"):
         return 3
     if fields.is_on("use_megatron_fsdp") or fields.is_on("use_custom_fsdp"):
@@ -273,15 +278,15 @@ def _zero_stage(fields: Fields) -> int:
         if strategy not in _STRATEGIES:
             raise fields.error("data_parallel_sharding_strategy", ", ".join(_STRATEGIES))
         return _STRATEGIES[strategy]
-    return 1 if fields.is_on("use_distributed_optimizer") else 0
+    return 1 if is_sharded else 0
 
 
 def _recompute(fields: Fields) -> str:
     granularity = fields.text("recompute_granularity") or fields.text("activations_checkpoint_granularity")
     if granularity not in (None, "full", "selective", "none"):
         raise fields.error("recompute_granularity", "full or selective")
-    if granularity == "selective" and fields.value("recompute_modules") not in (None, "core_attn", ["core_attn"]):
-        return "selective_ops"  # of several modules the first is read
+    if granularity == "selective" and recomputed_modules(fields) - {"core_attn"}:
+        return "selective_ops"
     if granularity is not None:
         return granularity
     older = ("checkpoint_activations", "checkpoint_activations_method", "activations_checkpoint_method")
@@ -290,7 +295,7 @@ def _recompute(fields: Fields) -> str:
     return "selective" if fields.is_on("recompute_activations") else "none"
 
 
-def _stages(fields: Fields, pp: int) -> tuple[int, ...] | None:
+def _stages(fields: Fields, pp: int, notes: list[str]) -> tuple[int, ...] | None:
     """Return the blocks of each stage of a layout, or of a shorter first or last stage; None for an even cut."""
     layout = fields.text("pipeline_model_parallel_layout")
     if layout is not None:
@@ -309,7 +314,11 @@ def _stages(fields: Fields, pp: int) -> tuple[int, ...] | None:
         return stages
     ends = [fields.count(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     num_blocks = fields.count("num_layers")
-    if pp == 1 or num_blocks is None or ends == [None, None]:
+    if pp == 1 or ends == [None, None]:
+        return None
+    if num_blocks is None:
+        name = fields.shown(f"decoder_{'first' if ends[0] else 'last'}_pipeline_num_layers")
+        notes.append(f"{name} {ends[0] or ends[1]}: priced as an even cut, as it is not said how many layers there are")
         return None
     inner, rest = divmod(num_blocks - sum(end or 0 for end in ends), pp - sum(end is not None for end in ends) or 1)
     if rest or inner < 0:

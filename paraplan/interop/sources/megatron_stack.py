@@ -38,8 +38,17 @@ def megatron_stack(fields: Fields, *, zero_stage: int, has_whole_experts: bool) 
         overlaps_gradients=False if _is_refused(fields, "overlap_grad_reduce") else None,
         fuses_accumulation=False if lacks_fusion else None,
         overlaps_products=fields.is_on("tp_comm_overlap") or None,
+        # Experts that run again as a whole; "modules", what each makes of its inputs, is the profile's own.
+        recomputed_ops="experts" if "moe" in recomputed_modules(fields) else None,
         gradient_bytes=2 if in_16_bits and zero_stage < 2 else None,  # Megatron-FSDP's are priced so by default
     )
+
+
+def recomputed_modules(fields: Fields) -> frozenset[str]:
+    """Return the modules that `--recompute-modules` names where recompute is selective."""
+    value = fields.value("recompute_modules")
+    words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+    return frozenset(map(str, words)) if fields.text("recompute_granularity") == "selective" else frozenset()
 
 
 def flexible_dispatcher(fields: Fields) -> Dispatcher | None:
