@@ -53,7 +53,7 @@ READ: dict[str, list[tuple[str, object]]] = {
         ),
     ],
     "llama-factory": [
-        *(("per_device_train_batch_size", 4), ("gradient_accumulation_steps", 4), ("cutoff_len", 4096), ("bf16", True)),
+        *(("per_device_train_batch_size", 4), ("gradient_accumulation_steps", 4), ("cutoff_len", 4096), ("fp16", True)),
         *(("disable_gradient_checkpointing", True), ("finetuning_type", "full"), ("lora_rank", 64), ("use_dora", True)),
         *(
             ("lora_target", "q_proj"),
