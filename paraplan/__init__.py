@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paraplan.api.estimates import Estimate as Estimate
     from paraplan.api.estimates import estimate as estimate
     from paraplan.api.exporting import export as export
+    from paraplan.api.history import load_history as load_history
     from paraplan.api.imported import ImportedPlan as ImportedPlan
     from paraplan.api.imported import import_plan as import_plan
     from paraplan.api.machines import load_cluster as load_cluster
@@ -53,6 +54,7 @@ _HOMES = {
     "api.calibrations": ("load_calibration",),
     "api.estimates": ("Estimate", "estimate"),
     "api.exporting": ("export",),
+    "api.history": ("load_history",),
     "api.imported": ("ImportedPlan", "import_plan"),
     "api.machines": ("load_cluster", "probe_topology", "read_topology"),
     "api.models": ("load_model",),
@@ -98,6 +100,7 @@ __all__ = [
     "import_plan",
     "load_calibration",
     "load_cluster",
+    "load_history",
     "load_model",
     "load_plan",
     "probe_topology",

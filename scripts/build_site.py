@@ -23,7 +23,14 @@ ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "paraplan" / "docs"
 NOTEBOOK = PAGES / "planning.ipynb"
 GROUPS = {
-    "Read what is there": ("load_model", "load_cluster", "probe_topology", "read_topology", "load_calibration"),
+    "Read what is there": (
+        "load_model",
+        "load_cluster",
+        "probe_topology",
+        "read_topology",
+        "load_calibration",
+        "load_history",
+    ),
     "Plan": ("Workload", "TrainingSpec", "ParallelPlan", "Constraints", "estimate", "recommend", "check"),
     "Answers": ("Estimate", "Recommendation", "PlanCheck"),
     "Plans in files and in other tools": ("PlanFile", "load_plan", "export", "Exported", "import_plan", "ImportedPlan"),

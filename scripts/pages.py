@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import recommend_pairs
+import shared_errors
 import trust_table
 import update_readme
 
@@ -27,7 +28,7 @@ def renewed() -> dict[Path, str]:
     def text_of(path: Path) -> str:
         return texts.get(path) or path.read_text()
 
-    for part in (trust_table, recommend_pairs, update_readme):
+    for part in (trust_table, shared_errors, recommend_pairs, update_readme):
         texts |= part.pages(text_of)
     return texts
 

@@ -15,6 +15,7 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Literal
@@ -36,7 +37,7 @@ from paraplan.accuracy.ranges import (
 from paraplan.accuracy.run_prediction import PEAKS, RunPrediction
 from paraplan.accuracy.run_workload import BundledData, workload_of_run
 from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore, outcomes
-from paraplan.api.validation import Row
+from paraplan.api.validation import Row, Validation
 from paraplan.api.validation import validate as validate_runs
 from paraplan.errors import ParaplanError
 from paraplan.model.named import known_configs
@@ -62,9 +63,9 @@ def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, Ac
 
     Beside them stand a sentence about sweeps, and what ranges and risks are made of.
     """
-    found = validate_runs(_texts(files))
-    later = validate_runs(_texts(LATER), everything=True).rows
-    tuned = validate_runs(_texts((*KNOWN_FINE_TUNING, LATER_FINE_TUNING)), everything=True).rows
+    found = validated(tuple(files))
+    later = validated(LATER, everything=True).rows
+    tuned = validated((*KNOWN_FINE_TUNING, LATER_FINE_TUNING), everything=True).rows
     standard, others = found.scored, found.others
     scores = standard.step_time, standard.memory, others.memory
     rows = [row for _, row in found.rows]
@@ -81,19 +82,17 @@ def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, Ac
     return scores, "\n".join(sentences), accuracy
 
 
+@cache
+def validated(files: tuple[Path, ...], *, everything: bool = False) -> Validation:
+    """Return the predictions of some tables."""
+    return validate_runs({path.name: path.read_text() for path in files}, everything=everything)
+
+
 def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
     """Return what ranges and risks are made of, from the runs of all tables beside their predictions."""
     timed = [row for _, row in rows if row.step_time_error is not None]
-    by_source = {source: [row for row in timed if row.source == source] for source in {row.source for row in timed}}
-    first, poor = first_predictions("step_time_s"), poor_rows((*LATER, LATER_FINE_TUNING))
-    ratios = list[tuple[Evidence, Ratio]]()
-    for source, own in by_source.items():
-        measured = measured_on(row for row in timed if row.source != source)
-        for row in (row for row in own if row.id in first and row.id not in poor):
-            assert row.measured_step_time_s is not None
-            kind = evidence_of(row.framework_profile if row.is_known_framework else "", row.gpu_profile, measured)
-            ratios.append((kind, (source, row.measured_step_time_s / first[row.id])))
-    ended = outcomes(rows)
+    ratios = [*first_ratios(timed).values()]
+    ended, poor = outcomes(rows), poor_rows((*LATER, LATER_FINE_TUNING))
     shares = [
         (row.allocator_share, failed)
         for failed in (False, True)
@@ -105,6 +104,20 @@ def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
         memory=memory_errors(row for _, row in rows if row.id not in poor),
         memory_risk=MemoryRisk.of([(share, failed) for share, failed in shares if share is not None]),
     )
+
+
+def first_ratios(timed: Sequence[RunPrediction]) -> dict[str, tuple[Evidence, Ratio]]:
+    """Return by row its source with measured / first prediction, and what the other sources measured of its kind."""
+    by_source = {source: [row for row in timed if row.source == source] for source in {row.source for row in timed}}
+    first, poor = first_predictions("step_time_s"), poor_rows((*LATER, LATER_FINE_TUNING))
+    ratios = dict[str, tuple[Evidence, Ratio]]()
+    for source, own in by_source.items():
+        measured = measured_on(row for row in timed if row.source != source)
+        for row in (row for row in own if row.id in first and row.id not in poor):
+            assert row.measured_step_time_s is not None
+            kind = evidence_of(row.framework_profile if row.is_known_framework else "", row.gpu_profile, measured)
+            ratios[row.id] = (kind, (source, row.measured_step_time_s / first[row.id]))
+    return ratios
 
 
 def measured_on(rows: Iterable[RunPrediction]) -> dict[str, dict[str, int]]:
@@ -143,10 +156,6 @@ def poor_rows(files: Iterable[Path]) -> set[str]:
     """Return the rows of quality C, which leave open what decides their time."""
     rows = [row for path in files for row in csv.DictReader(io.StringIO(path.read_text()))]
     return {row["id"] for row in rows if row["quality"] == "C"}
-
-
-def _texts(files: Iterable[Path]) -> dict[str, str]:
-    return {path.name: path.read_text() for path in files}
 
 
 def sentence(sweeps: SweepScore, batch_sweeps: SweepScore) -> str:

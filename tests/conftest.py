@@ -82,6 +82,7 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _no_defaults_of_the_user() -> None:
     os.environ["PARAPLAN_CONFIG"] = "/nonexistent/config.json"
+    os.environ["PARAPLAN_HISTORY"] = "/nonexistent/runs.json"
 
 
 @pytest.fixture(scope="session", autouse=True)

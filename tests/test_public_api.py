@@ -27,7 +27,16 @@ NAMES = {
     ),
     *("Estimate", "Recommendation", "PlanCheck", "Exported", "ImportedPlan"),
     *("ParaplanError", "PlanError", "NoPlanFitsError"),
-    *("load_cluster", "load_model", "load_plan", "load_calibration", "probe_topology", "read_topology", "import_plan"),
+    *(
+        "load_cluster",
+        "load_model",
+        "load_plan",
+        "load_calibration",
+        "load_history",
+        "probe_topology",
+        "read_topology",
+        "import_plan",
+    ),
     *("estimate", "recommend", "check", "export", "__version__"),
 }
 

@@ -14,7 +14,8 @@ from paraplan.accuracy.factors import KNOBS, CalibrationRun, FactorName, RunPric
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import estimate_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
-from paraplan.cost.correction import CorrectedRun, TimeCorrection, likeness_of
+from paraplan.accuracy.shared_errors import load_shared_errors
+from paraplan.cost.correction import CorrectedRun, RunCorrection, SharedErrors
 from paraplan.cost.plan_table import Floats, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
@@ -24,9 +25,6 @@ FEWEST_RUNS = 3
 NOISE = 0.08
 """Standard deviation of log(measured / predicted) that a right set of constants would leave: what the form of the model
 and the clock of a shared machine are taken to be off by."""
-OWN_NOISE = 0.05
-"""Standard deviation of the part of log(measured / predicted) that no other run shares: the clock of a shared machine,
-and what the form of the model is off by for this plan alone."""
 
 _STEP, _ROUNDS = 0.02, 8
 
@@ -59,7 +57,7 @@ class Calibration(Record):
     error_after: float
     error_left_out: float
     source: str
-    correction: TimeCorrection | None = None
+    correction: RunCorrection | None = None
     """What is left of the runs' errors, for plans that are alike; None in files of earlier releases."""
 
     @property
@@ -103,7 +101,7 @@ def calibrate_to_runs(runs: Sequence[MeasuredRun], data: BundledData | None = No
 def calibrate(runs: Sequence[CalibrationRun], *, source: str) -> Calibration:
     """Return the most likely constants under the priors of `KNOBS`: robust Gauss-Newton on the logarithm of step times.
 
-    Of the errors that they leave, runs that are alike are taken to share a part (`TimeCorrection`). Raises `PlanError`
+    Of the errors that they leave, runs that are alike are taken to share a part (`RunCorrection`). Raises `PlanError`
     for fewer than three runs.
     """
     if len(runs) < FEWEST_RUNS:
@@ -154,6 +152,7 @@ def calibrate(runs: Sequence[CalibrationRun], *, source: str) -> Calibration:
 class _Shared:
     """What runs that are alike share of the errors that constants leave."""
 
+    errors: SharedErrors
     kinds: list[str]
     sizes: Floats
     likeness: Floats
@@ -165,22 +164,25 @@ class _Shared:
 
     @classmethod
     def of(cls, runs: Sequence[CalibrationRun], residual: Floats) -> _Shared:
-        each = [run.workload.kinds_and_sizes(PlanTable.of_plans([run.plan])) for run in runs]
-        kinds, sizes = [kind for (kind,), _ in each], np.concatenate([sizes for _, sizes in each])
-        likeness = likeness_of(sizes, kinds, sizes, kinds)
-        own = np.full(len(runs), OWN_NOISE**2)
+        errors = load_shared_errors().step_time
+        kinds = [run.workload.run_kind for run in runs]
+        sizes = np.concatenate([run.workload.run_sizes(PlanTable.of_plans([run.plan])) for run in runs])
+        is_same = np.array(kinds)[:, None] == np.array(kinds)[None, :]
+        likeness = np.asarray(is_same * errors.covariance(sizes, sizes), dtype=np.float64)
+        own = np.full(len(runs), errors.own_log_sd**2)
         for _ in range(_ROUNDS):
             common = likeness @ np.linalg.solve(likeness + np.diag(own), residual)
-            own = np.asarray(1 / _weights(residual - common, OWN_NOISE), dtype=np.float64)
+            own = np.asarray(1 / _weights(residual - common, errors.own_log_sd), dtype=np.float64)
         weights = np.asarray(np.linalg.solve(likeness + np.diag(own), residual), dtype=np.float64)
-        return cls(kinds, sizes, likeness, own, weights)
+        return cls(errors, kinds, sizes, likeness, own, weights)
 
     @property
-    def correction(self) -> TimeCorrection:
+    def correction(self) -> RunCorrection:
         """The correction of other plans."""
         runs = zip(self.kinds, self.sizes.tolist(), self.weights.tolist(), strict=True)
-        return TimeCorrection(
-            runs=tuple(CorrectedRun(kind=kind, sizes=tuple(sizes), weight=weight) for kind, sizes, weight in runs)
+        return RunCorrection(
+            shared=self.errors,
+            runs=tuple(CorrectedRun(kind=kind, sizes=tuple(sizes), weight=weight) for kind, sizes, weight in runs),
         )
 
 

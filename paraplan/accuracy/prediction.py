@@ -9,6 +9,7 @@ from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.ranges import memory_range, out_of_memory_risk, step_range
 from paraplan.accuracy.run_prediction import PEAKS, MemoryReading, RunPrediction
 from paraplan.cost.estimate import PlanEstimate, allocator_holds, evaluate_plan
+from paraplan.cost.plain_prediction import plain_prediction
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
@@ -43,7 +44,7 @@ def predict_run(
     measured_bytes = round(run.measured_peak_mem_gib * GIB) if run.measured_peak_mem_gib else None
     reading = _reading(run.memory_metric)
     predicted_bytes = _as_read(estimate, workload, reading, run.memory_rank)
-    peaks = memory_range(workload, predicted_bytes, PEAKS[reading])
+    peaks = memory_range(workload, plan, predicted_bytes, PEAKS[reading])
     step_s, likely = estimate.step.step_time_s, step_range(workload, estimate, is_known_framework=is_known_framework)
     return RunPrediction(
         id=run.id,
@@ -71,6 +72,7 @@ def predict_run(
         evidence=likely.evidence if likely else None,
         allocator_share=estimate.cached_device_bytes / workload.cluster.gpu_memory_bytes,
         out_of_memory_risk=out_of_memory_risk(workload, estimate),
+        plain=plain_prediction(workload, estimate),
     )
 
 

@@ -15,10 +15,12 @@ from typing import Literal, Self, get_args
 
 import numpy as np
 
+from paraplan.accuracy.history import effect_of_history, history_in_words
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
 from paraplan.resources import profiles_folder
 
@@ -134,9 +136,13 @@ class MemoryRisk(Record):
         when_full, slope = (round(float(value), 3) for value in line)
         return cls(log_odds_when_full=when_full, slope=slope, rows=len(runs), failed=int(failed.sum()))
 
-    def at(self, share: float) -> float:
-        """Return the risk where the allocator is predicted to take `share` of the GPU's memory."""
-        return 1 / (1 + math.exp(-self.log_odds_when_full - self.slope * math.log(share)))
+    def at(self, share: float, *, width: float = 1.0) -> float:
+        """Return the risk where the allocator is predicted to take `share` of the GPU's memory.
+
+        `width` is how far the logarithm of a peak strays beside what it does in the runs behind the line.
+        """
+        log_odds = self.log_odds_when_full + self.slope * math.log(share)
+        return float(1 / (1 + np.exp(-np.clip(log_odds / width, -50, 50))))
 
 
 class AccuracyTable(Record):
@@ -204,6 +210,7 @@ def load_accuracy() -> AccuracyTable:
 def step_range(workload: Workload, estimate: PlanEstimate, *, is_known_framework: bool = True) -> StepRange | None:
     """Return where the measured step would lie; None for CPUs, which are calibrated instead, and for lower bounds.
 
+    The user's own runs of plans that are alike make it narrower: its ends are powers of what they are without these.
     Every range that is printed, written or compared comes from here. `is_known_framework` is False where the workload's
     framework stands for one that no profile describes.
     """
@@ -212,22 +219,25 @@ def step_range(workload: Workload, estimate: PlanEstimate, *, is_known_framework
     table, framework, gpu = load_accuracy(), workload.framework, workload.cluster.gpu
     evidence = evidence_of(framework.name if is_known_framework else "", gpu.name, table.measured)
     errors = table.step_time[evidence]
-    low, high = errors.range
+    effect = effect_of_history(workload, estimate.plan)
+    low, high = (end ** (effect.step_time_width if effect else 1.0) for end in errors.range)
+    own = history_in_words(effect)
     return StepRange(
         low_s=low * estimate.step.step_time_s,
         high_s=high * estimate.step.step_time_s,
         evidence=evidence,
         rows=errors.rows,
         sources=errors.sources,
-        in_words=f"{SHARE:.0%} range: {_in_words(workload, table)}",
+        in_words=f"{own}; range from those" if own else f"{SHARE:.0%} range: {_in_words(workload, table)}",
     )
 
 
-def memory_range(workload: Workload, peak_bytes: float, reading: Peak) -> tuple[int, int] | None:
-    """Return between what a measured peak would lie in `SHARE` of cases; None for CPUs."""
+def memory_range(workload: Workload, plan: ParallelPlan, peak_bytes: float, reading: Peak) -> tuple[int, int] | None:
+    """Return between what a measured peak of a plan would lie in `SHARE` of cases; None for CPUs."""
     if workload.cluster.gpu.vendor == "cpu":
         return None
-    low, high = load_accuracy().memory[reading].range
+    effect = effect_of_history(workload, plan)
+    low, high = (end ** (effect.memory_width if effect else 1.0) for end in load_accuracy().memory[reading].range)
     return round(low * peak_bytes), round(high * peak_bytes)
 
 
@@ -257,4 +267,5 @@ def out_of_memory_risk(workload: Workload, estimate: PlanEstimate) -> float | No
     if workload.cluster.gpu.vendor == "cpu":
         return None
     share = estimate.cached_device_bytes / workload.cluster.gpu_memory_bytes
-    return load_accuracy().memory_risk.at(share)
+    effect = effect_of_history(workload, estimate.plan)
+    return load_accuracy().memory_risk.at(share, width=effect.memory_width if effect else 1.0)

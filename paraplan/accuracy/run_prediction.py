@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from paraplan.accuracy.ranges import Evidence, Peak
+from paraplan.plan.kept_runs import PlainPrediction
 from paraplan.records import Record
 
 MemoryReading = Literal["max_allocated", "max_reserved", "allocated or reserved", "nvidia-smi", "not stated"]
@@ -60,3 +63,5 @@ class RunPrediction(Record):
     out_of_memory_risk: float | None = None
     """The share of measured runs predicted as full that ran out of memory."""
     skipped: str | None = None
+    plain: PlainPrediction | None = Field(default=None, exclude=True, repr=False)
+    """Where the run stands among others, for `--keep`; None under a calibration."""

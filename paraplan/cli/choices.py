@@ -102,6 +102,14 @@ class HardwareOptions:
         ),
     ] = None
     calibration: CalibrationOption = None
+    no_history: Annotated[
+        bool,
+        typer.Option(
+            "--no-history",
+            help="Predict without what your own runs on such machines said.",
+            rich_help_panel=HARDWARE_PANEL,
+        ),
+    ] = False
 
     def cluster(self) -> Cluster:
         """Return the machines. Raises `ProfileError` and `NoGpuError` as `paraplan.load_cluster` does."""
@@ -152,12 +160,30 @@ class HardwareOptions:
         )
 
     def calibrated(self, workload: Workload) -> Workload:
-        """Return a workload with the constants of the calibration file, as it is without one."""
+        """Return a workload with the constants of the calibration file, without one corrected by the user's own runs.
+
+        Runs that do not count are told, and a file that is damaged, by which nothing is corrected.
+        """
         if self.calibration is None:
-            return workload
+            return workload if self.no_history else _by_own_runs(workload)
         from paraplan.api.calibrations import load_calibration  # readers of runs, which most calls do without
 
         return load_calibration(self.calibration).applied_to(workload)
+
+
+def _by_own_runs(workload: Workload) -> Workload:
+    from paraplan.api.history import KeptRunsError, has_history, load_history
+
+    if not has_history():
+        return workload
+    try:
+        history = load_history()
+    except KeptRunsError as error:
+        show_note(f"nothing is corrected by your own runs: {error.message} ({error.hint})")
+        return workload
+    for sentence in history.left_out(workload):
+        show_note(sentence)
+    return history.applied_to(workload)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import typer
 
 from paraplan.api.machines import load_cluster
 from paraplan.api.workloads import OWN_RUNTIME, check_framework, optimizer_name
-from paraplan.cli.defaults import OPTIONS, config_path, read_defaults
+from paraplan.cli.defaults import HISTORY, OPTIONS, config_path, read_defaults
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.cli.options import MOST_RANKS, JsonOption, PrecisionName, amount, count
 from paraplan.errors import ParaplanError, UsageError, near_names
@@ -21,9 +21,16 @@ app = typer.Typer(add_completion=False)
 
 class _Question(NamedTuple):
     text: str
+    """Nothing where it is not asked."""
     usual: str
     """What holds where nothing is kept, in words."""
     check: Callable[[str], object]
+
+
+def _switch(value: str) -> str:
+    if value not in ("on", "off"):
+        raise UsageError(f"history={value} is neither on nor off", hint="history=off predicts without your own runs")
+    return value
 
 
 def _precision(value: str) -> str:
@@ -38,6 +45,7 @@ _QUESTIONS: dict[str, _Question] = {
     "precision": _Question(f"Precision ({', '.join(PrecisionName)})", "bf16", _precision),
     "optimizer": _Question("Optimizer (adamw, adamw_8bit, ...)", "adamw", optimizer_name),
     "framework": _Question("Framework (torchtitan, deepspeed, megatron-core, ...)", OWN_RUNTIME, check_framework),
+    HISTORY: _Question("", "on", _switch),
     "price": _Question("Price of a GPU-hour, in any currency", "none", amount(0, 1e18)),
 }
 
@@ -55,7 +63,9 @@ def config(
     reset: Annotated[bool, typer.Option("--reset", help="Forget all.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep defaults: machine, number of machines, precision, optimizer, framework, price.
+    """Keep defaults: machine, number of machines, precision, optimizer, framework, price, history.
+
+    history=off predicts without what your own runs said.
 
     Asked once on a terminal. The command line, $PARAPLAN_PROFILE and plan files come before what is kept.
 
@@ -107,8 +117,8 @@ def _asked(kept: Mapping[str, str]) -> dict[str, str]:
             hint="paraplan config profile=8xh100 keeps an answer; --show shows what is kept",
         )
     typer.echo("Enter keeps what stands in brackets; a dash forgets it.")
-    answers: dict[str, str] = {}
-    for name, question in _QUESTIONS.items():
+    answers = {HISTORY: kept[HISTORY]} if HISTORY in kept else {}  # which is not asked
+    for name, question in ((name, each) for name, each in _QUESTIONS.items() if each.text):
         shown = kept.get(name, question.usual)
         while True:
             answer = str(typer.prompt(question.text, default=shown)).strip()

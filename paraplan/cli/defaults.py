@@ -11,9 +11,16 @@ from typing import Any
 from paraplan.cli.terminal import show_note
 from paraplan.errors import UsageError
 
-OPTIONS = ("profile", "nodes", "precision", "optimizer", "framework", "price")
+HISTORY = "history"
+"""Whether the user's own runs correct predictions: on, or off as --no-history has it."""
+OPTIONS = ("profile", "nodes", "precision", "optimizer", "framework", "price", HISTORY)
 """What can be kept, by the options' names."""
-_OF = {"recommend": OPTIONS, "estimate": tuple(name for name in OPTIONS if name != "price")}
+_OF = {
+    "recommend": OPTIONS,
+    "estimate": tuple(name for name in OPTIONS if name != "price"),
+    "import": (HISTORY,),
+    "verify": (HISTORY,),
+}
 _MACHINE = ("profile", "nodes")
 _NAMED_MACHINE = {"--profile", "--gpu", "--num-gpus", "--nodes"}
 _OTHER_SOURCE = {"--plan", "--import", "--like", "--help", "-h"}
@@ -57,16 +64,21 @@ def defaults_of(args: Sequence[str]) -> dict[str, Any]:
     Options on the command line come first, and so do a plan file, $PARAPLAN_PROFILE and other words for machines.
     """
     given = {word.partition("=")[0] for word in args}
-    if not args or args[0] not in _OF or given & _OTHER_SOURCE:
+    if not args or args[0] not in _OF:
         return {}
     kept = {name: value for name, value in read_defaults().items() if name in _OF[args[0]]}
+    is_without_history = kept.pop(HISTORY, "on") == "off"
+    if given & _OTHER_SOURCE:
+        kept = {}
     if given & _NAMED_MACHINE or os.environ.get("PARAPLAN_PROFILE"):
         kept = _without(kept, _MACHINE)
     kept = _without(kept, [name for name in kept if f"--{name}" in given])
-    if kept:
-        words = " ".join(f"--{name} {value}" for name, value in kept.items())
-        show_note(f"{words}, as paraplan config keeps it")
-    return {args[0]: kept}
+    words = [f"--{name} {value}" for name, value in kept.items()]
+    if is_without_history and "--no-history" not in given:
+        words.append("--no-history")
+    if words:
+        show_note(f"{' '.join(words)}, as paraplan config keeps it")
+    return {args[0]: kept | ({"no_history": True} if is_without_history else {})}
 
 
 def _without(kept: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

@@ -28,8 +28,8 @@ from paraplan.model.towers import with_media
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
 
-if TYPE_CHECKING:  # a calibration to runs, which most workloads do without
-    from paraplan.cost.correction import TimeCorrection
+if TYPE_CHECKING:  # what runs were off by, which most workloads do without
+    from paraplan.cost.correction import RunCorrection
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,12 @@ class Workload:
     """The model as it was before a part of it was frozen, None where that is `model`."""
     plain_framework: FrameworkProfile | None = None
     """The framework as its file describes it, None where that is `framework`."""
-    correction: TimeCorrection | None = None
-    """What a calibration to runs multiplies step times by, plan by plan."""
+    correction: RunCorrection | None = None
+    """What step times are multiplied by, plan by plan, for what measured runs were off by."""
+    memory_correction: RunCorrection | None = None
+    """What peaks are multiplied by."""
+    num_corrected_by: int = 0
+    """The user's own runs behind both; 0 for a calibration."""
 
     @classmethod
     def of(
@@ -256,21 +260,40 @@ class Workload:
         """What kernels that do nothing but move bytes reach of the GPU's memory."""
         return self.cluster.gpu.memory_bandwidth_bytes_per_s * self.constants.memory_bandwidth_efficiency
 
-    def kinds_and_sizes(self, table: PlanTable) -> tuple[list[str], Floats]:
-        """Return by what plans for this workload are alike or not to plans for it and others (`TimeCorrection`)."""
-        from paraplan.cost.correction import kinds_of, sizes_of
+    @cached_property
+    def run_kind(self) -> str:
+        """What runs have to share for the errors of one to say something of another: GPU, framework, calibration."""
+        gpu, framework = self.cluster.gpu, self.framework
+        calibrated = "" if gpu.calibration is None else f", {gpu.calibration.source}"
+        return f"{gpu.name}, {framework.family or framework.name}{calibrated}"
 
-        gpu, framework, training = self.cluster.gpu.name, self.framework.name, self.training
-        common = f"{gpu}, {framework}, {training.precision} x {self.constants.block_matmul_speedup:g}"
-        sizes = sizes_of(table, hidden_size=self.model.hidden_size, seq_length=training.seq_length)
-        return kinds_of(table, common), sizes
+    def run_sizes(self, table: PlanTable) -> Floats:
+        """Return by what plans for this workload are alike or not to plans for it and others (`RunCorrection`)."""
+        from paraplan.cost.correction import sizes_of
+
+        training = self.training
+        return sizes_of(
+            table,
+            hidden_size=self.model.hidden_size,
+            seq_length=training.seq_length,
+            is_fp32=training.precision == "fp32",
+            matmul_speedup=self.constants.block_matmul_speedup,
+            is_compiled=training.compiled,
+            is_frozen=not training.trainable.is_full,
+        )
 
     def time_factors(self, table: PlanTable) -> Floats:
-        """Return what the step time of each plan is multiplied by: 1 without a calibration to runs."""
-        if self.correction is None:
+        """Return what the step time of each plan is multiplied by: 1 without runs that say what it is off by."""
+        return self._factors(self.correction, table)
+
+    def memory_factors(self, table: PlanTable) -> Floats:
+        """Return what the peak of each plan is multiplied by: 1 without runs that say what it is off by."""
+        return self._factors(self.memory_correction, table)
+
+    def _factors(self, correction: RunCorrection | None, table: PlanTable) -> Floats:
+        if correction is None:
             return np.ones(len(table))
-        kinds, sizes = self.kinds_and_sizes(table)
-        return self.correction.factors(sizes, kinds)
+        return correction.factors(self.run_sizes(table), self.run_kind)
 
     @property
     def is_mixed_precision(self) -> bool:

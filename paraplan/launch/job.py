@@ -38,6 +38,7 @@ from paraplan.launch.faults.report import (
     say,
     write_report,
 )
+from paraplan.launch.measured import note_measured
 from paraplan.launch.nodes.doors import Doors, open_doors
 from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
@@ -102,15 +103,23 @@ def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_
         if job.folder is not None and not job.folder.is_temporary and not request.spec.no_logs:
             elapsed_s = time.monotonic() - started
             goodput = job.clock.measure(job.page, is_done=status in (0, PREEMPTED_EXIT_STATUS))
-            measured = None if goodput is None else goodput.to_dict()
+            told = None if goodput is None else goodput.to_dict()
             late = [case.to_json() for case in job.late]
+            noted = note_measured(job.folder.path, job.plan, has_ended_well=status == 0)
             job.folder.note_end(
-                exit_status=status, elapsed_s=elapsed_s, attempts=job.attempts, late=late, goodput=measured
+                exit_status=status,
+                elapsed_s=elapsed_s,
+                attempts=job.attempts,
+                late=late,
+                goodput=told,
+                measured=noted.record,
             )
             if status == 0 and job.attempts:
                 _say_summary(job, elapsed_s)
             for line in [] if goodput is None else goodput.lines():
                 say(line)
+            if noted.sentence is not None:
+                say(noted.sentence)
 
 
 def _is_news(texts: tuple[str, ...], record: logging.LogRecord) -> bool:

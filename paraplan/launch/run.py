@@ -41,6 +41,7 @@ from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
 from paraplan.launch.live.answers import LiveJob
 from paraplan.launch.live.server import LiveServer
+from paraplan.launch.measured import MEASURED_FILE, MEASURED_VARIABLE
 from paraplan.launch.nodes.doors import Doors, open_doors
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
 from paraplan.launch.parser import parse_arguments
@@ -317,6 +318,8 @@ def _extra_environment(request: LaunchRequest, folder: RunFolder) -> dict[str, s
     extra = {PLAN_VARIABLE: request.plan_path} if request.plan_path else {}
     if request.plan is not None or request.planner is not None:
         extra[PLAN_READ_VARIABLE] = str(folder.path.absolute() / "plan-read")
+        if not folder.is_temporary:
+            extra[MEASURED_VARIABLE] = str(folder.path.absolute() / MEASURED_FILE)
     if request.spec.metrics:
         extra[METRICS_VARIABLE] = str(Path(request.spec.metrics).absolute())
     if request.spec.hang_timeout is not None:

@@ -57,14 +57,16 @@ class RunFolder:
         attempts: int,
         late: Sequence[Mapping[str, object]] = (),
         goodput: Mapping[str, object] | None = None,
+        measured: Mapping[str, object] | None = None,
     ) -> None:
-        """Add to run.json how the run ended, which ranks were `late` while it ran, and where its time went."""
+        """Add to run.json how the run ended, which ranks were `late`, where its time went, and what it measured."""
         try:
             known = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
         end = {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts, "goodput": goodput}
-        self._write(known | end | ({"late": list(late)} if late else {}))
+        beside = {"late": list(late)} if late else {}
+        self._write(known | end | beside | ({"measured": measured} if measured is not None else {}))
 
     def note_plan(self, text: str) -> None:
         """Write the plan file that the ranks run."""

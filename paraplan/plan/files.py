@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from paraplan.errors import PlanError
+from paraplan.plan.kept_runs import PlainPrediction
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
@@ -57,6 +58,8 @@ class PlannedEstimate(Record):
     memory: PlannedMemory | None = None
     model_flops_per_step: float | None = None
     smaller_plan: str | None = None
+    plain: PlainPrediction | None = None
+    """What was predicted before the user's own runs corrected it."""
 
 
 class PlannedPlacement(Record):

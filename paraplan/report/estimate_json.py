@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from paraplan.accuracy.history import effect_of_history
 from paraplan.accuracy.ranges import Peak, memory_range, out_of_memory_risk, step_range
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.capacity import largest_layer, what_fits
@@ -94,6 +95,7 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "allocated": max(stage.total_bytes for stage in estimate.memory),
         "device": max(stage.device_bytes for stage in estimate.memory),
     }
+    history = effect_of_history(workload, estimate.plan)
     return {
         "plan": estimate.plan.model_dump(mode="json"),
         "parameters": {"total": parameters.total} | parameters.model_dump(),
@@ -105,13 +107,14 @@ def estimate_report(workload: Workload, estimate: PlanEstimate) -> dict[str, Any
         "device_peak_bytes": peaks["device"],
         "host_bytes_per_node": estimate.host_bytes_per_node,
         "host_memory_bytes": estimate.host_memory_bytes,
-        "peak_ranges": {name: memory_range(workload, peak, name) for name, peak in peaks.items()},
+        "peak_ranges": {name: memory_range(workload, estimate.plan, peak, name) for name, peak in peaks.items()},
         "out_of_memory_risk": out_of_memory_risk(workload, estimate),
         "loading": _loading(workload, estimate),
         "step": estimate.step.model_dump(),
         "step_is_lower_bound": lower_bound_reason(workload, estimate.plan) is not None,
         "effective_tokens_per_s_per_gpu": {"padded": padded, "packed": packed},
         "step_range": likely.model_dump() if likely is not None else None,
+        "history": history.model_dump() if history is not None else None,
         "training": workload.training.model_dump(mode="json"),
         "cluster": {
             "name": cluster.name,

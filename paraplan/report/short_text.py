@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from paraplan.accuracy.history import effect_of_history, history_in_words
 from paraplan.accuracy.ranges import out_of_memory_risk, step_range
 from paraplan.cost.blocks.matmuls import counted_peak
 from paraplan.cost.estimate import FULL_MEMORY, PlanEstimate, allocator_holds, evaluate_plan
@@ -138,6 +139,8 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     fitting = what_lets_fit(workload, estimate) if is_too_large else None
     rate = format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))
     likely = step_range(workload, estimate)
+    own = history_in_words(effect_of_history(workload, estimate.plan))  # of CPUs, which have no range
+    basis = own if likely is None else likely.in_words
     ends = f" ({format_seconds(likely.low_s)} to {format_seconds(likely.high_s)})" if likely is not None else ""
     return (
         Line("Plan", plan_in_words(workload, estimate.plan), "bad" if tone == "bad" else "good"),
@@ -151,7 +154,7 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
             if lower_bound_reason(workload, estimate.plan) is None
             else f"at least {format_seconds(step.step_time_s)} a step, at most {rate} tokens/s per GPU",
         ),
-        *((Line("", likely.in_words, "dim"),) if likely is not None else ()),
+        *((Line("", basis, "dim"),) if basis is not None else ()),
         *(Line("Samples", words) for words in (samples_in_words(workload, estimate),) if words is not None),
         *_loading(workload, estimate),
         *(Line("Caution", words, "caution") for words in cautions(workload, estimate)),

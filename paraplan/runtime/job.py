@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from paraplan.errors import PlanError
@@ -63,7 +62,7 @@ from paraplan.runtime.structure.blocks import compile_blocks
 from paraplan.runtime.structure.parameter_hooks import check_hooks, check_written_tables
 from paraplan.runtime.structure.weights import count_parameters, share_weights
 from paraplan.runtime.timeouts import explained_timeouts
-from paraplan.runtime.world import World
+from paraplan.runtime.world import World, leave_group
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -81,6 +80,7 @@ class Job:
     precision: TrainingPrecision
     mesh: Mesh
     metrics: Path | None = None
+    measured: Path | None = None
     metrics_every: int = 1
     shows_progress: bool = False
     _sync: list[RankSync] = field(default_factory=list, repr=False)
@@ -379,6 +379,7 @@ class Job:
                 estimate=None if self.file is None or not self.is_main else self.file.estimate,
             ),
             metrics=self.metrics if self.is_main else None,
+            measured=self.measured if self.is_main and not self._engines else None,
             metrics_every=self.metrics_every,
             terminal=sys.stderr if self.is_main and self.shows_progress else None,
         )
@@ -392,9 +393,3 @@ class Job:
 def is_compiled(file: PlanFile | None) -> bool:
     """Whether the plan was made for blocks under torch.compile."""
     return file is not None and file.training is not None and file.training.compiled
-
-
-def leave_group() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -19,12 +19,13 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported, compiled_reason
 from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.job import Job, is_compiled, leave_group
+from paraplan.runtime.job import Job, is_compiled
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.world import (
     DEFAULT_TIMEOUT_S,
     World,
     join_world,
+    leave_group,
     read_world,
     silence_known_noise,
 )
@@ -32,6 +33,8 @@ from paraplan.runtime.world import (
 PLAN_VARIABLE = "PARAPLAN_PLAN"
 PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
 """The file to make once the launcher's plan is read."""
+MEASURED_VARIABLE = "PARAPLAN_MEASURED"
+"""The file into which rank 0 writes what was measured in the end, for the launcher."""
 METRICS_VARIABLE = "PARAPLAN_METRICS"
 """The file that `runtime.init` writes metrics to where it is given none."""
 METRICS_EVERY_VARIABLE = "PARAPLAN_METRICS_EVERY"
@@ -93,6 +96,7 @@ def init(
         precision=precision,
         mesh=build_mesh(chosen, world),
         metrics=_metrics_file(metrics),
+        measured=_measured_file(is_fake=is_fake),
         metrics_every=_metrics_every(metrics_every),
         shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
     )
@@ -127,6 +131,11 @@ def _metrics_file(given: str | Path | None) -> Path | None:
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} for the metrics", hint="make it, or choose another file")
     return path
+
+
+def _measured_file(*, is_fake: bool) -> Path | None:
+    name = os.environ.get(MEASURED_VARIABLE)
+    return Path(name) if name and not is_fake else None
 
 
 def _metrics_every(given: int | None) -> int:

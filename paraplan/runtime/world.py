@@ -78,6 +78,12 @@ def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float
     )
 
 
+def leave_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _backend(world: World, environment: Mapping[str, str]) -> str:
     if world.device.type != "cuda":
         return "gloo"

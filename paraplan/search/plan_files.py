@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paraplan.cost.plain_prediction import plain_prediction
+from paraplan.cost.workload import Workload
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile, PlannedEstimate, PlannedMemory
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import SearchResult
@@ -9,7 +11,7 @@ from paraplan.search.results import SearchResult
 _CLEARLY_LESS = 0.8  # of the memory: a step down that is worth trying after the estimate was exceeded
 
 
-def planned_estimate(result: SearchResult) -> PlannedEstimate:
+def planned_estimate(workload: Workload, result: SearchResult) -> PlannedEstimate:
     """Return the prediction for the best plan of `result`, by parts of its fullest stage, and a smaller plan."""
     best = result.best
     fullest = max(best.memory, key=lambda stage: stage.total_bytes)
@@ -29,6 +31,7 @@ def planned_estimate(result: SearchResult) -> PlannedEstimate:
         ),
         model_flops_per_step=flops_per_s * best.step.step_time_s,
         smaller_plan=min(smaller, key=lambda plan: plan.step_time_s).plan.describe() if smaller else None,
+        plain=plain_prediction(workload, best),
     )
 
 
@@ -46,7 +49,7 @@ def plan_file(answer: Recommendation) -> PlanFile:
         ),
         training=answer.workload.training,
         cluster=cluster_reference(answer),
-        estimate=planned_estimate(answer.result),
+        estimate=planned_estimate(answer.workload, answer.result),
         placement=answer.placement,
         framework=answer.framework,
     )

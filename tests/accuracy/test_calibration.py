@@ -10,7 +10,8 @@ from small_run import run
 
 from paraplan.accuracy.calibration import Calibration, calibrate, calibrate_to_runs, read_calibration
 from paraplan.accuracy.factors import KNOBS, CalibrationRun, FactorName, scaled
-from paraplan.cost.correction import CorrectedRun, TimeCorrection
+from paraplan.accuracy.shared_errors import load_shared_errors
+from paraplan.cost.correction import NUM_SIZES, CorrectedRun, RunCorrection
 from paraplan.cost.estimate import evaluate_plan, step_times
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.timeline import step_timeline
@@ -161,14 +162,17 @@ def test_a_file_of_an_earlier_release_corrects_nothing(workload: MakeWorkload) -
     [
         [],
         [{"kind": "k", "sizes": [1.0], "weight": 1.0}],
-        [{"kind": "k", "sizes": [float("inf")] * 10, "weight": 1.0}],
-        [{"kind": "k", "sizes": [1.0] * 10, "weight": float("nan")}],
-        [{"kind": "k", "sizes": [1.0] * 10, "weight": -1e300}],
+        [{"kind": "k", "sizes": [float("inf")] * NUM_SIZES, "weight": 1.0}],
+        [{"kind": "k", "sizes": [1.0] * NUM_SIZES, "weight": float("nan")}],
+        [{"kind": "k", "sizes": [1.0] * NUM_SIZES, "weight": -1e300}],
     ],
 )
 def test_a_correction_that_is_none_is_one_clear_error(workload: MakeWorkload, runs: list[dict[str, object]]) -> None:
     fitted = calibrate(runs_of(workload("gpt2-xl", profile="dgx-a100"), {}), source="made up")
-    text = json.dumps(json.loads(fitted.to_json()) | {"correction": {"runs": runs}})
+    text = json.dumps(
+        json.loads(fitted.to_json())
+        | {"correction": {"shared": load_shared_errors().step_time.model_dump(), "runs": runs}}
+    )
     with pytest.raises(PlanError, match=r"^cal\.json holds no calibration: correction"):
         read_calibration(text, source="cal.json")
 
@@ -176,6 +180,7 @@ def test_a_correction_that_is_none_is_one_clear_error(workload: MakeWorkload, ru
 def test_a_correction_keeps_times_finite_however_many_runs_agree(workload: MakeWorkload) -> None:
     made = workload("gpt2-xl", profile="dgx-a100")
     table = PlanTable.of_plans([PLANS[0]])
-    (kind,), sizes = made.kinds_and_sizes(table)
+    kind, sizes = made.run_kind, made.run_sizes(table)
     runs = (CorrectedRun(kind=kind, sizes=tuple(sizes[0].tolist()), weight=1e4),) * 50
-    assert TimeCorrection(runs=runs).factors(sizes, [kind])[0] == pytest.approx(math.exp(5))
+    correction = RunCorrection(shared=load_shared_errors().step_time, runs=runs)
+    assert correction.factors(sizes, kind)[0] == pytest.approx(math.exp(5))

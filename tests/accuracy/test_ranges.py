@@ -153,7 +153,7 @@ def test_the_table_that_comes_with_paraplan_keeps_its_promise() -> None:
 
 @pytest.mark.parametrize("reading", get_args(Peak))
 def test_a_peak_has_a_range_by_what_is_read(workload: MakeWorkload, reading: Peak) -> None:
-    found = memory_range(workload("gpt2"), 1e9, reading)
+    found = memory_range(workload("gpt2"), ParallelPlan(), 1e9, reading)
     assert found is not None
     assert found[0] < 1e9 < found[1]
-    assert memory_range(workload("gpt2", profile="cpu", precision="fp32"), 1e9, reading) is None
+    assert memory_range(workload("gpt2", profile="cpu", precision="fp32"), ParallelPlan(), 1e9, reading) is None

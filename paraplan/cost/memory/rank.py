@@ -230,10 +230,18 @@ class RankMemory(RankState):
         self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats
     ) -> StageMemory:
         """Return a peak candidate: beside what it names, the weights, the optimizer's state and what stands always."""
-        return StageMemory(
+        found = StageMemory(
             parameter_bytes=self.weight_bytes + parameters,
             gradient_bytes=gradients,
             optimizer_state_bytes=self.optimizer_bytes,
             activation_bytes=activations,
             workspace_bytes=self.standing_workspace_bytes + workspace,
         )
+        if self.workload.memory_correction is None:
+            return found
+        return StageMemory(*(part * self.error_factors for part in found))
+
+    @cached_property
+    def error_factors(self) -> Floats:
+        """What measured runs say that peaks are to be multiplied by."""
+        return self.workload.memory_factors(self.table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
 import sys
@@ -17,6 +18,7 @@ from pydantic import Field
 from paraplan.errors import UsageError
 from paraplan.hardware.catalogue.profile_files import find_gpu
 from paraplan.plan.files import PlannedEstimate
+from paraplan.plan.kept_runs import MeasuredRun
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
 from paraplan.runtime.torch_private import pytree
@@ -101,6 +103,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 class RunWatch:
     """Follows the steps of one engine on one rank, and writes what rank 0 is to write.
 
+    `measured` is the file for what was measured in the end.
     `metrics` is the file for a line of JSON for every `metrics_every` steps; `terminal` is where a bar is drawn;
     `callbacks` are called with the report of every so many steps. Only a step that is reported waits for the device.
     """
@@ -108,6 +111,7 @@ class RunWatch:
     device: torch.device
     baseline: SpeedBaseline
     metrics: Path | None = None
+    measured: Path | None = None
     metrics_every: int = 1
     callbacks: list[tuple[int, StepCallback]] = field(default_factory=list)
     terminal: TextIO | None = None
@@ -115,6 +119,7 @@ class RunWatch:
     clock: StepClock | None = None
     last: StepReport | None = None
     _num_read: int = 0
+    _tokens: set[int] = field(default_factory=set)
     _shown_s: float = 0.0
     _is_line_open: bool = False
 
@@ -144,6 +149,7 @@ class RunWatch:
         is_due = writes or draws or bool(called)
         assert self.clock is not None
         self.clock.end()
+        self._tokens.add(tokens)
         if not is_due:
             return
         value = loss.item()  # waits for the device
@@ -176,6 +182,10 @@ class RunWatch:
         line = self.comparison()
         if line is not None:
             sys.stderr.write(f"paraplan: {line}\n")
+        found = None if self.measured is None else self.measured_run()
+        if found is not None and self.measured is not None:
+            with contextlib.suppress(OSError):  # the launcher then says that nothing was measured
+                self.measured.write_text(found.to_json(), encoding="utf-8")
         self.clock, self._num_read = None, 0
 
     def comparison(self) -> str | None:
@@ -203,6 +213,21 @@ class RunWatch:
             predicted = format_bytes(estimate.peak_memory_bytes)
             parts.append(f"peak memory of tensors, predicted {predicted}, is not measured on a CPU")
         return "; ".join(parts) or None
+
+    def measured_run(self) -> MeasuredRun | None:
+        """Return what was measured of all steps; None without a step."""
+        measured = [] if self.clock is None else self.clock.times_s()
+        if not measured:
+            return None
+        on_gpu = self.device.type == "cuda"
+        return MeasuredRun(
+            step_time_s=_running_s(self.clock) or statistics.median(measured[_WARM_STEPS:] or measured),
+            num_steps=len(measured) - _WARM_STEPS,
+            peak_memory_bytes=peak_memory_bytes(self.device) if on_gpu else None,
+            device=torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            tokens_of_steps=tuple(sorted(self._tokens))[:2],
+            num_parameters=self.baseline.num_parameters,
+        )
 
     def _is_bar_due(self, step: int) -> bool:
         if self.terminal is None:
@@ -307,13 +332,22 @@ def waited_for_cpu_s() -> float | None:
     return int(words[1]) / 1e9 if len(words) > 1 else None
 
 
+def _running_s(clock: StepClock | None) -> float | None:
+    """Return the median of the steps without the time in which other processes had the CPU; None where nobody says."""
+    times, waits = (clock.times_s(), clock.waits_s()) if isinstance(clock, HostClock) else ([], [])
+    if not times or len(waits) != len(times):
+        return None
+    pairs = list(zip(times, waits, strict=True))
+    running_s = statistics.median(each - waited for each, waited in pairs[_WARM_STEPS:] or pairs)
+    return running_s if running_s > 0 else None
+
+
 def _waits_in_words(clock: StepClock | None, *, predicted_s: float) -> str:
     """Return how much of the steps went by without a CPU, and what they took without that, where it is worth a word."""
     times, waits = (clock.times_s(), clock.waits_s()) if isinstance(clock, HostClock) else ([], [])
     if not times or len(waits) != len(times) or sum(waits) < _WORTH_SAYING * sum(times):
         return ""
-    pairs = list(zip(times, waits, strict=True))
-    running_s = statistics.median(each - waited for each, waited in pairs[_WARM_STEPS:] or pairs)
+    running_s = _running_s(clock) or predicted_s
     return (
         f"; other processes had the CPU for {sum(waits) / sum(times):.0%} of it, without that "
         f"{format_seconds(running_s)} ({predicted_s / running_s - 1:+.0%})"

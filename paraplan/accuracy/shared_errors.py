@@ -1,0 +1,190 @@
+"""How errors of runs of one source go together, found in measured tables; read from `profiles/shared_errors.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+
+from paraplan.cost.correction import SharedErrors, learned
+from paraplan.cost.plan_table import Floats, Ints
+from paraplan.errors import ProfileError
+from paraplan.records import Record
+from paraplan.resources import profiles_folder
+
+FEWEST_ROWS = 4
+"""A source with fewer rows says little of what its rows share."""
+MOST_ROWS = 40
+"""Rows of a source that are looked at, evenly chosen: all of the largest would only cost time."""
+PRIORS = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Values that `prior_runs` may have."""
+NUM_DRAWS = 40
+"""Choices of rows that are known."""
+SHARE = 0.8
+"""The share of rows that a range is to hold."""
+_STARTS = ((0.15, 4.0, 0.07), (0.15, 40.0, 0.07))
+_ROUNDS = 120
+
+
+class SourceErrors(Record):
+    """The errors of one source's runs."""
+
+    source: str
+    kinds: tuple[str, ...]
+    """Of each run what has to be the same: GPU and framework."""
+    sizes: tuple[tuple[float, ...], ...]
+    """Of each run where it stands among plans."""
+    logs: tuple[float, ...]
+    """Of each run log(measured / predicted)."""
+    ranges: tuple[tuple[float, float], ...]
+    """Of each run the factors between which it is to lie where nothing is known of its source."""
+
+    def cut(self, most: int = MOST_ROWS) -> SourceErrors:
+        """Return `most` of its runs, evenly chosen, or all."""
+        count = len(self.logs)
+        chosen = [round(place) for place in np.linspace(0, count - 1, min(most, count))]
+        return SourceErrors(
+            source=self.source,
+            kinds=tuple(self.kinds[row] for row in chosen),
+            sizes=tuple(self.sizes[row] for row in chosen),
+            logs=tuple(self.logs[row] for row in chosen),
+            ranges=tuple(self.ranges[row] for row in chosen),
+        )
+
+
+class LeftOut(Record):
+    """What is off where some rows of a source are known, and the others are predicted: means over sources."""
+
+    known: int
+    """Rows that are known."""
+    sources: int
+    error: float
+    """Mean of |predicted / measured - 1|."""
+    coverage: float
+    """Share of the other rows that lie in their range."""
+    width: float
+    """The upper end of the range, divided by the lower one."""
+
+
+class SharedErrorsFile(Record):
+    """The file: how errors of step times and of peaks go together."""
+
+    step_time: SharedErrors
+    memory: SharedErrors
+    source: str
+
+
+@cache
+def load_shared_errors() -> SharedErrorsFile:
+    """Return what comes with paraplan. Raises `ProfileError` for a damaged installation."""
+    path = profiles_folder() / "shared_errors.json"
+    try:
+        return SharedErrorsFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"cannot read {path}: {error}", hint="install paraplan again") from None
+
+
+def fit_shared_errors(sources: Sequence[SourceErrors]) -> SharedErrors:
+    """Return the most likely spreads of errors, each source weighing the same: of its likelihood the mean over rows.
+
+    `prior_runs` is that with which ranges hold nearest to `SHARE` of the other rows of a source where one to three are
+    known. Raises `ValueError` without a source of `FEWEST_ROWS`.
+    """
+    tables = [_Table(source.cut()) for source in sources if len(source.logs) >= FEWEST_ROWS]
+    if not tables:
+        raise ValueError(f"no source has {FEWEST_ROWS} rows")
+
+    def cost(point: Floats) -> float:
+        shared = _shared(point)
+        return sum(table.cost(shared) for table in tables)
+
+    found = _shared(min((_least(cost, np.log(start)) for start in _STARTS), key=cost))
+
+    def distance(shared: SharedErrors) -> float:
+        held = [left_out(sources, shared, known=known).coverage for known in (1, 2, 3)]
+        return abs(float(np.mean(held)) - SHARE)
+
+    return min((found.replace(prior_runs=runs) for runs in PRIORS), key=distance)
+
+
+def left_out(sources: Sequence[SourceErrors], shared: SharedErrors, *, known: int) -> LeftOut:
+    """Return what is off in rows of sources of which some others are known, drawn `NUM_DRAWS` times.
+
+    What is known makes ranges narrower as it does those that are printed.
+    """
+    means = []
+    for source in sources:
+        table = _Table(source)
+        figures = [
+            (np.abs(np.expm1(-rest)).mean(), ((rest >= ends[:, 0]) & (rest <= ends[:, 1])).mean(), _length(ends))
+            for others, rest, width in _draws(table, shared, known)
+            for ends in [table.ranges[others] * width[:, None]]
+        ]
+        means.append(np.mean(figures, axis=0))
+    error, coverage, width = (float(value) for value in np.mean(means, axis=0))
+    return LeftOut(known=known, sources=len(means), error=error, coverage=coverage, width=math.exp(width))
+
+
+def _length(ends: Floats) -> float:
+    return float((ends[:, 1] - ends[:, 0]).mean())
+
+
+def _draws(table: _Table, shared: SharedErrors, known: int) -> Iterator[tuple[Ints, Floats, Floats]]:
+    """Yield a source's other rows where some are known, what is left of their logarithms, and the width of each."""
+    generator = np.random.default_rng(0)
+    rows = np.arange(len(table.logs))
+    for _ in range(NUM_DRAWS if known else 1):
+        chosen = generator.choice(rows, known, replace=False)
+        others = np.setdiff1d(rows, chosen)
+        rest, width = table.logs[others].copy(), np.ones(len(others))
+        for kind in {table.kinds[row] for row in chosen}:
+            same = chosen[[table.kinds[row] == kind for row in chosen]]
+            correction = learned(shared, kind, table.sizes[same], table.logs[same])
+            near = np.array([table.kinds[row] == kind for row in others])
+            sizes = table.sizes[others[near]]
+            rest[near] -= np.log(correction.factors(sizes, kind))
+            width[near] = correction.widths(sizes, kind)
+        yield others, rest, width
+
+
+def _shared(point: Floats, *, prior_runs: float = 4.0) -> SharedErrors:
+    log_sd, doublings, own = (float(f"{value:.3g}") for value in np.exp(np.clip(point, -6.0, 4.0)))
+    return SharedErrors(log_sd=log_sd, doublings=doublings, own_log_sd=own, prior_runs=prior_runs)
+
+
+class _Table:
+    """One source as arrays."""
+
+    def __init__(self, source: SourceErrors) -> None:
+        self.sizes, self.logs, self.kinds = np.array(source.sizes), np.array(source.logs), source.kinds
+        self.ranges = np.log(np.array(source.ranges))
+        self.is_same = np.array(source.kinds)[:, None] == np.array(source.kinds)[None, :]
+
+    def cost(self, shared: SharedErrors) -> float:
+        covariance = self.is_same * shared.covariance(self.sizes, self.sizes)
+        covariance = covariance + shared.own_log_sd**2 * np.eye(len(self.logs))
+        determinant = float(np.linalg.slogdet(covariance)[1])
+        return 0.5 * (determinant + float(self.logs @ np.linalg.solve(covariance, self.logs))) / len(self.logs)
+
+
+def _least(cost: Callable[[Floats], float], start: Floats) -> Floats:
+    """Return where a cost is least: along one axis or two after the other, with steps that shrink."""
+    axes = [*np.eye(len(start)), *(one - other for one, other in combinations(np.eye(len(start)), 2))]
+    point, best, step = start, cost(start), 0.4
+    for _ in range(_ROUNDS):
+        moved = False
+        for axis in axes:
+            for way in (step, -step):
+                found = cost(point + way * axis)
+                if found < best:
+                    point, best, moved = point + way * axis, found, True
+                    break
+        if not moved:
+            step /= 2
+        if step < 0.01 or not math.isfinite(best):
+            break
+    return point
