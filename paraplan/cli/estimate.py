@@ -76,6 +76,17 @@ class OnePlanOptions:
         ),
     ] = None
 
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            "--measured",
+            metavar="LOG|SECONDS",
+            rich_help_panel=PLAN_PANEL,
+            help="What a run of this plan measured, which is kept and corrects later estimates: the log of torchtitan, "
+            "Megatron-LM or DeepSpeed, a trainer_state.json, or seconds of a step.",
+        ),
+    ] = None
+
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of a plan that no search fixes."""
@@ -150,6 +161,10 @@ def estimate(
         training.say_length(spec, asked.seq_length)
     workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=framework))
     result = estimate_plan(workload, chosen)
+    if one.measured is not None:
+        from paraplan.api.history import keep_measured  # readers of logs, which others do without
+
+        show_note(keep_measured(result, one.measured))
     traced = _trace(model, chosen, asked) if trace_memory else None
     _print(result, traced, verbose=verbose, next_step=_next_step(ctx), as_json=as_json)
     write_estimate_files(result, trace=trace, html=html)

@@ -30,6 +30,9 @@ def validate(
         bool, typer.Option("--why", help="Name the one factor that would explain most of each source's errors.")
     ] = False,
     calibration: CalibrationOption = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep these runs as your own: later estimates on such GPUs are corrected.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict measured runs from their configuration alone, and print what the predictions are worth.
@@ -54,6 +57,10 @@ def validate(
     for source, columns in found.unread.items():
         names = [f"{name} (did you mean {near}?)" if near else name for name, near in columns.items()]
         show_note(f"nothing is read from these columns of {source}: {', '.join(names)}")
+    if keep:
+        from paraplan.api.history import keep_table
+
+        show_note(keep_table(found))
     if as_json:
         explained = {"why": [one.model_dump() for one in found.factors()]} if why else {}
         typer.echo(json.dumps(found.to_dict() | explained, indent=2))

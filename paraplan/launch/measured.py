@@ -26,8 +26,6 @@ FEWEST_STEPS = 5
 LIKE_PLANNED = 0.05
 """Tokens of a step and parameters may differ by so much from those that were planned for: labels are shifted by one
 token, adapters are counted or not."""
-MOST_RATIO = 10.0
-"""What took more than ten times what was predicted, or less than a tenth, ran something else."""
 _PARTS = ("wait_s", "loader_s", "backward_s", "optimizer_s")
 
 
@@ -73,6 +71,7 @@ def _parts(folder: Path) -> dict[str, float] | None:
 def _why_not_kept(measured: MeasuredRun, file: PlanFile, plain: PlainPrediction) -> str | None:
     """Return why a run says nothing of the prediction of its plan, None where it does."""
     from paraplan.hardware.catalogue.profile_files import find_gpu
+    from paraplan.plan.kept_runs import KeptRun
 
     found = None if measured.device == "cpu" else find_gpu(measured.device)
     device = measured.device if found is None else found.name
@@ -91,7 +90,7 @@ def _why_not_kept(measured: MeasuredRun, file: PlanFile, plain: PlainPrediction)
     if known and measured.num_parameters and not _is_like(measured.num_parameters, known):
         return f"its model has {measured.num_parameters:,} parameters, and the plan was made for {known:,}"
     ratio = measured.step_time_s / plain.step_time_s
-    if not 1 / MOST_RATIO < ratio < MOST_RATIO:
+    if not KeptRun(predicted=plain, step_time_s=measured.step_time_s).is_plausible:
         return f"a step took {ratio:.3g} times what was predicted, which is no error of a prediction"
     return None
 

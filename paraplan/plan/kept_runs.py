@@ -20,6 +20,8 @@ MOST_RUNS = 300
 """Runs that the file keeps: the newest."""
 MOST_BYTES = 4_000_000
 """A file that is larger was not written here."""
+MOST_RATIO = 10.0
+"""What took more than ten times what was predicted, or less than a tenth, ran something else."""
 _LONGEST = 300
 
 Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -82,6 +84,15 @@ class KeptRun(Record):
     host: Text = ""
     """The machine that measured it, of CPUs, where any two differ."""
     day: Text = ""
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether both figures are within ten times of what was predicted: what is not ran something else."""
+        pairs = (
+            (self.step_time_s, self.predicted.step_time_s),
+            (self.peak_memory_bytes, self.predicted.peak_memory_bytes),
+        )
+        return all(measured is None or 1 / MOST_RATIO < measured / own < MOST_RATIO for measured, own in pairs)
 
 
 class KeptRuns(Record):
