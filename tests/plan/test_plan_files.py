@@ -79,4 +79,5 @@ def test_a_plan_file_that_was_written_before_stays_readable() -> None:
     assert now == before | {
         "training": before["training"] | later,
         "model": before["model"] | {"num_experts": None},
+        "estimate": before["estimate"] | {"plain": None},
     }
