@@ -144,19 +144,12 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     return StepTime(*(each * factors for each in found))
 
 
-_PURE_SHARE = 0.5
-"""Parameters, gradients and states of 2 bytes for 4: what an optimizer moves where all training is in bf16."""
-
-
 def optimizer_s(workload: Workload, table: PlanTable, sharded: Floats) -> Floats:
     """Return the seconds of an optimizer step on `sharded` parameters of one rank, on the GPU or offloaded."""
-    constants = workload.constants
-    traffic = constants.optimizer_traffic(workload.framework.storage.optimizer_step, workload.training.optimizer)
-    if workload.training.precision == "bf16-pure":
-        traffic *= _PURE_SHARE
+    traffic = workload.optimizer_traffic(workload.framework.storage.optimizer_step)
     return np.where(
         table.offload > 0,
-        offload_step_s(workload, sharded),
+        offload_step_s(workload, table, sharded),
         sharded * traffic / workload.memory_bandwidth_bytes_per_s,
     )
 

@@ -32,6 +32,10 @@ if TYPE_CHECKING:  # what runs were off by, which most workloads do without
     from paraplan.cost.correction import RunCorrection
 
 
+_PURE_SHARE = 0.5
+"""Parameters, gradients and states of 2 bytes for 4: what an optimizer moves where all training is in bf16."""
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
     """A model, its training, the machines with what their links reach, the framework, and the constants."""
@@ -254,6 +258,11 @@ class Workload:
         """
         theirs, ours = (one_core_score(name) if name else None for name in (measured_on, self.cluster.cpu))
         return theirs / ours if theirs and ours else 1.0
+
+    def optimizer_traffic(self, how: str) -> float:
+        """Return the bytes that an optimizer step that goes `how` over parameters moves for each of them."""
+        traffic = self.constants.optimizer_traffic(how, self.training.optimizer)
+        return traffic * (_PURE_SHARE if self.training.precision == "bf16-pure" else 1.0)
 
     @property
     def memory_bandwidth_bytes_per_s(self) -> float:

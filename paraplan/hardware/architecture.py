@@ -134,6 +134,8 @@ class ArchitectureProfile(Record):
     """What matrix products may be in below 16 bits: fp8, mxfp8, nvfp4."""
     usual_network_bits_per_s: float
     """NICs of a machine divided by its GPUs, where a description does not tell."""
+    host_socket_bytes_per_s: float = Field(gt=0)
+    """Memory traffic of one CPU socket of machines with its GPUs, reads and writes together."""
     sources: tuple[Source, ...] = Field(min_length=1)
     """Where the values come from."""
 

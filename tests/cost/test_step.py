@@ -151,3 +151,17 @@ def test_uneven_stages_in_the_middle_are_seen_by_the_search(workload: MakeWorklo
     )
     searched = step_times(made, PlanTable.of_plans([plan, plan.replace(micro_batch_size=2, num_microbatches=16)]))
     assert searched.step_time_s[0] == pytest.approx(evaluate_plan(made, plan).step.step_time_s, rel=0.01)
+
+
+def test_an_offloaded_optimizer_takes_as_long_as_its_bytes_in_the_hosts_memory(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="dgx-a100", seq_length=4096)
+    plan = ParallelPlan(dp=8, zero_stage=3, offload="optimizer", num_microbatches=8)
+    parameters = made.model.num_parameters
+    fused_s, looped_s = (
+        evaluate_plan(replace(made, framework=made.framework.changed(storage={"optimizer_step": how})), plan).step
+        for how in ("fused", "for_loop")
+    )
+    copied_s = parameters / 8 * 8 / made.cluster.gpu.pcie_bandwidth_bytes_per_s
+    stepped_s = parameters * 36 / 202e9  # of two sockets, by all eight ranks together
+    assert fused_s.optimizer_s == pytest.approx(copied_s + stepped_s, rel=0.01)
+    assert looped_s.optimizer_s == pytest.approx(copied_s + 6 * stepped_s, rel=0.01)
