@@ -84,15 +84,16 @@ def scaled(workload: Workload, factors: Mapping[FactorName, float]) -> Workload:
 
 
 def _with_host_time(framework: FrameworkProfile, factor: float) -> FrameworkProfile:
-    data_parallel = framework.data_parallel
+    sharding = framework.data_parallel.sharding
     return framework.changed(
         kernels={
             "host_s_per_block": framework.kernels.host_s_per_block * factor,
             "collective_host_s": framework.kernels.collective_host_s * factor,
         },
         data_parallel={
-            "gather_host_s": data_parallel.gather_host_s * factor,
-            "reduce_host_s": data_parallel.reduce_host_s * factor,
+            "sharding": sharding.replace(
+                gather_host_s=sharding.gather_host_s * factor, reduce_host_s=sharding.reduce_host_s * factor
+            )
         },
     )
 

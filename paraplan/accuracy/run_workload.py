@@ -34,7 +34,6 @@ from paraplan.model.shapes import Activation, TransformerShapes, model_from_shap
 from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.plan.parallel import Offload, ParallelPlan, Recompute
 from paraplan.plan.stack import StackSettings
-from paraplan.plan.stages import running_split
 from paraplan.plan.training import AttentionKind, LinearPrecision, OptimizerName, TrainingPrecision, TrainingSpec
 
 DEFAULT_VOCABULARY = 50304
@@ -67,6 +66,10 @@ class BundledData:
         """Return a run with what its published recipe says where its own cells are blank."""
         framework = self.frameworks.find(run.framework)
         return run if framework is None else self.recipes.completed(run, framework.name)
+
+
+_USUAL_DROPOUT = 0.1
+"""Dropout rate of GPT-like models whose own is not known."""
 
 
 def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
@@ -225,9 +228,7 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
     if dp * tp * pp * cp != run.num_gpus:
         raise PlanError(f"dp={dp} x tp={tp} x pp={pp} x cp={cp} is not num_gpus={run.num_gpus}")
     ep = _replicas_of_experts(run, ep=ep, tp=tp, data_ranks=dp * cp)
-    micro_batch, divided = run.micro_batch or 1, framework.pipeline.microbatches_per_rank
-    if pp > 1 and divided and run.micro_batch is None and run.num_microbatches is None:
-        micro_batch = max(1, run.global_batch // (dp * pp * divided))
+    micro_batch = run.micro_batch or 1
     if run.dp and run.micro_batch and run.global_batch < dp * micro_batch and run.num_microbatches is None:
         raise PlanError(
             f"a global batch of {run.global_batch} is less than dp={dp} micro-batches of {micro_batch}",
@@ -256,7 +257,6 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
             "virtual_pipeline_size": virtual,
             "recompute": _recompute(run),
             "offload": _offload(run),
-            "stage_blocks": _stage_blocks(run, framework, num_stages=pp * virtual) if pp > 1 else None,
         }
     )
 
@@ -277,19 +277,6 @@ def _replicas_of_experts(run: MeasuredRun, *, ep: int, tp: int, data_ranks: int)
             hint="etp of tp is, and etp of 1 where tp divides ep",
         )
     return ep // tp
-
-
-def _stage_blocks(run: MeasuredRun, framework: FrameworkProfile, *, num_stages: int) -> tuple[int, ...] | None:
-    """Return the blocks of each stage of a framework that does not divide them evenly, where the run has its shapes.
-
-    What is counted is what nanotron counts, whatever the model: four square matrices and three of the MLP.
-    """
-    shapes = (run.layers, run.hidden, run.ffn_hidden, run.vocab)
-    if not framework.pipeline.cuts_by_running_cost or None in shapes:
-        return None
-    layers, hidden, inner, vocabulary = (size or 0 for size in shapes)
-    block, head = 4 * hidden**2 + 3 * inner * hidden, vocabulary * hidden
-    return running_split(layers, num_stages, block_cost=block, head_cost=head)
 
 
 def _recompute(run: MeasuredRun) -> Recompute:
@@ -379,6 +366,5 @@ def _shapes(
         max_seq_length=run.seq_len,
         activation=activation,
         tied_embeddings=bool(fields.get("tie_word_embeddings") if tied is None else tied),
-        dropout=framework.kernels.dropout if stack.dropout is None else stack.dropout,
-        writes_out_gelu=framework.kernels.writes_out_gelu,
+        dropout=_USUAL_DROPOUT if stack.dropout is None else stack.dropout,
     )

@@ -242,11 +242,11 @@ def evaluate_plan(workload: Workload, plan: ParallelPlan) -> PlanEstimate:
 
 def host_share(workload: Workload, plan: ParallelPlan) -> float:
     """Return the share of a step for which GPUs wait for the host to start kernels and collectives."""
-    quick: dict[str, dict[str, float]] = {
-        "kernels": {"host_s_per_block": 0.0, "collective_host_s": 0.0},
-        "data_parallel": {"gather_host_s": 0.0, "reduce_host_s": 0.0},
-    }
-    without = evaluate_plan(replace(workload, framework=workload.framework.changed(**quick)), plan)
+    sharding = workload.framework.data_parallel.sharding.replace(gather_host_s=0.0, reduce_host_s=0.0)
+    quick = workload.framework.changed(
+        kernels={"host_s_per_block": 0.0, "collective_host_s": 0.0}, data_parallel={"sharding": sharding}
+    )
+    without = evaluate_plan(replace(workload, framework=quick), plan)
     return 1.0 - without.step.step_time_s / evaluate_plan(workload, plan).step.step_time_s
 
 

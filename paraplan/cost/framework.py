@@ -9,8 +9,8 @@ from pydantic import Field
 from paraplan.cost.framework_experts import ExpertsProfile
 from paraplan.cost.framework_levers import LeverProfile
 from paraplan.cost.framework_loading import LoadingProfile
-from paraplan.cost.framework_packing import PackingProfile
 from paraplan.cost.framework_storage import StorageProfile
+from paraplan.cost.implementations import Loss, Sharding, implementations
 from paraplan.model.trainable import InputCopy
 from paraplan.plan.parallel import ScheduleName
 from paraplan.plan.split_rules import SplitRules
@@ -29,16 +29,23 @@ COMPILED_TRAFFIC = 1.1
 """The same of blocks under torch.compile: 1.16 and 1.15 of Llama 1B and 8B, 1.1 of Qwen3 0.6B, 1.0 of GPT-2, from their
 kernels on an H200 (profiles/measured, kernels-*.json); inductor fuses a norm with the sum before and the cast after."""
 
+MODULES_BACKWARD_HOST = 2.4
+"""How many times as long as for a forward pass the host needs for the backward pass of transformers' modules."""
+
+MODULES_RERUN_HOST = (1.65, 6.2, 2.9)
+"""The same for a block that runs again under recompute `selective`, `selective_ops` and `full`: hooks see every tensor
+that is saved, and modes every operation."""
+
+MODULES_COMPILED_HOST = 0.5
+"""The share of all this that torch.compile leaves, which compiles hooks and modes as well."""
+
 _HALF = 2.0
 _PURE_STORAGE: dict[str, Any] = {
     "weight_bytes": _HALF,
     "gradient_bytes": _HALF,
     "master_bytes": 0.0,
-    "optimizer_state_bytes": _HALF,
-    "autocast_copy_bytes": 0.0,
     "is_autocast": False,
     "accumulates_separately": False,
-    "keeps_dummy_gradients": False,
 }
 """Everything in bf16: torch's optimizers keep states in the type of the parameters."""
 _STEPS = {
@@ -69,9 +76,10 @@ class KernelProfile(_Group):
 
     fused: bool
     """Norms, activations and rotary embeddings are fused kernels (`BlockSpec.saved_fused`)."""
-    keeps_8bit_inputs: bool = False
-    """Linear layers that multiply in 8 bits keep their inputs so for the gradients of their weights, as in Transformer
-    Engine; torchao casts them again (torchao/float8/float8_linear.py, `save_for_backward`)."""
+    engine: bool = False
+    """Linear layers are Transformer Engine's: they keep inputs of products in 8 bits so for the gradients of their
+    weights (pytorch/module/linear.py), a 16-bit tensor for each distinct shape of weight where gradients accumulate
+    elsewhere, and a cuBLAS workspace of their own (pytorch/module/base.py)."""
     fp8_recipe: Fp8Recipe = "delayed"
     """How operands in fp8 are scaled where the training does not say it."""
     traffic_per_saved_byte: float = 2.6
@@ -81,19 +89,11 @@ class KernelProfile(_Group):
     """Seconds of the host to start the kernels of one block's forward pass: a floor under its time."""
     starts_modules: bool = False
     """Those are the seconds of a Llama block of transformers, and others take as much more or less as they have
-    kernels; not under torch.compile."""
-    backward_host: float = 1.0
-    """How many times as long the host needs for a block's backward pass."""
-    rerun_host: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """How many times as long it needs for a block that runs again under recompute `selective`, `selective_ops` and
-    `full`: hooks see every tensor that is saved, and modes every operation."""
-    compiled_host: float = 1.0
-    """The share of all this that torch.compile leaves; where it is below 1, hooks and modes are compiled as well."""
+    kernels; a backward pass and a block that runs again take as many times as long as theirs (`MODULES_BACKWARD_HOST`,
+    `MODULES_RERUN_HOST`), and torch.compile leaves a half."""
     compiles_checkpointed: bool = True
     """Under recompute `full` blocks are compiled as well. Where flash attention breaks their graph they are not: of a
     checkpointed function torch.compile makes one graph or none (tests/cost/test_compiled_checkpoint.py)."""
-    host_cpu: str | None = None
-    """The CPU that took these seconds, as Linux names it: others take more or less. None: they are taken for any."""
     stops_rerun_early: bool = False
     """A block that runs again stops where its backward pass has all that it reads, before its last product: torch's
     checkpoints that are not reentrant do (`early_stop` in torch/utils/checkpoint.py, the default since 2.1), and so
@@ -107,20 +107,11 @@ class KernelProfile(_Group):
     ring_attention: bool = False
     """Context parallelism passes keys and values around a ring beside the attention core, as Transformer Engine does;
     else it exchanges tokens for heads (Ulysses)."""
-    ring_query_bytes: tuple[float, float] = (0.0, 0.0)
-    """Bytes that each step of such a ring moves for an element of queries beyond attention's own, forward and backward:
-    outputs and gradients are added up in fp32."""
-    ring_key_bytes: tuple[float, float] = (0.0, 0.0)
-    """The same for an element of keys and values."""
     uses_tf32: bool = False
     """Matmuls of fp32 training run on TF32 tensor cores."""
     fused_softmax_heads: int = 1
     """Eager attention's fused softmax takes heads times sequences that are a multiple of it; others go through torch's
     operations one by one. 1 takes all."""
-    keeps_score_buffer: bool = False
-    """Eager attention keeps a buffer of one micro-batch's scores for good."""
-    writes_out_gelu: bool = True
-    """GELUs are transformers' gelu_new where kernels are not fused."""
     writes_out_gates: bool = False
     """Gated activations are not fused where other kernels are, and keep the activated gate too."""
     complex_rotary_bytes: float = 0.0
@@ -129,16 +120,10 @@ class KernelProfile(_Group):
     groups_in_sdpa: bool = False
     """Grouped keys and values are given to torch's sdpa as they are, which of its kernels FlashAttention alone and the
     one that writes out all scores take (`enable_gqa` in torch's documentation)."""
-    repeats_key_heads: bool = False
-    """Keys and values of grouped queries are repeated to all heads and saved so."""
-    recomputes_ops: bool = False
-    """It has recompute of chosen operations (`selective_ops`)."""
     recomputes_ops_by_default: bool = False
     """Its own configurations recompute so: it makes a plan no harder to run."""
-    recomputed_ops: RecomputedOps = "torch"
-    """Who chooses them."""
-    dropout: float = 0.1
-    """Dropout rate of GPT-like models whose own is not known."""
+    recomputed_ops: RecomputedOps | None = None
+    """Who chooses the operations of `selective_ops`; None: it does not have it."""
 
 
 class DataParallelProfile(_Group):
@@ -155,38 +140,20 @@ class DataParallelProfile(_Group):
     """The ways that it has to shard over data-parallel ranks."""
     default_zero_stages: tuple[int, int] = (0, 0)
     """The ZeRO stage of its own configurations where nobody names one: without a pipeline, and beside one."""
-    uses_fsdp: bool = False
-    """Every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones, as FSDP does."""
+    sharding: Sharding = Field(default_factory=lambda: implementations().sharding["replicas"])
+    """Who gathers weights and reduces gradients (`profiles/implementations.json`)."""
     wraps_embedding_and_head: bool = False
     """Embedding and head are FSDP units of their own where they are as large as a block."""
-    gathers_each_weight: bool = False
-    """ZeRO-3 gathers and scatters each matmul's weights separately, not those of a block together."""
     has_expert_parallel: bool = False
     """Experts may go over ranks of dp and cp, which exchange tokens (`ep` of a plan)."""
-    bucket_elements: float = 0.0
-    """Size of each of two communication buckets, one to reduce gradients and one to gather parameters."""
-    prefetch_elements: float = float("inf")
-    """Parameters that ZeRO-3 gathers ahead of their use; the wait for more is exposed."""
-    max_live_elements: float = 0.0
-    """Parameters that ZeRO-3 leaves gathered at most."""
     accumulates_whole: bool = False
     """Gradients of all but the last micro-batch of a step stay whole on each rank, in fp32, in which FSDP2 reduces them
     after the last (`set_requires_gradient_sync(False)`; torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
     `to_accumulated_grad_if_needed`)."""
     fuses_accumulation: bool = False
     """The matmul that computes a weight gradient adds it to those of earlier micro-batches."""
-    gather_traffic: float = 0.0
-    """Traffic for each gathered 16-bit parameter."""
-    reduce_traffic: tuple[float, float] = (0.0, 0.0)
-    """Traffic for each gradient that is reduced into shards, in 16 bits and in fp32."""
     replica_traffic: float = 0.0
     """Traffic for each gradient that replicas all-reduce."""
-    gather_host_s: float = 0.0
-    """Seconds of the host to gather a block."""
-    reduce_host_s: float = 0.0
-    """Seconds of the host to reduce the gradients of a block."""
-    host_cpu: str | None = None
-    """The CPU that took these seconds, as Linux names it; None: they are taken for any."""
 
 
 class PipelineProfile(_Group):
@@ -196,19 +163,8 @@ class PipelineProfile(_Group):
     """The schedules that the framework has."""
     splits_sends: bool = False
     """Each tensor-parallel rank sends its share of a boundary (Narayanan et al. 2021, section 4.1)."""
-    boundary_transfers: int = 2
-    """Sends that a middle stage waits for in each micro-batch: 2 where both directions are exchanged with a neighbor at
-    once, as in Megatron-LM, 4 where they follow each other."""
     allocates_every_receive: bool = False
     """A rank allocates the receive buffers of all micro-batches at the start."""
-    cuts_by_running_cost: bool = False
-    """A stage ends with the block that takes the running sum of the matmuls' parameters past its share, the head's
-    counted too (`plan.stages.running_split`); else stages have as many blocks as each other."""
-    microbatches_per_rank: int | None = Field(default=None, gt=0)
-    """Micro-batches for each rank of a pipeline into which the framework divides a batch where it is not told another
-    number; None: as many as its micro-batch size says."""
-    keeps_both_boundaries: bool = False
-    """A stage keeps what it received and what it sent until the backward pass."""
 
 
 class TensorParallelProfile(_Group):
@@ -239,29 +195,19 @@ class TensorParallelProfile(_Group):
 class LossProfile(_Group):
     """The loss on logits."""
 
-    logit_bytes: float = 10.0
-    """Bytes for each logit at the loss's peak under mixed precision: torch's cross-entropy holds the 16-bit logit, the
-    fp32 log-probability and its gradient."""
+    implementation: Loss = Field(default_factory=lambda: implementations().losses["torch"])
+    """Who computes it (`profiles/implementations.json`)."""
+    logit_bytes: float | None = None
+    """Bytes for each logit at its peak under mixed precision; None: as the implementation has."""
     parallel_logit_bytes: float | None = None
-    """The same of a loss on logits that tensor parallelism divided; None: as `logit_bytes`."""
-    compiled_logit_bytes: float = 4.0
-    """The same of a loss under torch.compile: inductor reads logits and writes their gradients in 16 bits, with nothing
-    in fp32 beside them."""
-    traffic_per_logit: float = 38.0
-    """Bytes that the loss moves for each logit, forward and backward, counted by operation: 38 in torch's cross-entropy
-    on upcast logits, 52 in Megatron-LM's vocabulary-parallel one."""
-    compiled_traffic_per_logit: float = 10.0
-    """The same of a loss under torch.compile: inductor reads 16-bit logits for their maximum, for the sum and for their
-    gradients, which it writes."""
-    multiprocessor_bytes_per_s: float = 22.3e9
-    """What a multiprocessor moves of that in a second at most, since logits are converted to fp32 and back: as measured
-    of torch's cross-entropy on upcast logits on an H200 (profiles/measured, kernels-*.json)."""
-    recomputes_logits: bool = False
-    """No logits are kept: the backward pass makes them again, by one more product of the head."""
+    """The same of a loss on logits that tensor parallelism divided; None: as of those that are not."""
     gathers_logits: bool = False
     """Logits that tensor parallelism divided are gathered, and each of its ranks computes the loss of all."""
-    in_model: bool = False
-    """Labels are inputs of the model, which returns its loss and fp32 logits."""
+
+    @property
+    def peak_logit_bytes(self) -> float:
+        """Bytes for each logit at the loss's peak under mixed precision."""
+        return self.implementation.logit_bytes if self.logit_bytes is None else self.logit_bytes
 
 
 class FrameworkProfile(Record):
@@ -301,8 +247,6 @@ class FrameworkProfile(Record):
     """Mixtures of experts."""
     loading: LoadingProfile = LoadingProfile()
     """How ranks come to their weights."""
-    packing: PackingProfile = PackingProfile()
-    """Packed samples."""
     levers: LeverProfile = LeverProfile()
     """Options that save memory."""
 
@@ -347,15 +291,11 @@ class FrameworkProfile(Record):
             return "shared"
         if self.storage.is_autocast:
             return "activation"
-        return "shared" if self.data_parallel.uses_fsdp else "fp32"
+        return "shared" if self.data_parallel.sharding.is_fsdp else "fp32"
 
     def compiled(self) -> FrameworkProfile:
         """Return the profile of blocks under torch.compile, which fuses what stands between matmuls."""
         kernels = self.kernels
-        host: dict[str, Any] = {
-            "host_s_per_block": kernels.host_s_per_block * kernels.compiled_host,
-            "starts_modules": False,
-        }
-        if kernels.compiled_host < 1.0:
-            host |= {"backward_host": 1.0, "rerun_host": (1.0, 1.0, 1.0)}
+        host_s = kernels.host_s_per_block * (MODULES_COMPILED_HOST if kernels.starts_modules else 1.0)
+        host = {"host_s_per_block": host_s, "starts_modules": False}
         return self.changed(kernels={"fused": True, "traffic_per_saved_byte": COMPILED_TRAFFIC} | host)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from paraplan.hardware.profile_json import read_object, validated
 from paraplan.resources import profiles_folder
 
 GROUPS = (
-    *("storage", "kernels", "data_parallel", "pipeline", "tensor_parallel", "loss", "experts", "packing"),
+    *("storage", "kernels", "data_parallel", "pipeline", "tensor_parallel", "loss", "experts"),
     *("loading", "levers"),
 )
 """The fields of a profile that it takes from the one that it is `based_on`, value by value."""
@@ -32,12 +32,18 @@ class FrameworkCatalog:
 
     def __init__(self) -> None:
         self._folder = profiles_folder() / "frameworks"
+        self._measured = self._folder / "measured"
         self._loaded: dict[str, FrameworkProfile] = {}
         self._aliases: dict[str, str] = {}
+        self._table_aliases: dict[str, str] = {}
 
     def names(self) -> list[str]:
-        """Return the names of the bundled profiles."""
+        """Return the names of the bundled profiles that plans can be made for."""
         return sorted(path.stem for path in self._folder.glob("*.json"))
+
+    def measured_names(self) -> list[str]:
+        """Return the names of those that tables of runs name beside these, and that nothing is planned for."""
+        return sorted(path.stem for path in self._measured.glob("*.json"))
 
     def load(self, name_or_path: str) -> FrameworkProfile:
         """Return a profile by name or alias, or by the path of a .json file.
@@ -58,28 +64,37 @@ class FrameworkCatalog:
     def find(self, text: str) -> FrameworkProfile | None:
         """Return the profile that a text such as `Megatron-LM + TE 2.11` names, None for an unknown one."""
         words = text.strip().lower()
-        aliases = self._known_aliases()
+        if not self._table_aliases:
+            self._table_aliases.update(self._known_aliases() | self._aliases_of(self.measured_names()))
+        aliases = self._table_aliases
         found = [alias for alias in aliases if all(_has_word(words, word) for word in alias.split())]
         return self._bundled(aliases[max(found, key=len)]) if found else None
 
     def _bundled(self, name: str) -> FrameworkProfile:
         if name not in self._loaded:
-            self._loaded[name] = self._read(self._folder / f"{name}.json")
+            self._loaded[name] = self._read(self._path(name))
         return self._loaded[name]
+
+    def _path(self, name: str) -> Path:
+        path = self._folder / f"{name}.json"
+        return path if path.is_file() else self._measured / f"{name}.json"
 
     def _known_names(self, text: str) -> Mapping[str, str]:
         """Return names and aliases; of one name without reading the other files."""
         name = text.strip().lower()
         return {name: name} if (self._folder / f"{name}.json").is_file() else self._known_aliases()
 
-    def _known_aliases(self) -> Mapping[str, str]:
+    def _known_aliases(self) -> dict[str, str]:
         if not self._aliases:
-            # Aliases come after names: in tables of runs "transformers" is the Trainer before it sharded by itself.
-            self._aliases.update({name: name for name in self.names()})
-            for name in self.names():
-                aliases = read_object(self._folder / f"{name}.json").get("aliases", ())
-                self._aliases.update(dict.fromkeys(aliases, name))
+            self._aliases.update(self._aliases_of(self.names()))
         return self._aliases
+
+    def _aliases_of(self, names: Sequence[str]) -> dict[str, str]:
+        # Aliases come after names: in tables of runs "transformers" is the Trainer before it sharded by itself.
+        found = {name: name for name in names}
+        for name in names:
+            found.update(dict.fromkeys(read_object(self._path(name)).get("aliases", ()), name))
+        return found
 
     def _read(self, path: Path) -> FrameworkProfile:
         return validated(FrameworkProfile, self._object(path, depth=0), where=str(path))

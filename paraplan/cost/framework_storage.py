@@ -26,27 +26,25 @@ class StorageProfile(Record):
     """The same where ranks keep shards of gradients (ZeRO-2 and ZeRO-3); None: as where they do not."""
     master_bytes: float
     """fp32 master weights beside 16-bit weights."""
-    autocast_copy_bytes: float = 0.0
-    """The 16-bit copy of matmul weights that autocast keeps from forward to backward."""
-    optimizer_state_bytes: float = 4.0
-    """One element of the optimizer's state."""
     is_autocast: bool = False
-    """16-bit training runs under autocast over fp32 parameters, which ZeRO gathers in 16 bits."""
+    """16-bit training runs under autocast over fp32 parameters, which ZeRO gathers in 16 bits, and which keeps a 16-bit
+    copy of the weights of matmuls from forward to backward where nothing is sharded."""
     frees_gradients: bool = False
     """Gradients are allocated anew in every step; else they stand in persistent buffers."""
     accumulates_separately: bool = False
     """fp32 gradients are accumulated in a buffer beside those that backward passes make."""
-    keeps_dummy_gradients: bool = False
-    """Transformer Engine keeps a 16-bit tensor for each distinct weight shape where gradients accumulate elsewhere."""
     optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
     """How the optimizer visits parameters: foreach copies all of them, for_loop one at a time, fused none."""
     flat_step_bytes: float = 0.0
     """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
-    matmul_workspaces: Literal["none", "torch", "transformer_engine"] = "torch"
-    """Whose cuBLAS workspaces matmuls hold."""
     quantizer: str = DEFAULT_QUANTIZER
     """What stores frozen weights in fewer bits where a training names nothing else (`profiles/quantizers.json`)."""
     context_bytes: int | None = None
     """The CUDA context where the software has another than `CostConstants` names."""
     sources: tuple[Source, ...] = Field(min_length=1)
     """Where the values come from; the first that names a value counts."""
+
+    @property
+    def optimizer_state_bytes(self) -> float:
+        """One element of the optimizer's state: torch's optimizers keep it in the type of the parameters."""
+        return self.master_bytes or self.weight_bytes

@@ -11,6 +11,7 @@ from paraplan.cost.communication.collectives import GroupLinks
 from paraplan.cost.communication.data_parallel import WeightWork
 from paraplan.cost.communication.exchanges import routed_matmul
 from paraplan.cost.communication.tensor_parallel import planned_sends
+from paraplan.cost.framework import MODULES_BACKWARD_HOST, MODULES_RERUN_HOST
 from paraplan.cost.plan_table import Floats, Ints, PlanTable, ScheduleCode
 from paraplan.cost.workload import Workload
 
@@ -39,6 +40,14 @@ _HALVES_HOST = 1.5
 much CPU time for whole steps (12 small blocks on two CPU ranks, torch 2.13)."""
 
 
+_ROTATION_STARTS = (26, 22)
+"""Kernels that start for each sample of a layer where queries and keys are turned one by one, once the lengths of
+samples are read, in a forward and in a backward pass. Counted with torch's dispatcher: Megatron-Core from 17 June to
+17 August 2026, core 0.19.0 among it, where the fused kernel does not turn them
+(core/models/common/embeddings/rope_utils.py): 13 a tensor, 11 in the backward pass. Core 0.14 and before had one of 12
+and 6."""
+
+
 def host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: WeightWork) -> HostSeconds:
     """Return the seconds of the host for the blocks of each plan."""
     found = _host_seconds(workload, table, tp, work)
@@ -55,7 +64,10 @@ def _host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: We
     again_s = kernels_s * _rerun_host(workload, table)
     halves = np.where(table.schedule == ScheduleCode.ZERO_BUBBLE, _HALVES_HOST, 1.0)
     turned_s, turned_backward_s = _turned_s(workload, table)
-    backward_s = kernels_s * workload.block_kernels.backward_host * halves + turned_backward_s
+    backward_s = (
+        kernels_s * (MODULES_BACKWARD_HOST if workload.block_kernels.starts_modules else 1.0) * halves
+        + turned_backward_s
+    )
     return HostSeconds(
         kernels_s=kernels_s,
         forward_s=kernels_s + forward_starts + work.forward_host_s,
@@ -74,9 +86,9 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
     framework, model = workload.framework, workload.model
     adapters = sum(run.block.adapter_kernels * run.count for run in model.runs) / max(1, model.num_blocks)
     routed = sum(run.count for run in model.runs if routed_matmul(run.block)) / max(1, model.num_blocks)
-    starts = adapters * KERNEL_START_S + routed * framework.experts.host_s_per_layer
+    starts = adapters * KERNEL_START_S + routed * framework.experts.dispatcher.host_s_per_layer
     kernels = workload.block_kernels
-    of_kernels = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
+    of_kernels = kernels.host_s_per_block
     if kernels.starts_modules:
         whole = [(run.block.before_freezing or run.block, run.count) for run in model.runs]  # adapters come beside it
         of_kernels *= sum(num_kernels(block) * count for block, count in whole) / max(1, model.num_blocks)
@@ -86,17 +98,18 @@ def _block_host_s(workload: Workload, table: PlanTable) -> Floats:
 
 def _turned_s(workload: Workload, table: PlanTable) -> list[Floats]:
     """Return the seconds in which the host turns queries and keys of packed samples one by one, in either pass."""
-    packing, model = workload.framework.packing, workload.model
+    model = workload.model
     turned = sum(run.count for run in model.runs if any(one.is_turned for one in run.block.saved)) / model.num_blocks
     samples = (
         table.device_batch_size * workload.training.packed_samples * (workload.training.stack.fuses_rotations is False)
     )
-    return [np.asarray(samples * turned * starts * KERNEL_START_S) for starts in packing.rotation_starts]
+    return [np.asarray(samples * turned * starts * KERNEL_START_S) for starts in _ROTATION_STARTS]
 
 
 def _rerun_host(workload: Workload, table: PlanTable) -> Floats:
     """Return how many times as long as for a forward pass the host needs for a block that runs again."""
-    return np.asarray((1.0, *workload.block_kernels.rerun_host))[table.recompute]
+    times = MODULES_RERUN_HOST if workload.block_kernels.starts_modules else (1.0, 1.0, 1.0)
+    return np.asarray((1.0, *times))[table.recompute]
 
 
 def _collective_host_s(workload: Workload, table: PlanTable, tp: GroupLinks) -> tuple[Floats, Floats]:

@@ -170,7 +170,7 @@ def can_load(workload: Workload, column: Callable[[str], Ints]) -> Mask:
 
 
 def _is_sharded(workload: Workload, zero_stage: Ints) -> Mask:
-    return np.asarray((zero_stage == 3) | (workload.framework.data_parallel.uses_fsdp & (zero_stage > 0)))
+    return np.asarray((zero_stage == 3) | (workload.framework.data_parallel.sharding.is_fsdp & (zero_stage > 0)))
 
 
 def _loading(workload: Workload, *, is_sharded: bool) -> _Loading | None:

@@ -6,9 +6,10 @@ from functools import cache
 from typing import Any
 
 from paraplan.cost.framework import FUSED_TRAFFIC, FrameworkProfile
+from paraplan.cost.implementations import implementations
 from paraplan.hardware.profile_json import read_object, validated
 from paraplan.model.trainable import ALL_LINEAR
-from paraplan.plan.stack import Dispatcher, Graphs, StackSettings
+from paraplan.plan.stack import Graphs, StackSettings
 from paraplan.plan.training import TrainingSpec
 from paraplan.records import Record
 from paraplan.resources import profiles_folder
@@ -19,15 +20,12 @@ DETERMINISTIC_WORKSPACE_BYTES = 8 * 4096 * KIB
 _FUSED_LOGIT_BYTES, _UNSLOTH_LOGIT_BYTES = 8.0, 4.0
 """Their cross-entropy makes gradients in the place of logits (unsloth/kernels/cross_entropy_loss.py). transformers'
 code gives it fp32 logits and a copy without the last token, unsloth's own models 16-bit ones."""
-_ENGINE_LOSS = {"logit_bytes": 2.0, "traffic_per_logit": 10.0, "multiprocessor_bytes_per_s": 20.3e9}
-"""Megatron-LM's `--cross-entropy-fusion-impl te`: 16-bit logits are read twice, gradients written in their place and
-scaled once more (transformer_engine/common/triton/cross_entropy.py); 3.3 ps a logit on a B200 (SimuMax, as the profile
-of Megatron-Core)."""
-_COMPILED_LOSS_BYTES_PER_S = 30e9
-"""What a multiprocessor moves of a loss under torch.compile in a second at most: as measured on an H200
-(profiles/measured, kernels-*.json)."""
-_HF_LOSS = {"logit_bytes": 12.0, "in_model": True}
-"""The loss of transformers' models, whoever shards them: that of the profile of its Trainer."""
+HIDDEN_SHARE_OF_OVERLAP = 0.62
+"""Share of the exchanges of experts that runs beside compute of another micro-batch where they overlap and no graph
+holds the iteration: Qwen3-30B-A3B on 16 H100, steps with and without it, 24.71 and 20.99 s with HybridEP, 41.25 and
+31.31 s with all-to-all, for which 0.69 and 0.55 of the exchanges as predicted have to hide
+(NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-moe-comm-overlap/SKILL.md); the same page counts 37 % of the time
+of its communication kernels, which wait for each other, as hidden."""
 
 
 def told_profile(framework: FrameworkProfile, training: TrainingSpec, *, on_gpu: bool) -> FrameworkProfile:
@@ -60,7 +58,6 @@ def _storage(stack: StackSettings) -> dict[str, Any]:
 
 def _kernels(stack: StackSettings, training: TrainingSpec) -> dict[str, Any]:
     changes: dict[str, Any] = _stated(
-        dropout=stack.dropout,
         flash_generation=stack.flash_generation,
         recomputed_ops=stack.recomputed_ops,
         ring_attention=stack.ring_attention,
@@ -85,18 +82,17 @@ def _data_parallel(stack: StackSettings) -> dict[str, Any]:
 
 
 def _loss(stack: StackSettings, framework: FrameworkProfile) -> dict[str, Any]:
-    own, changes = framework.loss, dict[str, Any]()
-    if stack.compiled_loss:
-        changes = {
-            "logit_bytes": own.compiled_logit_bytes,
-            "parallel_logit_bytes": None,
-            "traffic_per_logit": own.compiled_traffic_per_logit,
-            "multiprocessor_bytes_per_s": _COMPILED_LOSS_BYTES_PER_S,
-        }
+    losses, own = implementations().losses, framework.loss.implementation
+    chosen = losses[own.compiled] if stack.compiled_loss and own.compiled else own
     if stack.engine_loss:
-        changes |= _ENGINE_LOSS
-    if stack.model_loss:
-        changes |= _HF_LOSS
+        chosen = losses["transformer_engine"]
+    if stack.model_loss:  # of transformers' models, whoever shards them
+        chosen = losses["transformers"]
+    changes: dict[str, Any] = {}
+    if chosen is not own:
+        changes = {"implementation": chosen, "logit_bytes": None}
+    if stack.compiled_loss:
+        changes["parallel_logit_bytes"] = None
     if stack.fused_kernels:
         is_own = stack.fused_kernels == "unsloth"
         changes["logit_bytes"] = _UNSLOTH_LOGIT_BYTES if is_own else _FUSED_LOGIT_BYTES
@@ -104,36 +100,39 @@ def _loss(stack: StackSettings, framework: FrameworkProfile) -> dict[str, Any]:
 
 
 def _experts(stack: StackSettings, framework: FrameworkProfile) -> dict[str, Any]:
-    values, changes = stack_values(), dict[str, Any]()
+    dispatcher, changes = framework.experts.dispatcher, dict[str, Any]()
     if stack.dispatcher:
-        changes |= values.dispatchers[stack.dispatcher].model_dump()
+        dispatcher = implementations().dispatchers[stack.dispatcher]
     if stack.cuda_graphs:
-        graphs = values.graphs[stack.cuda_graphs]
-        changes |= _stated(host_s_per_layer=graphs.host_s_per_expert_layer, exchange_wait_s=graphs.exchange_wait_s)
+        graphs = stack_values().graphs[stack.cuda_graphs]
+        changes |= _stated(exchange_wait_s=graphs.exchange_wait_s)
+        dispatcher = dispatcher.replace(**_stated(host_s_per_layer=graphs.host_s_per_expert_layer))
         if graphs.fuses_experts:
-            changes |= {"bias_bytes": (0.0, 0.0), "clamp_bytes": (0.0, 0.0), "product_start_s": 0.0}
+            changes["product_start_s"] = 0.0
     if stack.drops_tokens:
         changes["exchange_wait_s"] = 0.0
-    if stack.overlaps_experts is not None:
-        most = 1.0 if stack.cuda_graphs == "full" else framework.experts.hidden_share_of_overlap
-        changes["hidden_share"] = most if stack.overlaps_experts else 0.0
     if stack.etp is not None:
         changes["over_tensor_ranks"] = stack.etp == 1
-    return changes
+    return changes | {"dispatcher": dispatcher}
+
+
+def fuses_experts(stack: StackSettings) -> bool:
+    """Return whether products of experts, their activation and its quantization are one operation."""
+    return stack.cuda_graphs is not None and stack_values().graphs[stack.cuda_graphs].fuses_experts
+
+
+def hidden_share(stack: StackSettings) -> float:
+    """Return the share of exchanges of experts that runs beside compute of another micro-batch.
+
+    Compute hides it as far as it lasts, and is slowed down by it.
+    """
+    if not stack.overlaps_experts:
+        return 0.0
+    return 1.0 if stack.cuda_graphs == "full" else HIDDEN_SHARE_OF_OVERLAP
 
 
 def _stated(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-class DispatcherValues(Record):
-    """What a dispatcher sets of `ExpertsProfile`."""
-
-    sends_tokens_once: bool
-    row_moves: float
-    padding_row_moves: float
-    link_efficiency: dict[str, float]
-    host_s_per_layer: float
 
 
 class GraphValues(Record):
@@ -151,8 +150,6 @@ class GraphValues(Record):
 class StackValues(Record):
     """What settings are worth, of `profiles/stack.json`."""
 
-    dispatchers: dict[Dispatcher, DispatcherValues]
-    dispatchers_source: str
     fp8_attention_speedup: float
     fp8_attention_source: str
     graphs: dict[Graphs, GraphValues]

@@ -256,7 +256,7 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
-    sends = transfers * (framework.pipeline.boundary_transfers * pp.send_s(sent) + 2.0 * gathered)
+    sends = transfers * (2.0 * pp.send_s(sent) + 2.0 * gathered)
     context_s = of_block.context_s * stage.num_blocks
     experts = _expert_parallel(workload, of_block, stage, (forward, backward))
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.

@@ -207,7 +207,7 @@ class Workload:
         """
         dropped: set[Recompute] = set() if self.kernel_training.attention == "eager" else {"selective"}
         kernels = self.framework.kernels
-        if not kernels.recomputes_ops or (kernels.recomputed_ops != "torch" and self.model.num_experts == 1):
+        if kernels.recomputed_ops is None or (kernels.recomputed_ops != "torch" and self.model.num_experts == 1):
             dropped.add("selective_ops")
         return tuple(name for name in RECOMPUTES if name not in dropped)
 

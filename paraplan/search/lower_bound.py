@@ -70,7 +70,7 @@ def _pipeline_s(workload: Workload, table: PlanTable, costs: BlockCosts, blocks_
     key, num_blocks, pp, count = costs.key, workload.model.num_blocks, table.pp, table.num_microbatches
     framework = workload.framework
     boundary = costs.boundary_bytes[key] / np.where(framework.pipeline.splits_sends, table.tp, 1)
-    send_s = framework.pipeline.boundary_transfers * fastest_links(workload, pp, "send_recv").send_s(boundary)
+    send_s = 2.0 * fastest_links(workload, pp, "send_recv").send_s(boundary)
     sends = np.where(pp > 1, table.virtual * send_s, 0.0)
     embedding_s, head_s = costs.embedding_s[key], costs.head_s[key]
     each = (blocks_s + embedding_s + head_s) / pp + sends

@@ -51,11 +51,11 @@ def test_columns_of_a_run_change_what_is_modelled() -> None:
     assert before.framework == MEGATRON_CORE
     assert before.constants.cublas_workspace_bytes is None
     assert after.constants.cublas_workspace_bytes == 32 * MIB
-    assert after.framework.loss.logit_bytes == 10
+    assert after.framework.loss.peak_logit_bytes == 10
     torchtitan = run(framework="torchtitan (FSDP2)", torch_compile=True)
     bytes_each = [workload_of_run(torchtitan.replace(compiled_loss=is_compiled), data) for is_compiled in (False, True)]
-    assert [one.framework.loss.logit_bytes for one in bytes_each] == [12, 4]
-    assert after.framework.kernels.dropout == 0
+    assert [one.framework.loss.peak_logit_bytes for one in bytes_each] == [12, 4]
+    assert not any(one.element_type == "mask" for run in after.model.runs for one in run.block.saved)
     assert after.framework.storage.context_bytes == 1113 * MIB
 
 

@@ -92,7 +92,6 @@ def test_experts_that_run_again_exchange_their_tokens_again() -> None:
     ("framework", "name"),
     [
         ("FSDP2 (prime-rl)", "prime-rl"),
-        ("FSDP2 (prime-rl, reinforcement learning)", "prime-rl-reinforcement"),
     ],
 )
 def test_prime_rl_has_a_profile_for_each_of_its_losses(framework: str, name: str) -> None:

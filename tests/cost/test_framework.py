@@ -24,6 +24,8 @@ NAMES = FrameworkCatalog().names()
     ("text", "name"),
     [
         ("NeMo / Megatron-Core", "megatron-core"),
+        ("llm.c (CUDA)", "llm-c"),
+        ("PyTorch DDP, NVIDIA DLE run_squad.py", "nvidia-examples"),
         ("Megatron-DeepSpeed", "megatron-deepspeed"),
         ("torchtitan (FSDP2)", "torchtitan"),
         ("DeepSpeed ZeRO-3 (Megatron-DeepSpeed)", "deepspeed-zero-megatron"),
@@ -33,13 +35,11 @@ NAMES = FrameworkCatalog().names()
         ("FlagScale (Megatron-LM)", "flagscale"),
         ("paraplan", "paraplan"),
         ("nanotron v0.5", "nanotron"),
-        ("llm.c (CUDA)", "llm-c"),
         ("Hugging Face Trainer", "huggingface-trainer"),
         ("LLaMA-Factory", "huggingface-trainer"),
         ("LLaMA-Factory (DeepSpeed ZeRO-3)", "deepspeed-zero"),
         ("ms-swift, FSDP2", "fsdp"),
         ("HF Trainer (DDP)", "huggingface-trainer"),
-        ("PyTorch DDP, NVIDIA DLE run_squad.py", "nvidia-examples"),
         ("GPT-NeoX", "megatron-deepspeed"),
     ],
 )

@@ -152,7 +152,7 @@ def test_losses_take_as_long_for_a_logit_as_was_measured(
     times = KernelTimes(made.training, cluster_from_profile(profile).gpu, shardings, made.constants, loss)
     each = float(times.loss_s(1)[0] / shardings.tokens[0]) * 1e12
     if picoseconds is None:
-        picoseconds = float(times.moved_s(np.array([loss.loss.traffic_per_logit]))[0]) * 1e12
+        picoseconds = float(times.moved_s(np.array([loss.loss.implementation.traffic_per_logit]))[0]) * 1e12
     assert each == pytest.approx(picoseconds, rel=0.02)
 
 

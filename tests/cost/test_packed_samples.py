@@ -72,8 +72,8 @@ def in_framework(made: Workload, name: str) -> Workload:
     return replace(made, framework=load_framework(name))
 
 
-def exchanging(made: Workload, starts: tuple[float, float]) -> Workload:
-    return replace(made, framework=made.framework.changed(packing={"exchange_starts": starts}))
+def exchanging(made: Workload, engine: bool) -> Workload:
+    return replace(made, framework=made.framework.changed(kernels={"engine": engine}))
 
 
 def looped(made: Workload, *, fuses_rotations: bool) -> Workload:
@@ -107,7 +107,7 @@ def test_an_exchange_of_heads_finds_its_order_sample_by_sample(workload: MakeWor
         made = in_framework(made, framework)
         made = replace(made, framework=made.framework.changed(kernels={"ring_attention": ring}))
         plan = ParallelPlan(dp=4 // cp, cp=cp, tp=2, num_microbatches=4, recompute=recompute)
-        steps = [evaluate_plan(exchanging(made, starts), plan).step for starts in ((0.0, 0.0), (80.0, 64.0))]
+        steps = [evaluate_plan(exchanging(made, engine), plan).step for engine in (False, True)]
         assert steps[1].compute_s == pytest.approx(steps[0].compute_s)
         return (steps[1].context_parallel_s - steps[0].context_parallel_s) / (cp * 4 * 36 * 64 * KERNEL_START_S)
 

@@ -96,7 +96,8 @@ def test_no_step_is_faster_than_the_peak_of_the_gpu_allows(workload: MakeWorkloa
 def test_recompute_costs_about_a_third_more_compute(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=4096)
     # What is gathered and reduced is copied, and that is not done again.
-    framework = made.framework.changed(data_parallel={"gather_traffic": 0, "reduce_traffic": (0, 0)})
+    sharding = made.framework.data_parallel.sharding.replace(gather_traffic=0, reduce_traffic=(0, 0))
+    framework = made.framework.changed(data_parallel={"sharding": sharding})
     plan = ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute="full")
     early, whole = (
         evaluate_plan(replace(made, framework=framework.changed(kernels={"stops_rerun_early": stops})), plan).step
@@ -156,7 +157,7 @@ def test_uneven_stages_in_the_middle_are_seen_by_the_search(workload: MakeWorklo
 def test_an_offloaded_optimizer_takes_as_long_as_its_bytes_in_the_hosts_memory(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", profile="dgx-a100", seq_length=4096)
     plan = ParallelPlan(dp=8, zero_stage=3, offload="optimizer", num_microbatches=8)
-    parameters = made.model.num_parameters
+    parameters = made.model.parameters.total
     fused_s, looped_s = (
         evaluate_plan(replace(made, framework=made.framework.changed(storage={"optimizer_step": how})), plan).step
         for how in ("fused", "for_loop")

@@ -50,7 +50,7 @@ def test_torchtitans_loss_on_upcast_logits_holds_twelve_bytes_a_logit() -> None:
         del logits
         allocations.peak = 0
         loss.backward()
-    each = TORCHTITAN.loss.logit_bytes
+    each = TORCHTITAN.loss.peak_logit_bytes
     assert allocations.peak / (tokens * vocabulary) == pytest.approx(each, rel=0.02)
 
 

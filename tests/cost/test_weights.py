@@ -12,13 +12,15 @@ from paraplan.cost.communication.data_parallel import weight_work
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
+from paraplan.cost.implementations import implementations
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.slowest import slowest_gpu_share
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 
-COMPOSER = load_framework("composer")
+FSDP1 = implementations().sharding["fsdp1"]
+COMPOSER = load_framework("fsdp").changed(data_parallel={"sharding": FSDP1})
 DEEPSPEED_ZERO = load_framework("deepspeed-zero")
 FSDP = load_framework("fsdp")
 HF_TRAINER = load_framework("huggingface-trainer")
@@ -76,14 +78,17 @@ def test_each_framework_moves_its_gradients_as_its_source_does(
     assert bytes_of(replace(made, framework=framework), DP.replace(zero_stage=stage))[2] == backward
 
 
+def sharded_by(made: Workload, **values: object) -> Workload:
+    sharding = made.framework.data_parallel.sharding.replace(**values)
+    return replace(made, framework=made.framework.changed(data_parallel={"sharding": sharding}))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_step_takes_as_much_longer_as_its_copies_take_at_the_memory_s_bandwidth(
     made: Workload, precision: TrainingPrecision
 ) -> None:
     made = replace(made, training=made.training.replace(precision=precision))
-    plain = replace(
-        made, framework=made.framework.changed(data_parallel={"gather_traffic": 0, "reduce_traffic": (0, 0)})
-    )
+    plain = sharded_by(made, gather_traffic=0, reduce_traffic=(0, 0))
     plan = DP.replace(zero_stage=3, micro_batch_size=16)  # more than the host needs to start it
     moved = 124_439_808 * (4 + 4 + 6) / made.memory_bandwidth_bytes_per_s
     steps = [evaluate_plan(each, plan).step for each in (made, plain)]
@@ -102,9 +107,7 @@ def test_the_host_is_the_limit_of_small_blocks_that_are_gathered(workload: MakeW
     assert gathered > reduced > once > whole
     # 12 blocks, two gathers and a reduction each, are more than what the GPU does beside the host's other work.
     assert gathered - whole > 4 * 12 * (0.3e-3 + 0.5e-3) * 0.9
-    without = replace(
-        large, framework=large.framework.changed(data_parallel={"gather_host_s": 0.0, "reduce_host_s": 0.0})
-    )
+    without = sharded_by(large, gather_host_s=0.0, reduce_host_s=0.0)
     assert compute_s(large) == pytest.approx(compute_s(without))
 
 
@@ -112,13 +115,13 @@ def test_a_recomputed_pass_casts_again_and_gathers_nothing(made: Workload) -> No
     plan = DP.replace(recompute="full", micro_batch_size=2)
     made = replace(made, framework=made.framework.changed(kernels={"host_s_per_block": 0.0}))  # no block waits for it
     bandwidth = made.memory_bandwidth_bytes_per_s
-    uncast = replace(made, framework=made.framework.changed(storage={"is_autocast": False, "autocast_copy_bytes": 0}))
+    uncast = replace(made, framework=made.framework.changed(storage={"is_autocast": False}))
     casts = [evaluate_plan(each, plan).step.recompute_s for each in (made, uncast)]
     matmuls = 12 * 12 * 768 * 768
     assert casts[0] - casts[1] >= 4 * 6 * matmuls / bandwidth * 0.99
     gathered = [
         evaluate_plan(each, plan.replace(zero_stage=3)).step.recompute_s
-        for each in (made, replace(made, framework=made.framework.changed(data_parallel={"gather_traffic": 0})))
+        for each in (made, sharded_by(made, gather_traffic=0))
     ]
     assert np.ptp(gathered) == 0
 
@@ -145,7 +148,8 @@ def test_recompute_and_halves_of_a_backward_pass_cost_the_host_more(workload: Ma
 def test_compiled_blocks_take_the_host_half_the_time(workload: MakeWorkload) -> None:
     plain, compiled = (workload("gpt2", seq_length=64, compiled=each).block_kernels for each in (False, True))
     assert compiled.host_s_per_block == pytest.approx(0.5 * plain.host_s_per_block)
-    assert (compiled.backward_host, compiled.rerun_host) == (1.0, (1.0, 1.0, 1.0))
+    assert plain.starts_modules
+    assert not compiled.starts_modules  # whose hooks cost more backward and again
 
 
 def test_sdpa_without_a_fused_kernel_keeps_all_scores(workload: MakeWorkload) -> None:

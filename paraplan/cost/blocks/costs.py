@@ -109,8 +109,6 @@ class BlockCosts(NamedTuple):
     """Seconds of both passes of the head and the loss."""
     boundary_bytes: Floats
     """The activation between two blocks."""
-    score_bytes: Floats
-    """All attention scores of one block, 0 where attention computes none."""
 
     def select(self, rows: Mask | Ints) -> BlockCosts:
         """Return the costs for some of the plans."""
@@ -200,7 +198,6 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         "largest_weight_parameters": _largest_weight(kinds, shardings, np.ones_like(shardings.tp)),
         "largest_gradient_bytes": _largest_gradient(kinds, training, shardings),
         "second_half_bytes": np.max([_second_half_bytes(kind, training, shardings) for kind in kinds], axis=0),
-        "score_bytes": _score_bytes(kinds, training, shardings),
     }
 
 
@@ -224,7 +221,7 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
         "head_copied_parameters": _copied_parameters(model.head, shardings),
         "head_saved_bytes": saved_bytes(model.head, training, shardings, fused_kernels=fused),
         "head_output_gradient_bytes": output_gradient_bytes(model.head, training, shardings),
-        "head_s": times.block_s(model.head) * (2.0 if framework.loss.recomputes_logits else 1.0)
+        "head_s": times.block_s(model.head)
         + times.block_s(model.head, backward=True)
         + times.loss_s(model.vocab_size or 0),
         "boundary_bytes": boundary,
@@ -326,15 +323,6 @@ def _second_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shar
     return largest
 
 
-def _score_bytes(kinds: list[BlockSpec], training: TrainingSpec, shardings: Shardings) -> Floats:
-    cores = [kind.attention for kind in kinds if kind.attention]
-    if training.attention != "eager" or not cores:
-        return np.zeros_like(shardings.tp)
-    tp = shardings.tp
-    heads = np.max([core.num_heads / (np.ones_like(tp) if core.is_whole else tp) for core in cores], axis=0)
-    return np.asarray(shardings.tokens * shardings.seq_length * heads * training.activation_bytes)
-
-
 def _kept_bytes(
     block: BlockSpec, workload: Workload, shardings: Shardings, *, kernels: KernelProfile, is_first: bool
 ) -> Floats:
@@ -364,7 +352,7 @@ def _kept_bytes(
         block,
         training,
         shardings,
-        ops=kernels.recomputed_ops,
+        ops=kernels.recomputed_ops or "torch",
         fused_kernels=kernels.fused,
         is_first=is_first,
         entry_bytes=entry,
@@ -382,7 +370,7 @@ def _recompute_s(
     chosen = _is(shardings, RecomputeCode.SELECTIVE_OPS)
     if not chosen.any():
         return again
-    of_ops = ops_again_s(block, times, forward_s, ops=kernels.recomputed_ops, fused_kernels=kernels.fused)
+    of_ops = ops_again_s(block, times, forward_s, ops=kernels.recomputed_ops or "torch", fused_kernels=kernels.fused)
     return np.where(chosen, of_ops, again)
 
 

@@ -13,8 +13,17 @@ from paraplan.cost.blocks.module_traffic import module_traffic, num_kernels
 from paraplan.cost.blocks.routing import expert_ranks
 from paraplan.cost.blocks.saved_tensors import saved_bytes
 from paraplan.cost.plan_table import Floats
-from paraplan.cost.stack import stack_values
+from paraplan.cost.stack import fuses_experts, stack_values
 from paraplan.model.spec import Attention, BlockSpec, Matmul
+
+_BIAS_BYTES = (28.0, 34.0)
+"""Bytes that a forward and a backward pass move for each element of experts' outputs where these have a bias: it is
+scaled and added in fp32, expert by expert, and all are joined and cast (Megatron-LM, core/transformer/moe/experts.py,
+_apply_bias; NeMo AutoModel's GroupedExpertsDeepEP does so too)."""
+
+_CLAMP_BYTES = (8.0, 10.0)
+"""The same for each element of the gates and inner inputs of such experts, which are clamped and joined before the
+fused activation (core/fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)."""
 
 _UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
 """What torch's own operations move for each score beyond one fused kernel, forward and backward.
@@ -128,13 +137,15 @@ class KernelTimes(MatmulTimes):
         shared = self.shardings.tp if profile.over_tensor_ranks else self.shardings.sequence_tp
         rows = self.shardings.tokens / shared * routed[0].rows_per_token * self._load(routed[0])
         ranks = expert_ranks(self.framework, ep=self.shardings.ep, tp=self.shardings.tp)
-        moves = profile.row_moves + profile.sent_row_moves * (ranks > 1)
-        moves = moves + profile.padding_row_moves * self.constants.has_8bit_matmuls
+        dispatcher = profile.dispatcher
+        moves = dispatcher.row_moves + dispatcher.sent_row_moves * (ranks > 1)
+        moves = moves + dispatcher.padding_row_moves * self.constants.has_8bit_matmuls
         plain = moves * routed[0].k * self.training.activation_bytes
-        if not any(one.is_expert and one.name.endswith("bias") for one in block.parameters):
+        has_bias = any(one.is_expert and one.name.endswith("bias") for one in block.parameters)
+        if not has_bias or fuses_experts(self.training.stack):
             return self.moved_s(rows * plain)
-        plain = plain + profile.clamp_bytes[backward] * routed[0].n
-        return self.moved_s(rows * plain) + self.mixed_s(rows * profile.bias_bytes[backward] * routed[-1].n)
+        plain = plain + _CLAMP_BYTES[backward] * routed[0].n
+        return self.moved_s(rows * plain) + self.mixed_s(rows * _BIAS_BYTES[backward] * routed[-1].n)
 
     def _quantizing_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return what making 8-bit operands moves: inputs in a forward pass, gradients of outputs in a backward pass.
@@ -208,9 +219,10 @@ class KernelTimes(MatmulTimes):
 
     def loss_s(self, vocab_size: int) -> Floats:
         """Return the seconds of the loss on logits, forward and backward."""
+        loss = self.framework.loss.implementation
         ranks = 1.0 if self.framework.loss.gathers_logits else self.shardings.tp
-        num_bytes = self.shardings.tokens * vocab_size / ranks * self.framework.loss.traffic_per_logit
-        return self._issued_s(num_bytes, self.framework.loss.multiprocessor_bytes_per_s)
+        num_bytes = self.shardings.tokens * vocab_size / ranks * loss.traffic_per_logit
+        return self._issued_s(num_bytes, loss.multiprocessor_bytes_per_s)
 
     def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
         length = self.training.attended_length

@@ -356,12 +356,6 @@ def _element_bytes(
 def as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:
     """Return `block` with what a framework's blocks keep beside fused kernels."""
     kept = block.saved_fused
-    if framework.kernels.repeats_key_heads and block.attention is not None:
-        repeats = block.attention.num_heads / block.attention.num_kv_heads
-        kept = tuple(
-            one.replace(elements_per_token=one.elements_per_token * repeats) if one.name in ("key", "value") else one
-            for one in kept
-        )
     if framework.kernels.writes_out_gates:
         names = {one.name for one in kept}
         kept += tuple(one for one in block.saved if one.name == "activated gate" and one.name not in names)

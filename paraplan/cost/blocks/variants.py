@@ -42,7 +42,7 @@ def shardings_of(workload: Workload, columns: Sequence[Ints]) -> Shardings:
         rings_context=framework.kernels.ring_attention,
         fp32_weights=workload.keeps_fp32_weights,
         fp32_residual=training.upcasts_frozen,
-        inputs_in_8bit=workload.constants.has_8bit_matmuls and framework.kernels.keeps_8bit_inputs,
+        inputs_in_8bit=workload.constants.has_8bit_matmuls and framework.kernels.engine,
         expert_load=load_of_model(
             workload.model, training, workload.constants, framework, tp=columns[0], ep=columns[-1]
         ),

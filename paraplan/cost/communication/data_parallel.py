@@ -46,28 +46,29 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     micro-batches. Copies on a stream of their own count in full: they take bandwidth from what runs beside them.
     """
     storage, profile = workload.framework.storage, workload.framework.data_parallel
+    sharding = profile.sharding
     is_mixed = workload.is_mixed_precision
     kept_bytes = workload.gradient_bytes(table.zero_stage)
     once = 1.0 / table.num_microbatches
     is_whole, is_zero_3 = table.zero_stage == 0, table.zero_stage == 3
     keeps_shards = (table.zero_stage >= 2) & (not profile.accumulates_whole)
-    gathers = np.where(is_zero_3, 1.0, np.where(is_whole, 0.0, once) * profile.uses_fsdp)
+    gathers = np.where(is_zero_3, 1.0, np.where(is_whole, 0.0, once) * sharding.is_fsdp)
     again = 1.0 * is_zero_3
     reductions = np.where(keeps_shards, 1.0, np.where(is_whole, 0.0, once))
     cast = np.where(is_whole, AUTOCAST_BYTES if storage.is_autocast and is_mixed else 0.0, 0.0)
     made_bytes = np.where(cast > 0, 4.0, float(workload.training.activation_bytes))
     adds = np.where(keeps_shards, 0.0, 0.0 if profile.fuses_accumulation else 1.0 - once)
-    slowdown = workload.host_slowdown(profile.host_cpu)
+    slowdown = workload.host_slowdown(sharding.host_cpu)
     has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
-    narrow, wide = profile.reduce_traffic
+    narrow, wide = sharding.reduce_traffic
     reduced = reductions * np.where(kept_bytes > 2, wide, narrow) + once * profile.replica_traffic * has_replicas
     return WeightWork(
         cast=cast,
-        forward=gathers * profile.gather_traffic,
-        backward=again * profile.gather_traffic + reduced + adds * (made_bytes + 2.0 * kept_bytes),
-        gathered=np.where(is_zero_3, profile.gather_traffic / 2, 0.0),
-        forward_host_s=gathers * profile.gather_host_s * slowdown,
-        backward_host_s=(again * profile.gather_host_s + reductions * profile.reduce_host_s) * slowdown,
+        forward=gathers * sharding.gather_traffic,
+        backward=again * sharding.gather_traffic + reduced + adds * (made_bytes + 2.0 * kept_bytes),
+        gathered=np.where(is_zero_3, sharding.gather_traffic / 2, 0.0),
+        forward_host_s=gathers * sharding.gather_host_s * slowdown,
+        backward_host_s=(again * sharding.gather_host_s + reductions * sharding.reduce_host_s) * slowdown,
     )
 
 
@@ -120,7 +121,7 @@ def data_parallel_s(
     microbatches = table.num_microbatches
     is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
     # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
-    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if profile.gathers_each_weight else 1
+    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if profile.sharding.gathers_each_weight else 1
     units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
     experts = exchanged_experts(table, costs, stages)
     unit = (parameters - experts) * gradient_bytes / units
@@ -141,7 +142,8 @@ def data_parallel_s(
     block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
     # What is further from its recomputed forward pass than may stay is gathered again (stage3_max_reuse_distance).
     is_full = table.recompute == RecomputeCode.FULL
-    lost = np.maximum(0.0, 1 - profile.max_live_elements / (2 * block)) if profile.max_live_elements else 0.0
+    live = profile.sharding.max_live_elements
+    lost = np.maximum(0.0, 1 - live / (2 * block)) if live else 0.0
     gathers = 2.0 + is_full * lost + workload.training.learns_from.extra_forwards
     reductions = reduce_s * (1 if profile.accumulates_whole else microbatches)
     wire = np.select(
@@ -153,7 +155,7 @@ def data_parallel_s(
     whole, backward = passes_s + slot.recompute_s, passes_s * (2 / 3) + slot.recompute_s
     hidden = [microbatches * whole, whole * profile.overlaps_zero_1]
     behind = np.select([is_zero_3, is_zero_1], hidden, backward * profile.overlaps_gradients)
-    ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.prefetch_elements / block), 0.0)
+    ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.sharding.prefetch_elements / block), 0.0)
     waited = gathers * gather_s * microbatches * ahead
     # The embedding's gradient is the last of a backward pass, and nothing runs beside what is sent then.
     embedding = costs.embedding_parameters[costs.key] / np.maximum(parameters, 1.0)

@@ -11,8 +11,26 @@ from paraplan.cost.blocks.module_traffic import KERNEL_START_S
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links, inside_links
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
+from paraplan.cost.stack import hidden_share
 from paraplan.cost.workload import Workload
 from paraplan.model.spec import Attention, BlockSpec, Matmul
+
+RING_BYTES = ((28.0, 19.0), (4.0, 22.0))
+"""Bytes that each step of a ring moves for an element of queries, and of keys and values, beyond attention's own,
+forward and backward: outputs and gradients are added up in fp32 (torch.distributed.tensor.experimental of torch 2.13,
+_context_parallel._attention, counted operator by operator)."""
+
+_ENGINE_RING_BYTES = ((8.0, 6.0), (0.0, 6.0))
+"""The same of Transformer Engine (context_parallel.py): one fused operation reads what a step gives and adds it to the
+output (flash_attn_fwd_out_correction, 8 bytes an element, between outputs of 16 and 32 bits); gradients of queries,
+keys and values are added in 16 bits (6)."""
+
+_ORDER_STARTS = (80, 64)
+"""Kernels, and reads that the host waits for, with which Transformer Engine's exchange of heads finds the order of
+packed samples, for each sample and each rank, forward and backward. Counted with torch's dispatcher: releases 2.10 to
+2.17 find it anew for each tensor, in a loop over samples and chunks with two reads of lengths each
+(pytorch/attention/dot_product_attention/context_parallel.py): 22 a sample and rank for q, k, v and dout, 14 for out,
+dq, dk and dv. 2.18 has one kernel for it. A read counts as much as the start of a kernel, without the wait."""
 
 
 class Exchanges(NamedTuple):
@@ -94,13 +112,14 @@ def _orders_s(workload: Workload, table: PlanTable) -> list[Floats]:
     model = workload.model
     attending = sum(run.count for run in model.runs if run.block.attention is not None) / model.num_blocks
     samples = table.device_batch_size * workload.training.packed_samples * np.where(table.cp > 1, table.cp, 0)
-    starts = workload.framework.packing.exchange_starts
+    starts = _ORDER_STARTS if workload.framework.kernels.engine else (0, 0)
     return [np.asarray(samples * attending * count * KERNEL_START_S) for count in starts]
 
 
 def _ring_steps_s(workload: Workload, table: PlanTable, *, backward: bool) -> Floats:
     """Return the seconds in which the steps of a ring add up what each gives, of a block on average."""
     kernels, model, gpu = workload.framework.kernels, workload.model, workload.cluster.gpu
+    query_bytes, key_bytes = (each[backward] for each in (_ENGINE_RING_BYTES if kernels.engine else RING_BYTES))
     each = np.zeros(len(table))
     for run in model.runs:
         if run.block.attention is not None:
@@ -108,8 +127,8 @@ def _ring_steps_s(workload: Workload, table: PlanTable, *, backward: bool) -> Fl
             kv_heads = np.maximum(attention.num_kv_heads, table.tp)
             key_heads = kv_heads if kernels.groups_in_sdpa else attention.num_heads
             keys = key_heads * (attention.qk_head_dim + attention.v_head_dim)
-            moved = attention.num_heads * attention.v_head_dim * kernels.ring_query_bytes[backward]
-            each += run.count * (moved + keys * kernels.ring_key_bytes[backward])
+            moved = attention.num_heads * attention.v_head_dim * query_bytes
+            each += run.count * (moved + keys * key_bytes)
     num_bytes = each / model.num_blocks * table.tokens(workload.training.seq_length) / table.tp * table.cp
     bandwidth = gpu.memory_bandwidth_bytes_per_s * workload.constants.memory_bandwidth_efficiency
     return np.where(table.cp > 1, num_bytes / bandwidth, 0.0)
@@ -127,7 +146,7 @@ def touched(parts: Floats | float, rows: float) -> Floats:
 
 def _at_own_rate(workload: Workload, links: GroupLinks) -> GroupLinks:
     """Return `links` with the bandwidth that the framework's own exchange reaches of them."""
-    own = workload.framework.experts.link_efficiency
+    own = workload.framework.experts.dispatcher.link_efficiency
     speeds = tuple(
         speed.replace(
             bus_bandwidth_bytes_per_s=speed.bus_bandwidth_bytes_per_s
@@ -150,7 +169,7 @@ def _exchange_s(workload: Workload, table: PlanTable, links: GroupLinks, matmul:
     """
     rows, cluster = matmul.rows_per_token, workload.cluster
     all_s = links.all_to_all_s(rows * token)
-    if not workload.framework.experts.sends_tokens_once:
+    if not workload.framework.experts.dispatcher.sends_tokens_once:
         return all_s
     ranks = expert_ranks(workload.framework, ep=table.ep, tp=table.tp).astype(float)
     nodes = np.maximum(1.0, table.ep * np.maximum(table.tp, 1) / cluster.gpus_per_node)
@@ -185,7 +204,6 @@ def expert_exchange_s(
     model, training = workload.model, workload.training
     links, profile = links or expert_links(workload, table)[0], workload.framework.experts
     tokens = table.tokens(training.seq_length)
-    narrow = (profile.dispatched_bytes or training.activation_bytes) / training.activation_bytes
     shown, hidden, hidden_backward = zeros, zeros, zeros
     is_sliced = (table.tp > 1) & (table.sequence_parallel == 0) & profile.over_tensor_ranks
     for run in model.runs:
@@ -198,12 +216,12 @@ def expert_exchange_s(
             gathered = np.where(splits, tensor.all_reduce_s(rows * token) - tensor.all_reduce_s(token), 0.0)
             whole = tokens * matmul.k * training.activation_bytes
             gathered = np.where(is_sliced, tensor.all_reduce_s(whole) / 2.0, gathered)
-            there = _exchange_s(workload, table, links, matmul, token / table.tp * narrow)
+            there = _exchange_s(workload, table, links, matmul, token / table.tp)
             back = _exchange_s(workload, table, links, matmul, token / table.tp)
             shown = shown + (profile.exchange_wait_s + np.maximum(gathered, 0.0)) * run.count
             hidden, hidden_backward = hidden + (there + back) * run.count, hidden_backward + 2.0 * back * run.count
     apart = np.where(is_spread, 1.0 / model.num_blocks, 0.0)
-    share, again = profile.hidden_share, run_again(workload, table)
+    share, again = hidden_share(training.stack), run_again(workload, table)
     forward, backward = (shown + (1.0 - share) * hidden) * apart, (shown + (1.0 - share) * hidden_backward) * apart
     repeated = forward + share * hidden * apart
     return forward, backward + repeated * again, share * hidden * apart, share * hidden_backward * apart

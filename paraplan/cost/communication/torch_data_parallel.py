@@ -27,10 +27,14 @@ def torch_data_parallel_s(workload: Workload, table: PlanTable, parameters: Floa
     weights = parameters * (framework.storage.weight_bytes if workload.is_mixed_precision else _LIKE_PARAMETERS)
     gradients = parameters * (framework.storage.gradient_bytes if workload.is_mixed_precision else _LIKE_PARAMETERS)
     logits: Floats = np.asarray(table.device_batch_size * float(training.seq_length * workload.model.vocabulary))
-    output = logits * (_LIKE_PARAMETERS if framework.loss.in_model else float(training.activation_bytes))
+    output = logits * (_LIKE_PARAMETERS if framework.loss.implementation.in_model else float(training.activation_bytes))
     others = table.devices - 1
-    returned = others * links.send_s(output) * (1.0 if framework.loss.in_model else 2.0)
+    returned = others * links.send_s(output) * (1.0 if framework.loss.implementation.in_model else 2.0)
     bandwidth = workload.memory_bandwidth_bytes_per_s
-    loss = 0.0 if framework.loss.in_model else others * logits * framework.loss.traffic_per_logit / bandwidth
+    loss = (
+        0.0
+        if framework.loss.implementation.in_model
+        else others * logits * framework.loss.implementation.traffic_per_logit / bandwidth
+    )
     each = links.broadcast_s(weights) + links.broadcast_s(gradients) + returned + loss
     return np.asarray(table.num_microbatches * np.where(table.devices > 1, each, 0.0))

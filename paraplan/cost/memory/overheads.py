@@ -27,12 +27,12 @@ _COLLECTIVES = 10
 
 def matmul_workspace_bytes(workload: Workload) -> int:
     """Return the bytes of the workspaces that matmuls keep on a GPU of the workload; none where it is no NVIDIA GPU."""
-    gpu, kind = workload.cluster.gpu, workload.framework.storage.matmul_workspaces
-    if gpu.vendor != "nvidia" or kind == "none" or not workload.constants.counts_matmul_workspaces:
+    gpu = workload.cluster.gpu
+    if gpu.vendor != "nvidia" or not workload.constants.counts_matmul_workspaces:
         return 0
     stated = workload.constants.cublas_workspace_bytes
     total = _THREADS * (gpu.shared.torch_workspace_bytes if stated is None else stated)
-    return total + (gpu.shared.engine_workspace_bytes if kind == "transformer_engine" else 0)
+    return total + (gpu.shared.engine_workspace_bytes if workload.framework.kernels.engine else 0)
 
 
 def shard_padding(workload: Workload, table: PlanTable) -> Floats:
@@ -40,7 +40,7 @@ def shard_padding(workload: Workload, table: PlanTable) -> Floats:
 
     Without tp the runtime divides each parameter along `sharded_dimension`, with it along the first.
     """
-    if not workload.framework.data_parallel.uses_fsdp:
+    if not workload.framework.data_parallel.sharding.is_fsdp:
         return np.ones(len(table))
     kinds, kind = distinct_rows(np.where(table.zero_stage >= 1, table.shard_size, 1), np.minimum(table.tp, 2))
     known, asked = cache_of(workload).shard_paddings, list(zip(*(column.tolist() for column in kinds), strict=True))
@@ -56,10 +56,10 @@ def gathered_frozen_bytes(workload: Workload, blocks: Floats, root: Floats) -> F
 
     `root` are the bytes outside of blocks. There may be fewer in all.
     """
-    profile = workload.framework.data_parallel
-    if profile.uses_fsdp:
+    sharding = workload.framework.data_parallel.sharding
+    if sharding.is_fsdp:
         return np.asarray(root + blocks)
-    return np.asarray(np.maximum(np.maximum(blocks, 2 * root), profile.max_live_elements * HALF))
+    return np.asarray(np.maximum(np.maximum(blocks, 2 * root), sharding.max_live_elements * HALF))
 
 
 def root_frozen_bytes(costs: BlockCosts, stage: StageBlocks, is_tied: Mask) -> Floats:
@@ -105,8 +105,7 @@ def held_by_collectives_bytes(workload: Workload, table: PlanTable, costs: Block
     if not commands:
         return np.zeros(len(table))
     blocks = np.maximum(stage.num_blocks, 1)
-    block_s = kernels.host_s_per_block * workload.host_slowdown(kernels.host_cpu)
-    host_s = (2.0 * block_s + _COLLECTIVES * kernels.collective_host_s) * blocks
+    host_s = (2.0 * kernels.host_s_per_block + _COLLECTIVES * kernels.collective_host_s) * blocks
     gpu_s = stage.sum(costs, costs.forward_s) + stage.sum(costs, costs.backward_s)
     gained = 2.0 * blocks * table.num_microbatches * np.maximum(0.0, 1.0 - host_s / np.maximum(gpu_s, host_s))
     ahead = np.minimum(_QUEUED_COMMANDS / commands, gained)

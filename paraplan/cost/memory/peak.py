@@ -77,8 +77,6 @@ def cached_bytes(rank: RankMemory, peak: StageMemory) -> Floats:
     side, although never all are live, and beside them what collectives still read. Frameworks on other allocators hold
     their peak.
     """
-    if rank.framework.storage.matmul_workspaces == "none":
-        return peak.total_bytes
     beside = loss_backward_bytes(rank) + rank.bucket_bytes + rank.flat_step_bytes
     held = held_by_collectives_bytes(rank.workload, rank.table, rank.costs, rank.stage)
     return np.asarray(np.maximum(peak.total_bytes, block_backward(rank).total_bytes + beside) + held)
@@ -128,7 +126,7 @@ def head_backward(rank: RankMemory) -> StageMemory:
     """Return the point when the gradient of the head's matrix is there, and the head has let go of the rest."""
     copies = rank.backward_copies_bytes
     head = rank.costs.head_copied_parameters[rank.costs.key] * rank.stage.is_last
-    own_copy = np.minimum(head * rank.framework.storage.autocast_copy_bytes, copies)
+    own_copy = np.minimum(head * HALF, copies)
     becomes = np.where(rank.makes_gradients, head * rank.full_bytes, 0.0)
     earlier = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1)
     candidate = rank.candidate(
@@ -325,7 +323,7 @@ def _loss_forward_bytes(rank: RankMemory) -> Floats:
     """Return what stands when a forward pass has made its loss: beside what that keeps, the logits themselves."""
     if rank.workload.training.loss != "plain":
         return loss_without_all_logits(rank).forward
-    fused = rank.framework.loss.logit_bytes
+    fused = rank.framework.loss.peak_logit_bytes
     whole = min(HALF + _KEPT_LOSS_BYTES, fused) if rank.is_mixed else 2 * FP32
     divided = HALF + FP32 if rank.is_mixed else 2 * FP32
     return rank.num_logits * np.where(_has_parallel_loss(rank), divided, whole)
@@ -335,7 +333,7 @@ def _kept_loss_bytes(rank: RankMemory) -> Floats:
     """Return what the loss of one micro-batch keeps for its backward pass; of divided logits the fp32 softmax."""
     if rank.workload.training.loss != "plain":
         return loss_without_all_logits(rank).kept
-    whole = min(_KEPT_LOSS_BYTES, rank.framework.loss.logit_bytes) if rank.is_mixed else FP32
+    whole = min(_KEPT_LOSS_BYTES, rank.framework.loss.peak_logit_bytes) if rank.is_mixed else FP32
     return rank.num_logits * np.where(_has_parallel_loss(rank), FP32, whole)
 
 
@@ -347,7 +345,7 @@ def loss_backward_bytes(rank: RankMemory) -> Floats:
     if rank.workload.training.loss != "plain":
         return loss_without_all_logits(rank).backward
     framework = rank.framework
-    whole = framework.loss.logit_bytes if rank.is_mixed else 3 * FP32
+    whole = framework.loss.peak_logit_bytes if rank.is_mixed else 3 * FP32
     is_plain = rank.is_mixed and whole >= _KEPT_LOSS_BYTES + FP32
     unfreed = np.where(rank.splits_backward, HALF if is_plain else 0.0, 0.0)
     divided = (framework.loss.parallel_logit_bytes or 0.0) if rank.is_mixed else FP32

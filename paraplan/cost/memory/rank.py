@@ -32,7 +32,7 @@ class RankMemory(RankState):
         return self._copied_bytes(in_forward=False)
 
     def _copied_bytes(self, *, in_forward: bool) -> Floats:
-        if not (self.framework.storage.autocast_copy_bytes and self.is_mixed):
+        if not (self.framework.storage.is_autocast and self.is_mixed):
             return np.zeros(len(self.table))
         copied = self.costs.copied_parameters
         blocks = self.stage.sum(self.costs, copied)
@@ -40,7 +40,7 @@ class RankMemory(RankState):
         one_block = blocks if in_forward else np.minimum(blocks, self.block_parameters)
         of_all = self.stage.sum_in_flight(self.costs, copied, self.chunks_in_flight)
         kept = np.where(run_again(self.workload, self.table), one_block, of_all) + head * self.head_in_flight
-        return np.where(self.table.zero_stage == 0, kept * self.framework.storage.autocast_copy_bytes, 0.0)
+        return np.where(self.table.zero_stage == 0, kept * HALF, 0.0)
 
     @cached_property
     def activation_bytes(self) -> Floats:
@@ -54,16 +54,11 @@ class RankMemory(RankState):
 
     @cached_property
     def passed_bytes(self) -> Floats:
-        """Buffers of a pipeline: what is received, and what is kept of what was sent.
-
-        DeepSpeed's engine has three for one boundary each: what comes in, its gradient, and that of what went out.
-        """
+        """Buffers of a pipeline: what is received, and what is kept of what was sent."""
         boundary = self.costs.boundary_bytes[self.costs.key]
-        neighbours = (~self.stage.is_first).astype(float) + ~self.stage.is_last
-        if self.framework.pipeline.keeps_both_boundaries:
-            return np.where(self.table.pp > 1, (neighbours * self.in_flight + 3) * boundary, 0.0)
         if not self.framework.pipeline.allocates_every_receive:
             return np.where(self.table.pp > 1, 2 * boundary, 0.0)
+        neighbours = (~self.stage.is_first).astype(float) + ~self.stage.is_last
         received = neighbours * self.table.num_microbatches
         return np.where(self.table.pp > 1, (received + self.in_flight * ~self.stage.is_last) * boundary, 0.0)
 
@@ -158,10 +153,8 @@ class RankMemory(RankState):
         blocks = self.stage.sum(self.costs, self.costs.output_gradient_bytes)
         sent = self.costs.boundary_bytes[self.costs.key]
         again = self.stage.sum(self.costs, self.costs.recomputed_bytes)
-        if self.framework.storage.autocast_copy_bytes and self.is_mixed:
-            copied = (
-                self.stage.sum(self.costs, self.costs.copied_parameters) * self.framework.storage.autocast_copy_bytes
-            )
+        if self.framework.storage.is_autocast and self.is_mixed:
+            copied = self.stage.sum(self.costs, self.costs.copied_parameters) * HALF
             again = again + np.where(run_again(self.workload, self.table) & (self.table.zero_stage == 0), copied, 0.0)
         return np.where(self.splits_backward, blocks + head + sent + again, 0.0)
 
@@ -193,21 +186,20 @@ class RankMemory(RankState):
     def standing_workspace_bytes(self) -> Floats:
         """What a framework keeps through the whole step.
 
-        Workspaces of matrix libraries, Transformer Engine's dummies, the scores' buffer of Megatron-LM's own attention,
-        from ZeRO-2 on the bucket in which DeepSpeed gathers gradients to reduce, and what generates answers here.
+        Workspaces of matrix libraries, Transformer Engine's dummies, from ZeRO-2 on the bucket in which DeepSpeed
+        gathers gradients to reduce, and what generates answers here.
         """
         framework, key = self.framework, self.costs.key
-        dummies = self.costs.distinct_weight_parameters[key] * (HALF if framework.storage.keeps_dummy_gradients else 0)
-        scores = self.costs.score_bytes[key] if framework.kernels.keeps_score_buffer else 0.0
+        dummies = self.costs.distinct_weight_parameters[key] * (HALF if framework.kernels.engine else 0)
         bucket = np.where(self.table.zero_stage >= 2, self.bucket_bytes, 0.0)
         generation = generation_of(self.workload)
         generates = generation.reserved_bytes if generation is not None and generation.is_shared else 0.0
-        return np.asarray(matmul_workspace_bytes(self.workload) + dummies + scores + bucket + generates)
+        return np.asarray(matmul_workspace_bytes(self.workload) + dummies + bucket + generates)
 
     @cached_property
     def bucket_bytes(self) -> Floats:
         """One bucket of a framework that sends gradients, or parameters, in buckets of a fixed size."""
-        elements = np.minimum(self.framework.data_parallel.bucket_elements, self.parameters)
+        elements = np.minimum(self.framework.data_parallel.sharding.bucket_elements, self.parameters)
         return np.where(self.table.zero_stage >= 1, elements * self.compute_bytes, 0.0)
 
     @cached_property

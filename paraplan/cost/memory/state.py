@@ -106,7 +106,7 @@ class RankState:
     @cached_property
     def is_fsdp(self) -> Mask:
         """Plans whose shards FSDP gathers, at any ZeRO stage."""
-        return np.asarray((self.table.zero_stage >= 1) & self.framework.data_parallel.uses_fsdp)
+        return np.asarray((self.table.zero_stage >= 1) & self.framework.data_parallel.sharding.is_fsdp)
 
     @cached_property
     def accumulates(self) -> Mask:
@@ -199,10 +199,10 @@ class RankState:
         """
         root = self.root_parameters - self.embedding_alone - self.head_alone
         units = root + end + num_blocks * self.block_parameters * self.workload.training.gathered_share
-        if not self.framework.data_parallel.uses_fsdp:
+        if not self.framework.data_parallel.sharding.is_fsdp:
             units = np.maximum(
                 2 * np.maximum(self.block_parameters, self.root_parameters),
-                self.framework.data_parallel.max_live_elements,
+                self.framework.data_parallel.sharding.max_live_elements,
             )
         live = np.minimum(units, self.parameters)
         gathers_all = self.is_fsdp & (self.table.zero_stage < 3)
