@@ -367,4 +367,5 @@ def _shapes(
         activation=activation,
         tied_embeddings=bool(fields.get("tie_word_embeddings") if tied is None else tied),
         dropout=_USUAL_DROPOUT if stack.dropout is None else stack.dropout,
+        writes_out_gelu=framework.kernels.writes_out_gelu,
     )

@@ -112,6 +112,8 @@ class KernelProfile(_Group):
     fused_softmax_heads: int = 1
     """Eager attention's fused softmax takes heads times sequences that are a multiple of it; others go through torch's
     operations one by one. 1 takes all."""
+    writes_out_gelu: bool = True
+    """GELUs are transformers' gelu_new where kernels are not fused."""
     writes_out_gates: bool = False
     """Gated activations are not fused where other kernels are, and keep the activated gate too."""
     complex_rotary_bytes: float = 0.0

@@ -16,6 +16,7 @@ GATED = ("swiglu", "geglu")
 class TransformerShapes(Record):
     """The shapes of a decoder-only transformer. `max_seq_length` counts learned positions where the kind has them.
 
+    `writes_out_gelu` says that an unfused GELU is transformers' gelu_new, written out in products, not a kernel.
     `dropout` is the rate of GPT-2's dropouts, of which training keeps masks; blocks of other kinds have none.
     """
 
@@ -30,6 +31,7 @@ class TransformerShapes(Record):
     activation: Activation = "gelu"
     tied_embeddings: bool = True
     dropout: float = 0.1
+    writes_out_gelu: bool = True
 
 
 def model_from_shapes(shapes: TransformerShapes) -> ModelSpec:
@@ -61,7 +63,7 @@ def model_from_shapes(shapes: TransformerShapes) -> ModelSpec:
             "n_layer": shapes.num_layers,
             "n_head": shapes.num_heads,
             "n_positions": shapes.max_seq_length,
-            "activation_function": "gelu_new",
+            "activation_function": "gelu_new" if shapes.writes_out_gelu else "gelu",
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shapes.dropout),
             "vocab_size": shapes.vocab_size,
             "tie_word_embeddings": shapes.tied_embeddings,

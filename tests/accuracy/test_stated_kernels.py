@@ -7,10 +7,9 @@ import pytest
 
 from paraplan.accuracy.measured_runs import MeasuredRun
 from paraplan.accuracy.prediction import estimate_run
-from paraplan.accuracy.run_workload import BundledData, framework_of_run, plan_of_run, workload_of_run
+from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.estimate import PlanEstimate
-from paraplan.cost.framework_files import FrameworkCatalog
 from paraplan.cost.slowest import largest_of
 from paraplan.model.named import known_configs
 from tests.accuracy.small_run import run
@@ -86,27 +85,6 @@ def test_experts_that_run_again_exchange_their_tokens_again() -> None:
     whole = estimate(EXPERTS.replace(recompute="full")).step.expert_parallel_s
     assert twice == pytest.approx(1.5 * once)
     assert twice == pytest.approx(whole)
-
-
-@pytest.mark.parametrize(
-    ("framework", "name"),
-    [
-        ("FSDP2 (prime-rl)", "prime-rl"),
-    ],
-)
-def test_prime_rl_has_a_profile_for_each_of_its_losses(framework: str, name: str) -> None:
-    assert framework_of_run(run(framework=framework), FrameworkCatalog()).name == name
-
-
-def test_a_loss_that_keeps_no_logits_multiplies_by_the_head_once_more() -> None:
-    data = run(framework="prime-rl", zero_stage=3, micro_batch=8, num_microbatches=1, vocab=151936, torch_compile=True)
-    plain, again = (estimate(data.replace(framework=each)).step.compute_s for each in _PRIME)
-    product_s = 2 * 8 * 1024 * 151936 * 768 / 795e12  # at the best rate that anyone measured
-    moved_s = 8 * 1024 * 151936 * (121 - 38) / (3.35e12 * 0.8)
-    assert moved_s + product_s < again - plain < moved_s + 2 * product_s
-
-
-_PRIME = ("prime-rl", "prime-rl reinforcement learning")
 
 
 def test_an_optimizer_of_pure_bf16_moves_half() -> None:

@@ -17,7 +17,8 @@ from paraplan.errors import ProfileError
 from paraplan.plan.parallel import ParallelPlan
 
 MakeWorkload = Callable[..., Workload]
-NAMES = FrameworkCatalog().names()
+CATALOG = FrameworkCatalog()
+NAMES, MEASURED = CATALOG.names(), CATALOG.measured_names()
 
 
 @pytest.mark.parametrize(
@@ -62,14 +63,16 @@ def test_where_no_name_is_near_the_profiles_are_listed_and_not_every_alias() -> 
     assert refused.value.hint == f"known: {', '.join(FrameworkCatalog().names())}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *MEASURED])
 def test_every_value_of_a_framework_has_a_source(name: str) -> None:
-    profile = load_framework(name)
+    profile = CATALOG.find(name) if name in MEASURED else CATALOG.load(name)
+    assert profile is not None
     assert profile.name == name
     for group_name in GROUPS:
         group = getattr(profile, group_name)
         named = {field for source in group.sources for field in source.fields}
         assert named <= set(type(group).model_fields)
+        named |= {field for field in group.model_fields_set if hasattr(getattr(group, field), "source")}  # has its own
         covers_all = any(not source.fields for source in group.sources)
         assert covers_all or group.model_fields_set - {"sources"} <= named, f"{group_name} has values without a source"
 
@@ -85,6 +88,13 @@ def test_megatron_fsdp_keeps_and_sends_gradients_in_16_bits(workload: MakeWorklo
         assert (narrow.data_parallel_wire_s < whole.data_parallel_wire_s) == halves
     fp32 = [replace(one, training=one.training.replace(precision="fp32")) for one in (made, wide)]
     assert len({evaluate_plan(one, plan).peak_memory_bytes for one in fp32}) == 1
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_nothing_is_planned_for_frameworks_of_tables_alone(name: str) -> None:
+    with pytest.raises(ProfileError, match="there is no framework") as refused:
+        load_framework(name)
+    assert name not in (refused.value.hint or "")
 
 
 def test_every_alias_names_one_framework() -> None:

@@ -112,7 +112,6 @@ def test_an_exchange_of_heads_finds_its_order_sample_by_sample(workload: MakeWor
         return (steps[1].context_parallel_s - steps[0].context_parallel_s) / (cp * 4 * 36 * 64 * KERNEL_START_S)
 
     for ways, starts in (
-        ({"framework": "megatron-core", "ring": True}, 0),
         ({"framework": "megatron-core", "ring": False, "length": None}, 0),
         ({"framework": "megatron-core", "ring": False}, 144),
         ({"framework": "megatron-core", "ring": False, "recompute": "selective_ops"}, 144),
