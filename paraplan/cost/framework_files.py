@@ -58,7 +58,7 @@ class FrameworkCatalog:
                 f"there is no framework {name_or_path!r}",
                 hint=near_names(name_or_path, {*self.names(), *self._known_aliases()}, listed=self.names()),
             )
-        profile, asked = self._bundled(name), name_or_path.strip().lower()
+        profile, asked = self.bundled(name), name_or_path.strip().lower()
         return profile.replace(export_target=asked) if asked in profile.alias_targets else profile
 
     def find(self, text: str) -> FrameworkProfile | None:
@@ -68,9 +68,10 @@ class FrameworkCatalog:
             self._table_aliases.update(self._known_aliases() | self._aliases_of(self.measured_names()))
         aliases = self._table_aliases
         found = [alias for alias in aliases if all(_has_word(words, word) for word in alias.split())]
-        return self._bundled(aliases[max(found, key=len)]) if found else None
+        return self.bundled(aliases[max(found, key=len)]) if found else None
 
-    def _bundled(self, name: str) -> FrameworkProfile:
+    def bundled(self, name: str) -> FrameworkProfile:
+        """Return the profile of one of `names` or of `measured_names`."""
         if name not in self._loaded:
             self._loaded[name] = self._read(self._path(name))
         return self._loaded[name]

@@ -59,7 +59,7 @@ def test_stated_cells_are_kept() -> None:
 
 
 def test_blank_cells_are_what_the_framework_does_and_what_fits() -> None:
-    assert planned(run(tp=2, framework="NeMo AutoModel")).sequence_parallel
+    assert planned(run(tp=2, framework="Megatron-Core")).sequence_parallel
     assert not planned(run(tp=2, framework="Megatron-LM")).sequence_parallel
     assert planned(run(tp=2, ep=8)).ep == 4, "experts over tp too"
     sharded = [planned(run(zero_stage=1, zero_shards=shards)).zero_shards for shards in (None, 4, 8)]
