@@ -83,7 +83,10 @@ def test_every_row_is_priced_as_its_parts_are_by_workload_of(path: Path) -> None
         kept = PlanFile.from_json(PlanFile(plan=plan, training=theirs.training).to_json(), source=run.id)
         assert kept.training == theirs.training, run.id
         ours = Workload.of(
-            theirs.whole_model or theirs.model, kept.training, theirs.cluster, framework=theirs.framework.name
+            theirs.whole_model or theirs.model,
+            kept.training,
+            theirs.cluster,
+            framework=DATA.frameworks.bundled(theirs.framework.name),
         )
         mine, shown = evaluate_plan(ours, kept.plan), predict_run(run, theirs, plan)
         assert mine.step.step_time_s == pytest.approx(shown.predicted_step_time_s, rel=1e-9), run.id
