@@ -154,8 +154,6 @@ class DataParallelProfile(_Group):
     `to_accumulated_grad_if_needed`)."""
     fuses_accumulation: bool = False
     """The matmul that computes a weight gradient adds it to those of earlier micro-batches."""
-    replica_traffic: float = 0.0
-    """Traffic for each gradient that replicas all-reduce."""
 
 
 class PipelineProfile(_Group):

@@ -24,8 +24,6 @@ class ExpertsProfile(Record):
     """Experts are whole, and spread over the ranks of tensor parallelism too, each of which sends its own tokens
     (expert_tensor_parallel_size=1): no rows are gathered and summed among these. Without sequence parallelism each
     sends its slice of the tokens that they share, and all gather what comes back."""
-    product_start_s: float = 0.0
-    """Seconds to start the product of each expert, where they are no grouped kernel that is started once."""
     exchange_wait_s: float = 0.0
     """Seconds that a pass over a layer waits for the numbers of tokens by expert before an exchange."""
     sources: tuple[Source, ...] = ()

@@ -35,8 +35,6 @@ class StorageProfile(Record):
     """fp32 gradients are accumulated in a buffer beside those that backward passes make."""
     optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
     """How the optimizer visits parameters: foreach copies all of them, for_loop one at a time, fused none."""
-    flat_step_bytes: float = 0.0
-    """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
     quantizer: str = DEFAULT_QUANTIZER
     """What stores frozen weights in fewer bits where a training names nothing else (`profiles/quantizers.json`)."""
     context_bytes: int | None = None

@@ -25,6 +25,10 @@ class ShardingImplementation(Record):
     """Traffic for each gathered 16-bit parameter."""
     reduce_traffic: tuple[float, float] = (0.0, 0.0)
     """Traffic for each gradient that is reduced into shards, in 16 bits and in fp32."""
+    replica_traffic: float = 0.0
+    """Traffic for each gradient that replicas all-reduce."""
+    flat_step_bytes: float = 0.0
+    """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
     gather_host_s: float = 0.0
     """Seconds of the host to gather a block."""
     reduce_host_s: float = 0.0

@@ -107,8 +107,6 @@ def _experts(stack: StackSettings, framework: FrameworkProfile) -> dict[str, Any
         graphs = stack_values().graphs[stack.cuda_graphs]
         changes |= _stated(exchange_wait_s=graphs.exchange_wait_s)
         dispatcher = dispatcher.replace(**_stated(host_s_per_layer=graphs.host_s_per_expert_layer))
-        if graphs.fuses_experts:
-            changes["product_start_s"] = 0.0
     if stack.drops_tokens:
         changes["exchange_wait_s"] = 0.0
     if stack.etp is not None:

@@ -97,7 +97,7 @@ def test_an_estimate_says_what_its_range_rests_on(workload: MakeWorkload) -> Non
     apart = range_of("l40s-x8", "megatron-core")
     assert apart[0] == "partly measured"
     assert "and this GPU, not together" in apart[1]
-    unknown = range_of("aws-g5-48xlarge", "hai-llm")
+    unknown = range_of("aws-g5-48xlarge", "transformers")
     assert unknown[0] == "not measured"
     assert "neither" in unknown[1]
     assert known[2] < apart[2] <= unknown[2]

@@ -168,7 +168,7 @@ def test_small_experts_in_8_bits_gain_no_more_than_was_measured(
 def test_each_tensor_of_each_expert_is_quantized_by_itself_where_its_product_starts_by_itself() -> None:
     plan = ParallelPlan(dp=8, ep=8, zero_stage=1, num_microbatches=8)
     core = dispatching(MEGATRON_CORE, host_s_per_layer=0.0).changed(kernels={"host_s_per_block": 0.0})
-    grouped = core.changed(experts={"product_start_s": 0.0})
+    grouped = core.changed(kernels={"engine": False})
 
     def added_s(recipe: Fp8Recipe, framework: FrameworkProfile, ep: int) -> float:
         """Return what a recipe adds to delayed scales, which cast all experts at once."""

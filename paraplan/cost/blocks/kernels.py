@@ -170,7 +170,7 @@ class KernelTimes(MatmulTimes):
         pytorch/csrc/extensions/cast.cpp, `multi_tensor_quantize_impl`).
         """
         routed = [one for one in block.matmuls if one.num_experts > 1]
-        if not routed or not self.framework.experts.product_start_s or not self.constants.has_8bit_matmuls:
+        if not routed or not self._starts_each_expert() or not self.constants.has_8bit_matmuls:
             return 0.0
         ranks = expert_ranks(self.framework, ep=self.shardings.ep, tp=self.shardings.tp)
         tensors = len({(one.k, one.split) for one in routed})

@@ -12,6 +12,7 @@ from paraplan.cost.blocks.saved_tensors import Shardings
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Mask
+from paraplan.cost.stack import fuses_experts
 from paraplan.hardware.architecture import MatmulShapeCosts
 from paraplan.hardware.profiles import GpuProfile, KernelFit, Precision
 from paraplan.model.spec import BlockSpec, Matmul
@@ -52,6 +53,13 @@ _GROUPED_SLOWDOWN = 1.27
 expert they reach 0.63 of an H200's bandwidth (profiles/measured, kernels-*.json)."""
 _TILES = np.array([(128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64)], dtype=float)
 """Rows and columns of the tiles that libraries choose from, the largest first."""
+
+
+_EXPERT_START_S = 8e-6
+"""Transformer Engine's grouped linear layer calls cuBLAS for each expert (transformer_engine/common/gemm,
+nvte_multi_stream_cublas_gemm), each priced as a matmul of no size: 72 shapes of a B200 (MooreThreads/SimuMax on GitHub,
+configs/system/b200_bf16_ceperm.json, forward and gradients of inputs) come out 7 % too slow and 1 % too fast on average
+so, 36 and 40 % too fast without."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +119,7 @@ class MatmulTimes:
         moved_s = self._moved_by_s(rows, n, k, backward=backward) * np.where(is_routed, _GROUPED_SLOWDOWN, 1.0)
         starts_s = len(shapes) * self._shape_costs.launch_s
         if is_routed.any():  # a grouped kernel starts once
-            apart_s = len(shapes) * self.framework.experts.product_start_s
+            apart_s = len(shapes) * (_EXPERT_START_S if self._starts_each_expert() else 0.0)
             each = np.where(is_routed & ~is_fp32, each - starts_s + apart_s, each)
         seconds = experts * np.maximum(each / speedup, moved_s)
         seconds = seconds + np.where(is_routed & ~is_fp32, starts_s, 0.0)
@@ -119,6 +127,10 @@ class MatmulTimes:
         for kind in kinds:
             total = total + of_kind[kind]
         return total
+
+    def _starts_each_expert(self) -> bool:
+        """Return whether the product of each expert starts by itself, where no grouped kernel is started once."""
+        return self.framework.kernels.engine and not fuses_experts(self.training.stack)
 
     def _speedup(self, trains: Mask, *, backward: bool) -> Floats | float:
         """Return how many times as fast as in 16 bits the products of a pass are, an entry a matmul."""

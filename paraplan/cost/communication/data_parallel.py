@@ -61,7 +61,7 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     slowdown = workload.host_slowdown(sharding.host_cpu)
     has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
     narrow, wide = sharding.reduce_traffic
-    reduced = reductions * np.where(kept_bytes > 2, wide, narrow) + once * profile.replica_traffic * has_replicas
+    reduced = reductions * np.where(kept_bytes > 2, wide, narrow) + once * sharding.replica_traffic * has_replicas
     return WeightWork(
         cast=cast,
         forward=gathers * sharding.gather_traffic,
@@ -142,8 +142,7 @@ def data_parallel_s(
     block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
     # What is further from its recomputed forward pass than may stay is gathered again (stage3_max_reuse_distance).
     is_full = table.recompute == RecomputeCode.FULL
-    live = profile.sharding.max_live_elements
-    lost = np.maximum(0.0, 1 - live / (2 * block)) if live else 0.0
+    lost = np.maximum(0.0, 1 - live / (2 * block)) if (live := profile.sharding.max_live_elements) else 0.0
     gathers = 2.0 + is_full * lost + workload.training.learns_from.extra_forwards
     reductions = reduce_s * (1 if profile.accumulates_whole else microbatches)
     wire = np.select(

@@ -214,7 +214,7 @@ class RankMemory(RankState):
 
         None on the GPU where the host makes the step.
         """
-        each = 0.0 if self.accumulates_apart else self.framework.storage.flat_step_bytes
+        each = 0.0 if self.accumulates_apart else self.framework.data_parallel.sharding.flat_step_bytes
         is_here = self.table.offload == OffloadCode.NONE
         return np.where(is_here, self.parameters / self.state_shards * each, 0.0)
 
