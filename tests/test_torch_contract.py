@@ -510,6 +510,13 @@ def test_masks_without_values_pick_as_much_as_they_can() -> None:
         mask.nonzero()
 
 
+def test_attention_is_that_of_the_context_and_torchs_own_behind_it() -> None:
+    own = torch.nn.functional.scaled_dot_product_attention
+    with door.attention_replaced(lambda *operands: len(operands)):
+        assert torch.nn.functional.scaled_dot_product_attention(1, 2, 3) == 3
+    assert torch.nn.functional.scaled_dot_product_attention is own
+
+
 def test_functions_of_autograd_are_watched_and_reentrant_checkpoints_replaced() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded
 from paraplan.runtime.precision import check_stored_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
 from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
-from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.split.context_parallel import check_context, context_group, keep_experts_apart
+from paraplan.runtime.split.context_check import ContextSplit, apply_split, find_context_split
+from paraplan.runtime.split.context_parallel import Context, context_group
 from paraplan.runtime.split.tensor_parallel import (
     TensorSplit,
     apply_tensor_split,
@@ -124,10 +123,12 @@ def assemble_part(
     *,
     example_inputs: Any = None,
     split: TensorSplit | None = None,
+    has_values: bool = True,
 ) -> RankPart:
     """Return this rank's part of `model`, which is changed in place: split over `tp`, cut into stages, sharded.
 
-    `split` is that of its layers over `tp` where it was found before.
+    `split` is that of its layers over `tp` where it was found before. Without `has_values` nothing is compared in
+    numbers.
     """
     plan = parallel.plan
     again = recomputed_blocks(parallel.recompute, plan, () if stack is None else stack.names)
@@ -141,38 +142,37 @@ def assemble_part(
         stages = find_stages(structure, plan, again)
     if plan.tp > 1 and split is None:
         split = _tensor_split(structure, parallel)
-    if plan.cp > 1:
-        check_context(
-            structure, size=plan.cp, split_layers=None if split is None else partial(_split_copy, split, plan.tp)
-        )
+    context = _context_split(structure, parallel, has_values=has_values) if plan.cp > 1 else None
     if plan.pp > 1:
-        return assemble_stages(model, stages, split, parallel, again)
+        return assemble_stages(model, stages, split, context, parallel, again)
     ends = large_ends(structure) if plan.zero_stage else ()
-    return _assemble_whole(model, structure.blocks_of(model), ends, split, parallel, again)
+    return _assemble_whole(model, structure, ends, split, context, parallel, again)
 
 
 def _assemble_whole(
     model: nn.Module,
-    blocks: list[nn.Module],
+    structure: ModelStructure,
     ends: Sequence[str],
     split: TensorSplit | None,
+    context: ContextSplit | None,
     parallel: ParallelContext,
     again: RecomputedBlocks,
 ) -> RankPart:
     group = tensor_group(parallel.mesh, keeps_products=again.keeps is not None)
     shardings = {} if split is None else apply_tensor_split(model, split, split.names, group)
-    if parallel.plan.cp > 1:
-        keep_experts_apart(model)
+    if context is not None and parallel.loss.context is not None:
+        apply_split(model, context.names, context, parallel.loss.context, backend=parallel.compile_backend)
     unsharded = never_sharded(model, parallel.plan)
     large = [model.get_submodule(name) for name in ends]
-    called = recompute_and_shard(model, blocks, parallel, again=again, unsharded=unsharded, ends=large)
+    called = recompute_and_shard(
+        model, structure.blocks_of(model), parallel, again=again, unsharded=unsharded, ends=large
+    )
     execution = WholeModelExecution(
         called,
         sync=gradient_sync(called, zero_stage=parallel.plan.zero_stage),
         loss=parallel.loss,
         precision=parallel.precision,
         device=parallel.mesh.world.device,
-        context=context_group(parallel.mesh) if parallel.plan.cp > 1 else None,
         replicas=ReplicaGradients(group=parallel.mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=[parameter for parameter in model.parameters() if parameter in unsharded],
     )
@@ -187,14 +187,27 @@ def _assemble_whole(
     )
 
 
-def _split_copy(split: TensorSplit, tp: int, meta_model: nn.Module) -> None:
-    apply_tensor_split(meta_model, split, split.names, TensorGroup(size=tp, index=0, handle=None))
+def _context_split(structure: ModelStructure, parallel: ParallelContext, *, has_values: bool) -> ContextSplit:
+    """Return how the blocks of a model run over `cp`; rank 0 says which parts of them need all tokens."""
+    split = find_context_split(structure, parallel.mesh, has_values=has_values)
+    plan = parallel.plan
+    num_parts = plan.tp if plan.sequence_parallel else 1
+    parallel.loss.context = Context(context_group(parallel.mesh), num_parts=num_parts)
+    parts = {f"{block}.{part}": None for block, found in split.whole.items() for part in found}
+    if parts and parallel.mesh.world.rank == 0:
+        _LOGGER.warning(
+            "cp=%d: every rank runs these parts on the tokens of all ranks, whose attention is not torch's "
+            "scaled_dot_product_attention, nor one of transformers': %s",
+            parallel.plan.cp,
+            ", ".join(parts),
+        )
+    return split
 
 
 def _tensor_split(structure: ModelStructure, parallel: ParallelContext) -> TensorSplit:
     """Return how the layers of a model, which is whole, are split over `tp`; rank 0 says which are not, and why."""
     split = find_tensor_split(structure, mesh=parallel.mesh, sequence_parallel=parallel.plan.sequence_parallel)
-    if parallel.compiled:
+    if parallel.compile_backend is not None:
         check_compilable(split, tp=parallel.plan.tp)
     if split.whole and parallel.mesh.world.rank == 0:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())

@@ -274,7 +274,7 @@ class Job:
             options.loss_fn,
             find_unused=options.find_unused,
             recompute=options.recompute,
-            compiled=backend is not None,
+            compile_backend=backend,
             reduce_dtype=options.reduce_dtype,
         )
         part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs)

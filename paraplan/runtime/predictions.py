@@ -30,6 +30,7 @@ from paraplan.runtime.micro_batching import MicroBatching
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.split_tensor import SplitTensor
+from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.step.execution import Execution, evaluation_mode
 from paraplan.runtime.step.loss import LossRule
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
@@ -75,7 +76,8 @@ def predict(execution: Execution, micro_batches: Sequence[MicroBatch], mesh: Mes
     found: dict[int, Any] = {}
 
     def keep(outputs: Any, number: int) -> torch.Tensor:
-        found[number] = map_outputs(lambda _, tensor: whole_output(tensor), _plain_outputs(outputs))
+        context = execution.loss.context
+        found[number] = map_outputs(lambda _, tensor: whole_output(tensor, context), _plain_outputs(outputs))
         return torch.zeros((), device=mesh.world.device)
 
     pieces = [replace(piece, targets=number, weight=1.0) for number, piece in enumerate(micro_batches)]
@@ -85,10 +87,12 @@ def predict(execution: Execution, micro_batches: Sequence[MicroBatch], mesh: Mes
     return joined if mesh.group("pp") is None else _from_the_last_stage(joined, mesh)
 
 
-def whole_output(tensor: torch.Tensor) -> torch.Tensor:
+def whole_output(tensor: torch.Tensor, context: Context | None = None) -> torch.Tensor:
     """Return the whole of an output of which the ranks of `tp` and `cp` hold parts; all of them call it."""
     if isinstance(tensor, SplitTensor):
-        return tensor.group.gather(whole_output(tensor.local).detach(), tensor.sharding)
+        tensor = tensor.group.gather(tensor.local.detach(), tensor.sharding)
+    if context is not None and context.is_local and tensor.ndim > 1 and tensor.shape[1] == context.num_own:
+        tensor = context.gather(tensor.detach(), 1)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

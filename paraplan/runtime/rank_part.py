@@ -62,7 +62,8 @@ class ParallelContext:
     """A plan on a mesh, in a precision, with the loss that is trained.
 
     `find_unused` says that parameters may take no part in some steps; `recompute` refines what the plan says of it.
-    `compiled`: torch.compile compiles the blocks. Gradients travel between replicas in `reduce_dtype`.
+    `compile_backend` is what torch.compile compiles blocks by, None where it does not. Gradients travel between
+    replicas in `reduce_dtype`.
     """
 
     plan: ParallelPlan
@@ -71,7 +72,7 @@ class ParallelContext:
     loss: StepLoss
     find_unused: bool = False
     recompute: RecomputePolicy | None = None
-    compiled: bool = False
+    compile_backend: str | None = None
     reduce_dtype: ReduceType = "fp32"
 
     @classmethod
@@ -84,7 +85,7 @@ class ParallelContext:
         *,
         find_unused: bool = False,
         recompute: RecomputePolicy | None = None,
-        compiled: bool = False,
+        compile_backend: str | None = None,
         reduce_dtype: ReduceType = "fp32",
     ) -> ParallelContext:
         """Return the context of a training by `loss_fn`, which sees split outputs under tp and cp."""
@@ -98,7 +99,7 @@ class ParallelContext:
             loss=loss,
             find_unused=find_unused,
             recompute=recompute,
-            compiled=compiled,
+            compile_backend=compile_backend,
             reduce_dtype=reduce_dtype,
         )
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx.experimental._config as symbolic_shapes
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -319,3 +320,16 @@ def in_place_of_reentrant(apply: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         del CheckpointFunction.apply
+
+
+@contextmanager
+def attention_replaced(attend: Callable[..., Any]) -> Iterator[None]:
+    """Have code call `attend` for `torch.nn.functional.scaled_dot_product_attention` in this context.
+
+    A mode would see every function that a block calls, and torch.compile would follow it.
+    """
+    before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attend
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before

@@ -134,20 +134,6 @@ def test_masks_of_documents_and_of_padding_hold_over_split_tokens(ranks: RankHar
     assert_right(ranks.run(of_families, families, plan, more, None, size=2))
 
 
-class Contracted(GroupedLayer):
-    """Written-out attention in the letters of einsum, with fewer heads than ranks."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, tokens, _ = hidden.shape
-        query = self.query(self.norm(hidden)).view(batch, tokens, 1, 16)
-        key, value = self.key_value(hidden).view(batch, tokens, 2, 1, 8).unbind(2)
-        key, value = torch.cat([key, key], dim=-1), torch.cat([value, value], dim=-1)
-        scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
-        later = torch.arange(tokens)[:, None] < torch.arange(tokens)
-        weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
-        return hidden + self.out(torch.einsum("bhqk, bkhd -> bqhd", weights, value).flatten(2))
-
-
 class Filled(AttentionLayer):
     """Keys put together in a tensor made for them: of each token, and what all have in common."""
 
@@ -170,19 +156,35 @@ class Filled(AttentionLayer):
 def _of_layers(plan: ParallelPlan) -> dict[str, tuple[float, str]]:
     tokens = torch.randint(24, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
     job, found = runtime.init(plan), {}
-    for layer in (GroupedLayer, Filled, Contracted)[: 2 if plan.tp > 1 else 3]:
+    for layer in (GroupedLayer, Filled):
         torch.manual_seed(0)
         model = Transformer(layer, num_layers=2)
-        for block in model.layers if layer is Contracted else ():
-            del block.gate_up, block.down, block.mlp_norm, block.query_norm
         found[layer.__name__] = off(job, model, tokens, tokens.roll(1))
     return found
 
 
-@pytest.mark.parametrize("degrees", [{"cp": 4}, {"tp": 2}, *with_all([{"cp": 2, "tp": 2}])], ids=str)
-def test_written_out_attention_needs_no_heads_that_the_ranks_divide(
-    ranks: RankHarness, degrees: dict[str, int]
-) -> None:
+def test_written_out_attention_is_split_by_heads(ranks: RankHarness) -> None:
     assert HIDDEN == 16
-    plan = ParallelPlan(**degrees, micro_batch_size=BATCH)
-    assert_right(ranks.run(_of_layers, plan, size=plan.world_size))
+    assert_right(ranks.run(_of_layers, ParallelPlan(tp=2, micro_batch_size=BATCH), size=2))
+
+
+class Apart(nn.Module):
+    """A block whose attention, written out, is a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Filled()
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.out(self.attention(hidden))
+
+
+def _of_modules(plan: ParallelPlan) -> dict[str, tuple[float, str]]:
+    tokens = torch.randint(24, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    return {"apart": off(runtime.init(plan), Transformer(Apart, num_layers=2), tokens, tokens.roll(1))}
+
+
+def test_a_module_of_attention_that_is_written_out_has_the_tokens_of_all_ranks(ranks: RankHarness) -> None:
+    assert_right(ranks.run(_of_modules, ParallelPlan(cp=2, micro_batch_size=BATCH), size=2))

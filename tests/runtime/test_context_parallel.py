@@ -17,8 +17,10 @@ from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
+from paraplan.runtime.shards.split_tensor import SplitTensor
+from paraplan.runtime.split.context_attention import ContextAttention
 from paraplan.runtime.split.context_parallel import context_group
+from paraplan.runtime.split.randomness import own_random_numbers
 from paraplan.runtime.split.tensor_parallel import tensor_group
 
 pytestmark = pytest.mark.ranks
@@ -32,27 +34,24 @@ class Positions(Transformer):
     def __init__(self) -> None:
         super().__init__(Masked)
         self.positions = nn.Embedding(TOKENS, HIDDEN)
+        self.slopes = nn.Buffer(torch.tensor([0.5, 1.0, 1.5, 2.0]))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        places = torch.arange(tokens.shape[1])
+        hidden = self.embedding(tokens) + self.positions(places)
+        distance = (places[:, None] - places[None]).abs().float()
+        mask = -(self.slopes[:, None, None] * distance)[None].to(hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = layer(hidden, mask)
         return self.head(self.norm(hidden))
 
 
 class Masked(AttentionLayer):
     """Attention with a penalty by distance (as ALiBi) of another strength in each head."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.slopes = nn.Buffer(torch.tensor([0.5, 1.0, 1.5, 2.0]))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = hidden.shape
         heads = self.qkv(self.attention_norm(hidden)).view(batch, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
-        places = torch.arange(tokens)
-        distance = (places[:, None] - places[None]).abs().float()
-        mask = -(self.slopes[:, None, None] * distance)[None]
         attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask)
         hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
         return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
@@ -100,15 +99,16 @@ def _compared() -> list[dict[str, float]]:
     mask[1, :3] = mask[2, :5] = 0
     labels[mask == 0] = -100
 
-    def own_loss(outputs: Any, _: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+    def own_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
 
     padded = {"input_ids": ids, "attention_mask": mask}
     return [
         errors(positions, loss_fn, tokens, targets),
         errors(regression, squared, tokens, targets),
         errors(Transformer(num_layers=1), of_shares, tokens, targets),
-        errors(Transformer(num_layers=1), of_spans, tokens, targets),
+        errors(Transformer(lambda: AttentionLayer(num_heads=1)), loss_fn, tokens, targets),
+        errors(Transformer(Hiding), hiding_loss, tokens, targets),
         errors(llama, own_loss, padded, labels),
     ]
 
@@ -157,16 +157,31 @@ def hiding_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return loss_fn(outputs, targets) + loss_fn(Doubled.apply(outputs), targets)
 
 
+class Pooled(Transformer):
+    """Adds the mean of a sequence to what it says of each token."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        return logits + logits.mean(dim=1, keepdim=True)
+
+
+class Shortened(Transformer):
+    """Runs its blocks on half of the tokens that it is given."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens[:, ::2])
+
+
 def _refusals() -> list[str]:
     tokens = torch.zeros(4, TOKENS, dtype=torch.long)
     cases: list[tuple[nn.Module, Any, Any]] = [
         (Decoder(2), tokens, loss_fn),
         (Transformer(LinearAttention), tokens, loss_fn),
         (Transformer(), torch.zeros(4, 5, dtype=torch.long), loss_fn),
-        (Transformer(lambda: AttentionLayer(num_heads=1)), tokens, loss_fn),
         (Transformer(Convolved), tokens, loss_fn),
-        (Transformer(Hiding), tokens, loss_fn),
-        (Transformer(num_layers=1), tokens, hiding_loss),
+        (Pooled(num_layers=1), tokens, loss_fn),
+        (Shortened(num_layers=2), tokens, loss_fn),
+        (Transformer(num_layers=1), tokens + 15, of_spans),
     ]
     said = []
     for model, inputs, loss in cases:
@@ -179,15 +194,15 @@ def _refusals() -> list[str]:
 
 
 def test_what_does_not_work_on_some_tokens_says_why(ranks: RankHarness) -> None:
-    for cumsum, summed, odd, one_head, convolved, hidden, hiding in ranks.run(_refusals, size=2):
-        assert "cumsum works along the output of the sequence" in cumsum
-        assert "cp=2: the model mixes tokens outside of attention: matmul" in summed
+    for cumulated, summed, odd, convolved, pooled, short, spans in ranks.run(_refusals, size=2):
+        assert "does not compute on some tokens what it does on all of them" in cumulated
+        assert "cp=2: layers.0 does not compute on some tokens what it does on all of them: relative error" in summed
         assert "scaled_dot_product_attention" in summed
         assert "inputs of shape (4, 5) do not divide along their tokens over cp=2 ranks" in odd
-        assert "cp=2 does not divide the 1 heads of queries that a rank of tp has" in one_head
-        assert "conv1d looks at several tokens at once" in convolved
-        assert "Doubled, an autograd.Function, hides what it does" in hidden
-        assert "Doubled, an autograd.Function, hides what it does" in hiding
+        assert "cp=2: layers.0 does not compute on some tokens" in convolved
+        assert "what follows the blocks brings tokens together (mean), and ranks have some" in pooled
+        assert "blocks take hidden states of shape" in short
+        assert "loss_fn does not run on some tokens of each sequence" in spans
 
 
 class Dropping(AttentionLayer):
@@ -201,7 +216,7 @@ def _dropped_out() -> torch.Tensor:
     outputs = []
 
     def loss(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        outputs.append(logits.local.detach())
+        outputs.append(logits.detach())
         return logits.mean()
 
     model = Transformer(Dropping, num_layers=2)
@@ -224,10 +239,13 @@ def _heads_dropped_out() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     local = torch.ones(1, 2, 16, 4)
     by_heads = SplitTensor(local, Sharding(dim=1, segments=(4,), size=2), tensor_group(mesh), "the heads")
-    query = SplitTensor(by_heads, Sharding(dim=2, segments=(32,), size=2), context_group(mesh), CONTEXT)
-    attended = F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
-    assert attended.shape == (1, 4, 32, 4)
-    return attended.local.local[0], torch.rand(1)
+    context = context_group(mesh)
+    attention = ContextAttention(context)
+    attention.num_own = 16
+    with attention.in_place(), own_random_numbers(context, torch.device("cpu"), is_active=True):
+        attended = F.scaled_dot_product_attention(by_heads, by_heads, by_heads, dropout_p=0.5)
+    assert attended.shape == (1, 4, 16, 4)
+    return attended.local[0], torch.rand(1)
 
 
 def test_every_head_drops_out_differently_on_the_ranks_of_tp_and_cp(ranks: RankHarness) -> None:

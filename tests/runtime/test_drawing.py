@@ -1,4 +1,4 @@
-"""Random numbers under tp and cp: each rank its own for its parts, all the same for whole tensors."""
+"""Random numbers under tp: each rank its own for its parts, all the same for whole tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training_cases import HIDDEN, TOKENS, Transformer
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
+from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.tensor_parallel import tensor_group
 from paraplan.runtime.structure.blocks import find_blocks
@@ -45,23 +45,22 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _drawn(source: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _drawn() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return by function what it draws for this rank's part, twice (the second call is remembered), and for a whole."""
     job = runtime.init(TWO_PARTS)
     group = tensor_group(job.mesh)
     found = {}
     for name, draw in DRAWS.items():
         torch.manual_seed(3)
-        split = SplitTensor(torch.ones(32, 24), Sharding(dim=0, segments=(64,), size=2), group, source)
+        split = SplitTensor(torch.ones(32, 24), Sharding(dim=0, segments=(64,), size=2), group, "layer")
         parts = [draw(split) for _ in range(2)]
         assert all(isinstance(part, SplitTensor) for part in parts), name
         found[name] = (parts[0].local, parts[1].local, draw(torch.ones(32, 24)))
     return found
 
 
-@pytest.mark.parametrize("source", ["layer", CONTEXT])
-def test_every_function_that_draws_gives_ranks_their_own_numbers_for_parts(source: str, ranks: RankHarness) -> None:
-    first, second = ranks.run(_drawn, source, size=2)
+def test_every_function_that_draws_gives_ranks_their_own_numbers_for_parts(ranks: RankHarness) -> None:
+    first, second = ranks.run(_drawn, size=2)
     for name in DRAWS:
         for part, other in zip(first[name][:2], second[name][:2], strict=True):
             assert not torch.equal(part, other), name

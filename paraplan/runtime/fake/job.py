@@ -70,7 +70,9 @@ class FakeJob(Job):
         with rank.running():
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
-            part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs, split=split)
+            part = assemble_part(
+                model, stack, parallel, example_inputs=options.example_inputs, split=split, has_values=False
+            )
             given = options.optimizer(part.optimized())
             made = as_one_optimizer(given)
             schedule = (

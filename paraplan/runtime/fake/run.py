@@ -175,7 +175,7 @@ class _TrackedRank:
             stack = find_blocks(self._model)
             for block in [] if stack is None else stack.modules(self._model):
                 keep_operators(block)
-            self._part = assemble_part(self._model, stack, self._parallel, split=self._split)
+            self._part = assemble_part(self._model, stack, self._parallel, split=self._split, has_values=False)
             del self._model
             for tensor in [*self._part.parameters.values(), *self._part.module.buffers()]:
                 tracker.watch(tensor)

@@ -24,9 +24,8 @@ from paraplan.runtime.pipeline.stages import CutStage, StageModule, check_stages
 from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
 from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
-from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.context_parallel import context_group, keep_experts_apart
+from paraplan.runtime.split.context_check import ContextSplit, apply_split
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
 from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
 from paraplan.runtime.structure.weights import lasting_buffers
@@ -87,18 +86,26 @@ def find_stages(structure: ModelStructure, plan: ParallelPlan, again: Recomputed
 
 
 def assemble_stages(
-    model: nn.Module, whole: Stages, split: TensorSplit | None, parallel: ParallelContext, again: RecomputedBlocks
+    model: nn.Module,
+    whole: Stages,
+    split: TensorSplit | None,
+    context: ContextSplit | None,
+    parallel: ParallelContext,
+    again: RecomputedBlocks,
 ) -> RankPart:
-    """Return this rank's stages of `model`, which is changed in place; `split` is that of its layers over `tp`."""
+    """Return this rank's stages of `model`, which is changed in place.
+
+    `split` is that of its layers over `tp`, `context` that of its tokens over `cp`.
+    """
     plan, mesh, chain, bounds = parallel.plan, parallel.mesh, whole.chain, whole.bounds
-    if plan.cp > 1:
-        keep_experts_apart(chain.meta_model)
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
     # Stages of one rank share their parameters, and each has the modules around them for itself.
     held = {id(parameter): parameter for parameter in model.parameters()}
     models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
     pieces = [
-        _cut_piece(part, chain, bounds, index, split=split, parallel=parallel, keeps=again.keeps is not None)
+        _cut_piece(
+            part, chain, bounds, index, split=split, context=context, parallel=parallel, keeps=again.keeps is not None
+        )
         for part, index in zip(models, indices, strict=True)
     ]
     holders = Counter(parameter for piece in pieces for parameter in piece.parameters.values())
@@ -162,6 +169,7 @@ def _cut_piece(
     index: int,
     *,
     split: TensorSplit | None,
+    context: ContextSplit | None,
     parallel: ParallelContext,
     keeps: bool,
 ) -> _Piece:
@@ -175,8 +183,16 @@ def _cut_piece(
         found = apply_tensor_split(model, split, chain.stack.names[start:end], group)
         in_model = {own: name for name, own in sharding.names.items()}
         shardings = {in_model[own]: place for own, place in found.items()}
-    if parallel.plan.cp > 1:
-        keep_experts_apart(model)
+    if context is not None and parallel.loss.context is not None:
+        apply_split(
+            model,
+            chain.stack.names[start:end],
+            context,
+            parallel.loss.context,
+            has_first=start == 0,
+            has_last=index == len(bounds) - 1,
+            backend=parallel.compile_backend,
+        )
     module = StageModule(
         model,
         sharding.inject,
@@ -184,7 +200,6 @@ def _cut_piece(
         loss=parallel.loss,
         precision=parallel.precision,
         device=device,
-        context=_context(parallel),
     )
     return _Piece(
         index=index,
@@ -194,10 +209,6 @@ def _cut_piece(
         buffer_names=sharding.buffers,
         shardings=shardings,
     )
-
-
-def _context(parallel: ParallelContext) -> TensorGroup | None:
-    return context_group(parallel.mesh) if parallel.plan.cp > 1 else None
 
 
 def _rank_part(
@@ -220,7 +231,6 @@ def _rank_part(
         ties=TiedGradients(ties, parameters, mesh),
         replicas=ReplicaGradients(group=mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=tuple(held for held in parameters.values() if held in unsharded),
-        context=_context(parallel),
     )
     repeated = {tie.name for tie in ties if tie.ranks[0] != mesh.coordinate("pp")}
     modules = [piece.module for piece in pieces]

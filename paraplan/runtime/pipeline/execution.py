@@ -27,8 +27,6 @@ from paraplan.runtime.pipeline.schedules import (
 from paraplan.runtime.pipeline.stages import StageModule
 from paraplan.runtime.precision import half_type
 from paraplan.runtime.rank_part import ParallelContext
-from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
 from paraplan.runtime.torch_private import pytree
@@ -57,7 +55,7 @@ class PipelineExecution:
 
     Sizes of the hidden states follow from the shapes of a micro-batch, and a schedule is kept for each: buffers of
     another size would end the process inside gloo. `unsharded` are the parameters that several stages of this rank
-    share; `context` is the `cp` group, whose ranks pass on the hidden states of their tokens.
+    share. Ranks of `cp` pass on the hidden states of their tokens.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class PipelineExecution:
         ties: TiedGradients,
         replicas: ReplicaGradients,
         unsharded: Sequence[nn.Parameter] = (),
-        context: TensorGroup | None = None,
     ) -> None:
         self._stages = stages
         self._chain = chain
@@ -81,7 +78,6 @@ class PipelineExecution:
         self._ties = ties
         self._replicas = replicas
         self._unsharded = unsharded
-        self._context = context
         self._reductions = reductions_of(*(stage.called for stage in stages))
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
         self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
@@ -163,8 +159,6 @@ class PipelineExecution:
 
     def _hidden_shapes(self, inputs: Any) -> list[HiddenShape]:
         """Return what each block receives on this rank, as it travels."""
-        if self._context is not None:  # without other ranks: shapes alone are followed
-            inputs = split_tokens(inputs, TensorGroup(size=self._context.size, index=0, handle=None))
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
         half = half_type(self._parallel.precision)
         try:
@@ -172,7 +166,13 @@ class PipelineExecution:
         except UsageError:  # a single sequence has no statistics: trials of it have batch norms in evaluation
             with evaluation_mode(self._chain.meta_model):
                 shapes = self._chain.hidden_shapes(inputs)
-        return [replace(one, dtype=half or one.dtype) for one in shapes]
+        cp = self._parallel.plan.cp
+        return [
+            replace(one, shape=(*one.shape[:-2], one.shape[-2] // cp, one.shape[-1]), dtype=half or one.dtype)
+            if cp > 1
+            else replace(one, dtype=half or one.dtype)
+            for one in shapes
+        ]
 
 
 def _kept(values: OrderedDict[Any, _Value], key: Any, make: Callable[[], _Value]) -> _Value:

@@ -15,9 +15,7 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.precision import compute_context
-from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError, SplitTensor
-from paraplan.runtime.split.context_parallel import split_tokens
+from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.step.loss import StepLoss, split_error
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.dataflow import Registered, named_tensors
@@ -132,8 +130,6 @@ class ZerosStub(_StandIn):
     def _zeros(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if isinstance(leaf, SplitTensor):  # this rank's tokens, under context parallelism
-            return SplitTensor(self._zeros(leaf.local), leaf.sharding, leaf.group, leaf.source)
         dtype = self.__dict__["chain"].own_dtype(leaf.dtype)
         return torch.zeros((), dtype=dtype, device=self.__dict__["zeros_device"]).expand(leaf.shape)
 
@@ -264,8 +260,7 @@ class StageModule(nn.Module):
     """A stage as torch's schedules call it: a hidden state in and out; on the last stage the loss out.
 
     The micro-batches of a step are handed over beforehand, whole, and the schedule passes their numbers: every stage
-    makes its own masks and positions from the inputs. `context` is the `cp` group, whose ranks have some tokens of each
-    sequence: inputs and received hidden states are split, and plain tensors travel.
+    makes its own masks and positions from the inputs.
     """
 
     def __init__(
@@ -277,7 +272,6 @@ class StageModule(nn.Module):
         loss: StepLoss,
         precision: TrainingPrecision,
         device: torch.device,
-        context: TensorGroup | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -286,7 +280,6 @@ class StageModule(nn.Module):
         self._loss = loss
         self._precision = precision
         self._device = device
-        self._context = context
         self.micro_batches: Sequence[MicroBatch] = ()
         self.received: HiddenShape | None = None
         self.sent: HiddenShape | None = None
@@ -297,31 +290,21 @@ class StageModule(nn.Module):
         `received` is the hidden state before this stage; the first stage is given the number in its place.
         """
         micro_batch = self.micro_batches[int(number)]
-        inputs = micro_batch.inputs if self._context is None else split_tokens(micro_batch.inputs, self._context)
         if self._inject is not None:
-            self._inject[0].hold(self._with_context(_with_contiguous_gradient(received)))
+            self._inject[0].hold(_with_contiguous_gradient(received))
         try:
             with compute_context(self._precision, self._device):
-                return self._loss.run(self.model, inputs, micro_batch).reshape(1)
+                return self._loss.run(self.model, micro_batch.inputs, micro_batch).reshape(1)
         except StageEndError as end:
             return self._sendable(end.hidden)
         except SplitError as error:
-            raise split_error(error, self._context) from error
+            raise split_error(error) from error
         finally:
             if self._inject is not None:
                 self._inject[0].hold(None)
 
-    def _with_context(self, received: torch.Tensor) -> torch.Tensor:
-        sharding = None if self.received is None else self.received.sharding
-        if self._context is None or sharding is None:
-            return received
-        whole: torch.Tensor = SplitTensor(received, sharding, self._context, CONTEXT)
-        return whole
-
     def _sendable(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden` as the next stage expects it; a buffer of another size would end the process inside gloo."""
-        if isinstance(hidden, SplitTensor):
-            hidden = hidden.local
         if self.sent is None or hidden.shape != self.sent.shape:
             raise UsageError(
                 f"this stage's hidden state has shape {tuple(hidden.shape)}, and {self.sent and self.sent.shape} was "

@@ -21,6 +21,8 @@ from paraplan.runtime.recompute.policy import Operator, OperatorChoice
 from paraplan.runtime.recompute.split_backward import checkpoint_for_split_backward
 from paraplan.runtime.torch_private import function_modes, version_of
 
+_SDPA = F.scaled_dot_product_attention  # which stands elsewhere while a block runs under context parallelism
+
 
 def recompute_blocks(
     blocks: Sequence[nn.Module],
@@ -197,7 +199,7 @@ class AttentionSeen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.is_seen = self.is_seen or func is F.scaled_dot_product_attention
+        self.is_seen = self.is_seen or func is _SDPA
         return func(*args, **(kwargs or {}))
 
 
@@ -211,7 +213,7 @@ class _KeepsInputs(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func is not _SDPA:
             return func(*args, **(kwargs or {}))
         self._calls.count += 1
         if not torch.is_grad_enabled():

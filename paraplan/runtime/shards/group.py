@@ -30,7 +30,6 @@ class TensorGroup:
 
     `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
     see `rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
-    In a trial (`is_trial`), functions that no rule knows are tried with numbers (`trial`).
     With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
     With `overlaps` gradients of weights are made while those of inputs travel (`overlap`).
     `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
@@ -45,7 +44,6 @@ class TensorGroup:
     specs: dict[Any, Any] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
     draws: bool = False
-    is_trial: bool = False
     gathers: bool = True
     keeps_products: bool = False
     overlaps: bool = False

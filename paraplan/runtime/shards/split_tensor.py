@@ -4,13 +4,12 @@ Attention code writes sizes down (`view(batch, tokens, 3, num_heads, head_size)`
 tensor. A `SplitTensor` has the whole tensor's shape and one rank's values. Every torch function on it runs on the
 values; `rules` finds the sizes to pass and the dimension that is split in the result. Where a function would mix
 what several ranks hold, a `SplitError` is raised: nothing travels unless a layer of `layers` sends it.
-Beside context parallelism the part is a `SplitTensor` itself: tokens are split outside, heads of these tokens inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +21,6 @@ from paraplan.runtime.torch_private import make_wrapper
 
 VOCABULARY = "the vocabulary"  # the source of logits split by class
 SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
-CONTEXT = "the sequence"  # the source of tensors split by context parallelism, from the inputs on
 
 _KEPT_SPECS = 4096
 
@@ -56,7 +54,7 @@ class SplitError(Exception):
 class SplitSpec:
     """How parts lie in the wholes of shape `shape`. Of one group, those that are alike are one object.
 
-    `source` names the layer that the tensors are of, or is `VOCABULARY`, `SEQUENCE` or `CONTEXT`.
+    `source` names the layer that the tensors are of, or is `VOCABULARY` or `SEQUENCE`.
     """
 
     sharding: Sharding
@@ -176,35 +174,11 @@ def hidden_loss() -> UnsupportedPlanError:
     )
 
 
-def on_own_tokens(given: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `work(given)`, under context parallelism of this rank's tokens, which the result has in the same place.
-
-    Layers that are split over `tp` know nothing of `cp`: what they split lies inside of what is split by tokens.
-    """
-    if not is_of_sequence(given):
-        return work(given)
-    assert isinstance(given, SplitTensor)
-    made, dim = work(given.local), given.sharding.dim
-    sharding, before, after = given.sharding, given.local.shape[dim], made.shape[dim]
-    if before != after:  # tokens that the ranks of tp have split, or brought together
-        sharding = replace(sharding, segments=tuple(segment * after // before for segment in sharding.segments))
-    whole: torch.Tensor = SplitTensor(made, sharding, given.group, CONTEXT)
-    return whole
-
-
 def as_operand(whole: torch.Tensor, like: SplitTensor) -> torch.Tensor:
-    """Return what every rank has whole as work on parts like `like` reads it: its gradient is summed over the ranks.
-
-    Under context parallelism gradients stay partial, and are summed at the end of the step.
-    """
-    if whole.requires_grad and torch.is_grad_enabled() and like.source != CONTEXT:
+    """Return what every rank has whole as work on parts like `like` reads it: its gradient is summed over the ranks."""
+    if whole.requires_grad and torch.is_grad_enabled():
         return copy_to_region(whole, like.group)
     return whole
-
-
-def is_of_sequence(value: Any) -> bool:
-    """Whether `value` is a tensor of which this rank has some tokens under context parallelism."""
-    return isinstance(value, SplitTensor) and value.spec.source == CONTEXT
 
 
 def split_operands(*values: Any) -> list[SplitTensor]:

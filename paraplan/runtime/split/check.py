@@ -6,7 +6,7 @@ import copy
 import enum
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import attrgetter
@@ -25,11 +25,13 @@ from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split.randomness import DROPOUTS
+from paraplan.runtime.structure.meta import attributes_kept
 from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.structure.outputs import numbered_outputs
 from paraplan.runtime.torch_private import pytree
 
 _SEED = 0
+_SDPA = F.scaled_dot_product_attention  # which stands elsewhere while a block runs under context parallelism
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def setting_of(whole: nn.Module, call: BlockCall) -> CheckSetting:
     failures = []
     for dtype in (torch.float32, torch.bfloat16 if own.itemsize > 2 else own):
         try:
-            _expected(whole.to(dtype).eval(), call, dtype)
+            expected_of(whole.to(dtype).eval(), call, dtype)
         except UnsupportedPlanError as error:
             failures.append(error)
             continue
@@ -69,7 +71,7 @@ def _repeats_in_training(whole: nn.Module, call: BlockCall, dtype: torch.dtype) 
     """Whether `whole` runs in training mode without random numbers, but those of dropout."""
     device = next(whole.parameters()).device
     try:
-        _expected(whole.train(), call, dtype)
+        expected_of(whole.train(), call, dtype)
     except UnsupportedPlanError:
         return False
     left = _random_states(device)
@@ -119,15 +121,15 @@ def check_split(
     training needs are compared.
     """
     for training in setting.modes:
-        expected, mask = _expected(whole.train(training), call, setting.dtype)
+        expected, mask = expected_of(whole.train(training), call, setting.dtype)
         try:
-            found = _gradients(part.train(training), call, mask=mask, dtype=setting.dtype)
+            found = gradients_of(part.train(training), call, mask=mask, dtype=setting.dtype)
         except (SplitError, RuntimeError, ValueError, IndexError) as error:
             reason = str(error).splitlines()[0]
             raise UnsupportedPlanError(
                 f"the split of {name} over tp={group.size} does not run: {reason}", hint="use tp=1 for this model"
             ) from error
-        errors = _errors(expected, found, shardings, group)
+        errors = errors_of(expected, found, shardings, group)
         where = max(errors, key=lambda key: errors[key])
         if errors[where] > setting.tolerance:
             raise UnsupportedPlanError(
@@ -153,19 +155,19 @@ def summed_gradients(
     """
     summed: set[str] = set()
     for training in setting.modes:
-        expected, mask = _expected(whole.train(training), call, setting.dtype)
+        expected, mask = expected_of(whole.train(training), call, setting.dtype)
         try:
             with _NoEmptyAttention():
-                found = _gradients(part.train(training), call, mask=mask, dtype=setting.dtype)
+                found = gradients_of(part.train(training), call, mask=mask, dtype=setting.dtype)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             return None  # sizes that the code names do not fit the parts
-        errors = _errors(expected, found, shardings, group)
+        errors = errors_of(expected, found, shardings, group)
         unequal = [key for key, error in errors.items() if error > setting.tolerance]
         parameters = dict(part.named_parameters()).keys() - shardings.keys()
         if any(key not in parameters or key not in found for key in unequal):
             return None
         sums = {key: group.sum(found[key]) for key in unequal}
-        errors = _errors({key: expected[key] for key in unequal}, sums, {}, group)
+        errors = errors_of({key: expected[key] for key in unequal}, sums, {}, group)
         if any(error > setting.tolerance for error in errors.values()):
             return None
         summed.update(unequal)
@@ -179,7 +181,7 @@ class _NoDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
+        if func is _SDPA:
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, dict(kwargs)
             kwargs.pop("dropout_p", None)
         return func(*args, **kwargs)
@@ -190,20 +192,18 @@ class _NoEmptyAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
-        if func is F.scaled_dot_product_attention and any(
-            isinstance(value, torch.Tensor) and not value.numel() for value in given
-        ):
+        if func is _SDPA and any(isinstance(value, torch.Tensor) and not value.numel() for value in given):
             raise ValueError("attention without heads")
         return func(*args, **(kwargs or {}))
 
 
-def _expected(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], bool]:
+def expected_of(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], bool]:
     """Return what the whole block computes, and what its masks are filled with: some leave out what is True."""
     try:
-        expected = _gradients(whole, call, mask=True, dtype=dtype)
+        expected = gradients_of(whole, call, mask=True, dtype=dtype)
         if expected[""].isfinite().all():
             return expected, True
-        return _gradients(whole, call, mask=False, dtype=dtype), False
+        return gradients_of(whole, call, mask=False, dtype=dtype), False
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UnsupportedPlanError(
             f"a split of {type(whole).__name__} cannot be checked, which does not run by itself: "
@@ -212,7 +212,7 @@ def _expected(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> tuple[di
         ) from error
 
 
-def _errors(
+def errors_of(
     expected: dict[str, torch.Tensor],
     found: dict[str, torch.Tensor],
     shardings: dict[str, Sharding],
@@ -234,10 +234,22 @@ def _errors(
     return dict(zip(expected, agreed.tolist(), strict=True))
 
 
-def _gradients(block: nn.Module, call: BlockCall, *, mask: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def draws_in_training(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> bool:
+    """Whether a block draws random numbers in training, those of dropout too."""
+    device = next(whole.parameters()).device
+    with attributes_kept(whole):
+        gradients_of(whole.train(), call, mask=True, dtype=dtype, drops=True)
+    left = _random_states(device)
+    seed_generators(_SEED)
+    return not all(torch.equal(one, other) for one, other in zip(left, _random_states(device), strict=True))
+
+
+def gradients_of(
+    block: nn.Module, call: BlockCall, *, mask: bool, dtype: torch.dtype, drops: bool = False
+) -> dict[str, torch.Tensor]:
     """Return the outputs of `block` that other code reads (the first named ""), gradients, and buffers that it wrote.
 
-    The buffers are left as they were.
+    The buffers are left as they were. Without `drops` dropout lets everything pass.
     """
     block.zero_grad()
     seed_generators(_SEED)  # for code that draws: the caller puts random numbers back
@@ -260,7 +272,7 @@ def _gradients(block: nn.Module, call: BlockCall, *, mask: bool, dtype: torch.dt
         return values.clone() if wants_gradient else values  # into which code may write
 
     args, kwargs = pytree.tree_map(filled, copy.deepcopy((call.args, call.kwargs)))
-    with torch.enable_grad(), _NoDropout(), _written_buffers(block) as written:
+    with torch.enable_grad(), nullcontext() if drops else _NoDropout(), _written_buffers(block) as written:
         output = block(*args, **kwargs)
         outputs = {
             f"output {number}" if number else "": tensor

@@ -1,34 +1,147 @@
-"""Context parallelism: every rank of a `cp` group has some tokens of each sequence, from the inputs to the loss.
+"""Context parallelism: every rank of a `cp` group has some tokens of each sequence, from the first block to the loss.
 
-The model sees whole shapes (`SplitTensor`), so that the positions and masks that it makes itself are those of all
-tokens; what it computes token by token runs on a rank's own. In attention the ranks exchange tokens for heads and back
-(DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1). Losses are summed over the ranks, and so are gradients.
+What comes before the blocks (embeddings, masks, positions) every rank computes for all tokens, so that it is that of
+one process. The first block cuts the hidden state, and every block what it is given of tokens beside it; masks stay
+whole, for attention (`context_attention`). What follows the blocks runs on a rank's own tokens, and the loss sums over
+the ranks (`context_sums`). All of these are plain tensors.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.group import TensorGroup, all_gather
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError, SplitTensor
-from paraplan.runtime.split.experts import expert_weights, of_own_tokens
-from paraplan.runtime.split.trial import custom_functions_refused
-from paraplan.runtime.structure.model_structure import ModelStructure
+from paraplan.runtime.split.context_attention import ContextAttention
+from paraplan.runtime.split.context_sums import SumsOverRanks
+from paraplan.runtime.split.randomness import own_random_numbers
+from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
 
 _TOKENS = 1  # their dimension, in [batch, tokens]
-# What transformers calls inputs that have an entry for each token. Masks are of all tokens on every rank, and so are
-# positions and types of tokens, from which models make masks (of packed documents, of images).
-_BY_TOKEN = frozenset({"input_ids", "inputs_embeds"})
+_BY_TOKEN = frozenset({"input_ids", "inputs_embeds"})  # what transformers calls inputs that have an entry for each
+_TARGETS = frozenset({"labels", "targets", "target", "lm_labels"})
+_WHOLE = re.compile("mask|bias|alibi|cache")  # arguments that speak of all keys
+
+
+class Context:
+    """What the parts of one rank's model know of the `cp` group.
+
+    `num_tokens` are those of whole sequences. Under sequence parallelism a rank has one of `num_parts` of its tokens
+    between blocks. `is_local` says that the last block of a pass has run, so that what follows has this rank's tokens.
+    """
+
+    def __init__(self, group: TensorGroup, *, num_parts: int = 1) -> None:
+        self.group = group
+        self.num_parts = num_parts
+        self.attention = ContextAttention(group)
+        self.sums = SumsOverRanks(group)
+        self.num_tokens = 0
+        self.is_local = False
+        self.is_cut = False
+        self._pass: ExitStack | None = None
+
+    @property
+    def num_own(self) -> int:
+        """The number of tokens that this rank has of each sequence."""
+        return self.num_tokens // self.group.size
+
+    @property
+    def own_outside(self) -> int | None:
+        """The tokens of each sequence that code outside of blocks has, None where it has all, or blocks run."""
+        return self.num_own if self.is_local and self.sums.is_active else None
+
+    def begin(self, inputs: Any, *, has_first: bool) -> None:
+        """Take note of the tokens of `inputs`, which the block that runs first cuts where the rank `has_first` blocks.
+
+        Raises `UsageError` where `cp` does not divide them.
+        """
+        self.is_cut = not has_first
+        self.num_tokens = self.sums.num_tokens = tokens_of(inputs, self.group.size)
+
+    def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's tokens of `whole`, which are in dimension `dim`."""
+        size = whole.shape[dim] // self.group.size
+        return whole.narrow(dim, self.group.index * size, size).contiguous()
+
+    def gather(self, own: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tokens of all ranks, for each to go its own way with; gradients are summed and cut."""
+        dim = dim % own.ndim
+        sharding = Sharding(dim, (own.shape[dim] * self.group.size,), self.group.size)
+        return all_gather(own, sharding, self.group) if own.is_floating_point() else self.group.gather(own, sharding)
+
+    def cut_targets(self, targets: Any) -> Any:
+        """Return `targets` with this rank's tokens of those that have an entry for each."""
+        return pytree.tree_map(self._cut_target, targets)
+
+    def _cut_target(self, leaf: Any) -> Any:
+        has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > _TOKENS and leaf.shape[_TOKENS] == self.num_tokens
+        return self.cut(leaf, _TOKENS) if has_tokens else leaf
+
+    @contextmanager
+    def passing(self, *, is_watched: bool) -> Iterator[None]:
+        """Surround a forward pass, in which losses go over all ranks outside of blocks, once one has run.
+
+        `is_watched`: another mode in it is to see each loss before this one sums it.
+        """
+        self.is_local = self.sums.is_active = False
+        try:
+            with ExitStack() as stack:
+                if is_watched:
+                    stack.enter_context(self.sums)
+                else:
+                    self._pass = stack
+                yield
+        finally:
+            self._pass, self.sums.is_active = None, False
+
+    def begin_block(self) -> None:
+        """Have sums in a block be those of this rank."""
+        self.sums.is_active = False
+        if self._pass is not None:
+            self._pass.close()
+
+    def end_block(self) -> None:
+        """Take note that a block has run: what follows has this rank's tokens."""
+        self.is_local = self.sums.is_active = True
+        if self._pass is not None:
+            self._pass.enter_context(self.sums)
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Have losses go over all ranks in this context, where the model has run on this rank's tokens."""
+        self.sums.is_active = self.is_local
+        try:
+            with self.sums if self.is_local else nullcontext():
+                yield
+        finally:
+            self.sums.is_active = False
+
+
+def tokens_of(inputs: Any, size: int) -> int:
+    """Return the tokens of each sequence of `inputs`; raise `UsageError` where `size` ranks do not divide them."""
+    if isinstance(inputs, dict):
+        first = next((name for name, value in inputs.items() if isinstance(value, torch.Tensor)), None)
+        value = next((inputs[name] for name in inputs if name in _BY_TOKEN), inputs.get(first))
+    else:
+        value = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
+    tokens = value.shape[_TOKENS] if isinstance(value, torch.Tensor) and value.ndim > _TOKENS else 0
+    if not tokens or tokens % size:
+        found = f"inputs of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UsageError(
+            f"{found} do not divide along their tokens over cp={size} ranks",
+            hint="use a sequence length that cp divides, or a plan without cp",
+        )
+    return int(tokens)
 
 
 def context_group(mesh: Mesh) -> TensorGroup:
@@ -36,120 +149,184 @@ def context_group(mesh: Mesh) -> TensorGroup:
     return TensorGroup(size=mesh.size("cp"), index=mesh.coordinate("cp"), handle=mesh.group("cp"))
 
 
-def split_tokens(inputs: Any, group: TensorGroup) -> Any:
-    """Return the inputs of a model with this rank's tokens of those that have an entry for each.
-
-    These are the first tensor, and in a dict those of transformers' names. Raises `UsageError` where `cp` does not
-    divide the tokens.
-    """
-    if isinstance(inputs, dict):
-        first = next((name for name, value in inputs.items() if isinstance(value, torch.Tensor)), None)
-        chosen = _BY_TOKEN & inputs.keys() or {first}
-        return {name: _split(value, group) if name in chosen else value for name, value in inputs.items()}
-    if isinstance(inputs, (tuple, list)):
-        return type(inputs)([_split(inputs[0], group), *inputs[1:]])
-    return _split(inputs, group)
-
-
-def _split(value: Any, group: TensorGroup) -> Any:
-    tokens = value.shape[_TOKENS] if isinstance(value, torch.Tensor) and value.ndim > _TOKENS else 0
-    if not tokens or tokens % group.size:
-        found = f"inputs of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UsageError(
-            f"{found} do not divide along their tokens over cp={group.size} ranks",
-            hint="use a sequence length that cp divides, or a plan without cp",
-        )
-    sharding = Sharding(dim=_TOKENS, segments=(tokens,), size=group.size)
-    return SplitTensor(sharding.part(value, group.index).contiguous(), sharding, group, CONTEXT)
-
-
-def keep_experts_apart(model: nn.Module) -> None:
-    """Let the experts in `model`, which look at each token by itself, see this rank's tokens as plain tensors."""
-    for module in model.modules():
-        if expert_weights(module) is not None:
-            module.forward = of_own_tokens(module.forward)
-
-
-def check_context(
-    structure: ModelStructure, *, size: int, split_layers: Callable[[nn.Module], object] | None = None
+def apply_context(
+    model: nn.Module,
+    blocks: Mapping[nn.Module, Collection[str]],
+    context: Context,
+    *,
+    has_first: bool = True,
+    has_last: bool = True,
+    draws: bool = False,
+    backend: str | None = None,
 ) -> None:
-    """Raise `UnsupportedPlanError` where a model brings tokens together outside of attention, run without its values.
+    """Make `blocks`, those of `model` or of a stage of it, with the arguments that each keeps, work on some tokens.
 
-    `split_layers` leaves in a copy of the model what one rank of `tp` has of its layers: it is tried so too.
+    `has_first` and `has_last` say which ends of the model are there too. `draws` says that they draw random numbers in
+    training, and `backend` by what torch.compile compiles them.
     """
-    _try_context(structure, copy.deepcopy(structure.meta_model), size=size)
-    if split_layers is not None:
-        meta_model = copy.deepcopy(structure.meta_model)
-        split_layers(meta_model)
-        _try_context(structure, meta_model, size=size)
+    for block, kept in blocks.items():
+        run_on_own_tokens(block, context, draws=draws, kept=kept, backend=backend)
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    shifts = _shifts_labels(model)
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        context.begin(args or kwargs, has_first=has_first)
+        if has_last and not shifts:
+            cut = {name: context.cut_targets(named[name]) for name in _TARGETS & named.keys()}
+            args = tuple(cut.get(name, value) for name, value in zip(names, args, strict=False)) or args
+            kwargs = kwargs | {name: value for name, value in cut.items() if name in kwargs}
+        return args, kwargs
+
+    model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    if has_last and shifts:
+        _shift_before_the_cut(model, context)
 
 
-def _try_context(structure: ModelStructure, meta_model: nn.Module, *, size: int) -> None:
-    group = TensorGroup(size=size, index=0, handle=None, is_trial=True)
-    keep_experts_apart(meta_model)
-
-    def attempt(tried: Any, _: object) -> None:
-        with torch.no_grad(), custom_functions_refused():
-            call_model(meta_model, split_tokens(tried, group))
-
-    try:
-        structure.run(attempt, meta_model)
-    except SplitError as error:
-        raise context_error(error, group) from None
+def _shifts_labels(model: Any) -> bool:
+    """Whether the model computes its own loss by transformers' function for causal models, which shifts the labels."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names:
+        return False
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
-def context_error(error: SplitError, group: TensorGroup) -> UnsupportedPlanError:
-    """Return what a user can understand of a computation that the ranks cannot do each on its tokens."""
-    return UnsupportedPlanError(
-        f"cp={group.size}: the model mixes tokens outside of attention: {error.message}",
-        hint="its attention must be torch.nn.functional.scaled_dot_product_attention or written out as products of "
-        "queries, keys and values (attn_implementation='sdpa' or 'eager' in transformers), and its loss "
-        "torch.nn.functional.cross_entropy, a mean or a sum; or use cp=1",
-    )
+def _shift_before_the_cut(model: Any, context: Context) -> None:
+    """Have the model's own loss take labels of whole sequences, shifted before a rank takes its own."""
+    inner = model.loss_function
+
+    def _of_whole_labels(logits: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not context.is_local:
+            return inner(logits, labels, *args, **kwargs)
+        shifted = kwargs.pop("shift_labels", None)
+        if shifted is None:
+            ignored = kwargs.get("ignore_index", -100)
+            shifted = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+        return inner(logits, None, *args, shift_labels=context.cut_targets(shifted), **kwargs)
+
+    model.loss_function = _of_whole_labels
 
 
-def show_hooks_plain(block: nn.Module) -> None:
-    """Let the hooks of `block` (those of FSDP, which follow gradients) see this rank's tokens as plain tensors.
+def run_on_own_tokens(
+    block: nn.Module,
+    context: Context,
+    *,
+    draws: bool,
+    kept: Collection[str] = (),
+    backend: str | None = None,
+) -> None:
+    """Make `block` take and return this rank's tokens; the first one to run takes the hidden state of all tokens.
 
-    Called after the hooks are registered: these run between what is undone before them and done again behind them.
+    Its arguments `kept` are of another sequence, and stay as they are. With `backend` torch.compile compiles what the
+    block itself does, exchanges included.
     """
-    inner, entering, leaving = block.forward, _Marks(), _Marks()
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return entering.take_off((args, kwargs))
+    inner, names = block.forward, argument_names(block)
+    if backend is not None:
+        inner = torch.compile(inner, backend=backend)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = entering.put_on((args, kwargs))
-        return leaving.take_off(inner(*args, **kwargs))
+        context.begin_block()
+        args, kwargs = _own_arguments(args, kwargs, names, context, kept=kept)
+        context.attention.num_own = context.num_own
+        with context.attention.in_place(), _numbers_of(block, context) if draws else nullcontext():
+            output = inner(*args, **kwargs)
+        context.end_block()
+        return output
 
-    def after(_: nn.Module, __: Any, output: Any) -> Any:
-        return leaving.put_on(output)
-
-    block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    block.register_forward_hook(after)
     block.forward = forward
 
 
-class _Marks:
-    """Which tensors of a nest are split, and how, while they go through hooks as plain ones."""
-
-    def __init__(self) -> None:
-        self._split: list[SplitTensor | None] = []
-
-    def take_off(self, tree: Any) -> Any:
-        """Return `tree` with the parts of its split tensors in their place."""
-        leaves, structure = pytree.tree_flatten(tree)
-        self._split = [leaf if isinstance(leaf, SplitTensor) else None for leaf in leaves]
-        return pytree.tree_unflatten(
-            [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves], structure
+def _own_arguments(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: list[str],
+    context: Context,
+    *,
+    kept: Collection[str],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positional = [(names[place] if place < len(names) else "", value) for place, value in enumerate(args)]
+    hidden = next(
+        (value for _, value in (*positional, *kwargs.items()) if isinstance(value, torch.Tensor) and value.ndim > 1),
+        None,
+    )
+    expected = (context.num_tokens, context.num_own // context.num_parts)[: 2 if context.is_cut else 1]
+    if hidden is None or hidden.shape[-2] not in expected:
+        found = "no hidden state" if hidden is None else f"hidden states of shape {tuple(hidden.shape)}"
+        raise UnsupportedPlanError(
+            f"cp={context.group.size}: blocks take {found}, and not [batch, tokens, hidden] of {expected[0]} tokens",
+            hint="use a plan without cp",
         )
 
-    def put_on(self, tree: Any) -> Any:
-        """Return `tree` with its tensors split as they were."""
-        leaves, structure = pytree.tree_flatten(tree)
-        put = [
-            leaf if mark is None else SplitTensor(leaf, mark.sharding, mark.group, mark.source)
-            for leaf, mark in zip(leaves, self._split, strict=True)
-        ]
-        self._split = []
-        return pytree.tree_unflatten(put, structure)
+    context.is_cut = True
+
+    def own(name: str, value: Any) -> Any:
+        if value is hidden:
+            return context.cut(value, -2) if value.shape[-2] == context.num_tokens else value
+        return value if name in kept else _own_argument(name, value, context)
+
+    return tuple(own(name, value) for name, value in positional), {name: own(name, one) for name, one in kwargs.items()}
+
+
+def _own_argument(name: str, value: Any, context: Context) -> Any:
+    if type(value) is tuple:
+        return tuple(_own_argument(name, one, context) for one in value)
+    if not isinstance(value, torch.Tensor) or _WHOLE.search(name):
+        return value
+    dim = _token_dim(value, context.num_tokens)
+    if dim is None:
+        return value
+    if not value.is_floating_point() and not value.is_complex():
+        context.attention.positions = value
+    return context.cut(value, dim)
+
+
+def _token_dim(value: torch.Tensor, num_tokens: int) -> int | None:
+    """Return the dimension of tokens in what stands beside a hidden state, None where it has none."""
+    if value.dtype == torch.bool or not value.ndim:
+        return None
+    if not value.is_floating_point() and not value.is_complex():
+        return value.ndim - 1 if value.shape[-1] == num_tokens else None
+    if value.ndim == 1:
+        return 0 if value.shape[0] == num_tokens else None
+    return next((dim for dim in reversed(range(value.ndim - 1)) if value.shape[dim] == num_tokens), None)
+
+
+def run_on_all_tokens(module: nn.Module, context: Context) -> None:
+    """Make `module`, a part of a block, run on the tokens of all ranks, and return this rank's own."""
+    inner = module.forward
+
+    def gathered(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(gathered(one) for one in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        dim = _token_dim(value, context.num_own)
+        return value if dim is None else context.gather(value, dim)
+
+    def own(_: int, output: torch.Tensor) -> torch.Tensor:
+        dim = _token_dim(output, context.num_tokens)
+        return output if dim is None else context.cut(output, dim)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(gathered(value) for value in args)
+        kwargs = {name: value if _WHOLE.search(name) else gathered(value) for name, value in kwargs.items()}
+        kept, context.attention.num_own = context.attention.num_own, 0
+        try:
+            return map_outputs(own, inner(*args, **kwargs))
+        finally:
+            context.attention.num_own = kept
+
+    module.forward = forward
+
+
+def argument_names(block: nn.Module) -> list[str]:
+    """Return the names of the arguments of `block`, in order; none where its code does not tell."""
+    try:
+        return list(inspect.signature(block.forward).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _numbers_of(block: nn.Module, context: Context) -> AbstractContextManager[None]:
+    device = next((held.device for held in block.parameters()), torch.device("cpu"))
+    return own_random_numbers(context.group, device, is_active=block.training)

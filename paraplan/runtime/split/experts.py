@@ -7,7 +7,7 @@ experts, after it was weighed by the routing. Every rank computes with all exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +27,6 @@ from paraplan.runtime.shards.split_tensor import (
     SEQUENCE,
     SplitError,
     SplitTensor,
-    is_of_sequence,
-    on_own_tokens,
     split_operands,
 )
 from paraplan.runtime.split.layers import LayerRole
@@ -107,27 +105,8 @@ def split_experts(module: nn.Module, role: LayerRole, group: TensorGroup, name: 
             partial = inner(*args, **kwargs)
         return leave_experts(partial, tokens, group)
 
-    module.forward = of_own_tokens(work)
+    module.forward = work
     return shardings
-
-
-def of_own_tokens(work: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `work`, which looks at each token by itself, as it is used under context parallelism as well."""
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        place = next((place for place, leaf in enumerate(leaves) if is_of_sequence(leaf)), None)
-        if place is None:
-            return work(*args, **kwargs)
-        own = [leaf.local if is_of_sequence(leaf) else leaf for leaf in leaves]
-
-        def of_first(first: torch.Tensor) -> torch.Tensor:
-            own_args, own_kwargs = pytree.tree_unflatten([*own[:place], first, *own[place + 1 :]], structure)
-            return work(*own_args, **own_kwargs)
-
-        return on_own_tokens(leaves[place], of_first)
-
-    return forward
 
 
 def enter_experts(

@@ -34,8 +34,6 @@ from paraplan.runtime.shards.split_tensor import (
     SEQUENCE,
     SplitError,
     SplitTensor,
-    is_of_sequence,
-    on_own_tokens,
 )
 from paraplan.runtime.structure.chain import put_argument
 from paraplan.runtime.structure.outputs import map_outputs
@@ -212,7 +210,7 @@ def join_tokens(given: Any) -> Any:
 
 
 def _with_all_tokens(given: Any) -> Any:
-    return on_own_tokens(given, join_tokens) if isinstance(given, SplitTensor) else given
+    return join_tokens(given) if isinstance(given, SplitTensor) else given
 
 
 def column_forward(
@@ -231,7 +229,7 @@ def column_forward(
         local = late_linear(entered, bias, late) if late.is_entered else _apply(module, entered, bias)
         return local if use_local_output else SplitTensor(local, sharding_of(local.ndim), group, name)
 
-    return lambda given: on_own_tokens(given, column)
+    return column
 
 
 def enter_column(
@@ -269,7 +267,7 @@ def row_forward(
         assert isinstance(given, SplitTensor)
         return leave_row(_apply(module, given.local, None), module.bias, group, sequence_parallel=sequence_parallel)
 
-    return lambda given: on_own_tokens(given, row)
+    return row
 
 
 def check_row_input(given: torch.Tensor, name: str) -> None:
@@ -329,29 +327,22 @@ def run_block(
 
     def leave(number: int, value: torch.Tensor) -> Any:
         if not number:
-            return value if ends is None else on_own_tokens(value, lambda own: _leave_sequence(own, group, ends))
-        if not _is_of_heads(value):
+            return value if ends is None else _leave_sequence(value, group, ends)
+        if not isinstance(value, SplitTensor):
             return value
         if number in read:
-            split: Any = value
-            source = split.local.source if is_of_sequence(value) else split.source
-            raise SplitError("the block returns it, and other code reads it", source=source, is_mixed=True)
+            raise SplitError("the block returns it, and other code reads it", source=value.source, is_mixed=True)
         return None  # attention weights beside the hidden state are of some heads alone
 
     try:
         if ends is not None:
             where = ends.hidden_argument
             hidden = args[where] if isinstance(where, int) else kwargs[where]
-            entered = on_own_tokens(hidden, lambda own: _enter_sequence(own, group, ends))
+            entered = _enter_sequence(hidden, group, ends)
             args, kwargs = put_argument(where, entered, args, kwargs)
         return map_outputs(leave, inner(*args, **kwargs))
     finally:
         group.forget()
-
-
-def _is_of_heads(value: Any) -> bool:
-    inner = value.local if is_of_sequence(value) else value
-    return isinstance(inner, SplitTensor)
 
 
 def _enter_sequence(hidden: torch.Tensor, group: TensorGroup, ends: SequenceEnds) -> SplitTensor:

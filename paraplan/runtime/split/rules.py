@@ -17,7 +17,6 @@ import torch
 from paraplan.runtime.shards.group import TensorGroup, gather_from_region
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import (
-    CONTEXT,
     SEQUENCE,
     VOCABULARY,
     SplitError,
@@ -25,15 +24,7 @@ from paraplan.runtime.shards.split_tensor import (
     as_operand,
     split_operands,
 )
-from paraplan.runtime.split.context_rules import (
-    split_attention,
-    split_convolution,
-    split_difference,
-    split_einsum,
-    split_index,
-    split_loss,
-    split_product,
-)
+from paraplan.runtime.split.head_rules import split_attention, split_convolution, split_einsum
 from paraplan.runtime.split.randomness import (
     DRAW_BY_ARGUMENTS,
     draws_in_call,
@@ -49,21 +40,13 @@ from paraplan.runtime.split.replay import (
     described,
 )
 from paraplan.runtime.split.size_rules import SIZE_RULES, Rule
-from paraplan.runtime.split.trial import check_by_token
 from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
 from paraplan.runtime.torch_private import pytree
 
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype})
 _RULES: dict[str, Rule] = SIZE_RULES | {
-    "__getitem__": split_index,
-    "diff": split_difference,
     "cross_entropy": split_cross_entropy,
     "scaled_dot_product_attention": split_attention,
-    "mean": split_loss,
-    "sum": split_loss,
-    "matmul": split_product,
-    "__matmul__": split_product,
-    "bmm": split_product,
     "einsum": split_einsum,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), split_convolution),
 }
@@ -81,7 +64,7 @@ def run_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     try:
         return _run(func, args, kwargs, call)
     except SplitError as error:
-        operands = _operands(args, kwargs)
+        operands = split_operands(args, kwargs)
         if not operands[0].group.gathers or any(operand.source != VOCABULARY for operand in operands):
             raise
         _say_once(_name(func), operands[0].group, error.message)
@@ -134,7 +117,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return func(*args, **kwargs)
     if name in OF_THE_PART:
         return func(*_parts(args), **_parts(kwargs))
-    operands = _operands(args, kwargs)
+    operands = split_operands(args, kwargs)
     first = operands[0]
     _check_written(name, first, args, kwargs)
     rule = _RULES.get(name)
@@ -146,8 +129,6 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             return answer
     _check_alike(name, operands)
     _check_dimension(name, first, args, kwargs)
-    if first.group.is_trial and name not in ELEMENTWISE:
-        check_by_token(name, func, args, kwargs)
     aligned = name in ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
     run_args = _local(args, first, aligned=aligned)
     run_kwargs = _local(kwargs, first, aligned=aligned)
@@ -187,12 +168,6 @@ def _on_several_devices(*values: Any) -> bool:
     return len({tensor.device for tensor in tensors}) > 1
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SplitTensor]:
-    """Return the operands that are split outermost: by tokens, where some are; what is split by heads then is whole."""
-    operands = split_operands(args, kwargs)
-    return [operand for operand in operands if operand.source == CONTEXT] or operands
-
-
 def _name(func: Callable[..., Any]) -> str:
     name: str = getattr(func, "__name__", "")
     if name == "__get__":  # a property: shape, dtype and the like
@@ -219,10 +194,8 @@ def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _local(tree: Any, first: SplitTensor, *, aligned: bool) -> Any:
-    by_tokens = first.source == CONTEXT
-
     def local(leaf: Any) -> Any:
-        if isinstance(leaf, SplitTensor) and (leaf.source == CONTEXT) == by_tokens:
+        if isinstance(leaf, SplitTensor):
             return leaf.local
         if not isinstance(leaf, torch.Tensor):
             return leaf

@@ -15,11 +15,9 @@ import torch
 
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import (
-    CONTEXT,
     SplitError,
     SplitTensor,
     as_operand,
-    is_of_sequence,
 )
 
 Rule = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
@@ -138,7 +136,7 @@ def _uneven(name: str, tensor: SplitTensor, before: Sequence[int], after: Sequen
 
 
 def _ranks(tensor: SplitTensor) -> str:
-    return f"{'cp' if tensor.source == CONTEXT else 'tp'}={tensor.sharding.size}"
+    return f"tp={tensor.sharding.size}"
 
 
 def _flatten(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -273,8 +271,7 @@ def _getitem(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _cat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = args[0] if args else kwargs["tensors"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    by_tokens = any(is_of_sequence(tensor) for tensor in tensors)
-    is_split = [isinstance(tensor, SplitTensor) and is_of_sequence(tensor) == by_tokens for tensor in tensors]
+    is_split = [isinstance(tensor, SplitTensor) for tensor in tensors]
     first = tensors[is_split.index(True)]
     kept = [(tensor, split) for tensor, split in zip(tensors, is_split, strict=True) if split or tensor.numel()]
     if len(kept) == 1 and name != "stack":

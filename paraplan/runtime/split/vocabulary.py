@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,6 @@ from paraplan.runtime.shards.split_tensor import (
     VOCABULARY,
     SplitError,
     SplitTensor,
-    on_own_tokens,
 )
 from paraplan.runtime.split.layers import (
     LayerRole,
@@ -32,6 +32,7 @@ from paraplan.runtime.split.layers import (
 )
 from paraplan.runtime.structure.ends import layers_read_elsewhere
 from paraplan.runtime.structure.model_structure import ModelStructure
+from paraplan.runtime.torch_private import pytree
 
 _TOLERANCE = 1e-6
 
@@ -119,14 +120,11 @@ def _look_up_own(module: nn.Embedding, group: TensorGroup, sharding: Sharding) -
         is_own = start <= module.padding_idx < start + count
         module.padding_idx = module.padding_idx - start if is_own else None
 
-    def look_up(tokens: torch.Tensor) -> torch.Tensor:
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
         own = tokens - start
         is_other = (own < 0) | (own >= count)
         found = inner(own.masked_fill(is_other, 0)).masked_fill(is_other[..., None], 0.0)
         return reduce_from_region(found, group)
-
-    def forward(tokens: torch.Tensor) -> torch.Tensor:
-        return on_own_tokens(tokens, look_up)
 
     module.forward = forward  # type: ignore[method-assign,assignment]
 
@@ -212,3 +210,50 @@ def _trial_heads(meta_model: nn.Module, heads: list[str], group: TensorGroup) ->
             undo.callback(module.__dict__.pop, "forward", None)
             module.forward = trial(module)  # type: ignore[method-assign,assignment]
         yield
+
+
+def show_hooks_plain(block: nn.Module) -> None:
+    """Let the hooks of `block` (those of FSDP, which follow gradients) see logits of some classes as plain tensors.
+
+    Called after the hooks are registered: these run between what is undone before them and done again behind them.
+    """
+    inner, entering, leaving = block.forward, _Marks(), _Marks()
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return entering.take_off((args, kwargs))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = entering.put_on((args, kwargs))
+        return leaving.take_off(inner(*args, **kwargs))
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        return leaving.put_on(output)
+
+    block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    block.register_forward_hook(after)
+    block.forward = forward
+
+
+class _Marks:
+    """Which tensors of a nest are split, and how, while they go through hooks as plain ones."""
+
+    def __init__(self) -> None:
+        self._split: list[SplitTensor | None] = []
+
+    def take_off(self, tree: Any) -> Any:
+        """Return `tree` with the parts of its split tensors in their place."""
+        leaves, structure = pytree.tree_flatten(tree)
+        self._split = [leaf if isinstance(leaf, SplitTensor) else None for leaf in leaves]
+        return pytree.tree_unflatten(
+            [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves], structure
+        )
+
+    def put_on(self, tree: Any) -> Any:
+        """Return `tree` with its tensors split as they were."""
+        leaves, structure = pytree.tree_flatten(tree)
+        put = [
+            leaf if mark is None else SplitTensor(leaf, mark.sharding, mark.group, mark.source)
+            for leaf, mark in zip(leaves, self._split, strict=True)
+        ]
+        self._split = []
+        return pytree.tree_unflatten(put, structure)

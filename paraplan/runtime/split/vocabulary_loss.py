@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
-from paraplan.runtime.shards.group import TensorGroup, gather_from_region
+from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import CONTEXT, SplitTensor
-from paraplan.runtime.split.context_rules import split_row_losses
+from paraplan.runtime.shards.split_tensor import SplitTensor
 
 _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index"),
@@ -40,12 +38,6 @@ def split_cross_entropy(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     logits, target = given["input"], given["target"]
     if not isinstance(logits, SplitTensor) or isinstance(target, SplitTensor):
         return None
-    if logits.source == CONTEXT and given["size_average"] is None and given["reduce"] is None:
-        options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
-        if logits.sharding.dim == (1 if logits.ndim > 1 else 0):  # the tokens are the classes: where a span begins
-            whole = gather_from_region(logits.local, logits.sharding, logits.group)
-            return F.cross_entropy(whole, target, weight=given["weight"], **options)
-        return split_row_losses(logits, target, given["weight"], options)
     classes = 1 if logits.local.ndim > 1 else 0
     is_plain = len(logits.sharding.segments) == 1 and logits.sharding.repeats == 1
     if logits.sharding.dim != classes or not is_plain or target.is_floating_point():

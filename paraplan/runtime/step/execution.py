@@ -14,9 +14,7 @@ from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.wrapping import GradientSync
 from paraplan.runtime.precision import compute_context
-from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.split_tensor import SplitError
-from paraplan.runtime.split.context_parallel import split_tokens
 from paraplan.runtime.step.loss import StepLoss, split_error
 
 
@@ -37,8 +35,7 @@ class Execution(Protocol):
 class WholeModelExecution:
     """One micro-batch after another through the whole model: one process, DDP, ZeRO.
 
-    `context` is the `cp` group, where each rank has some of the tokens. `unsharded` are parameters that stay whole
-    under ZeRO, whose gradients `replicas` averages.
+    `unsharded` are parameters that stay whole under ZeRO, whose gradients `replicas` averages.
     """
 
     def __init__(
@@ -50,14 +47,12 @@ class WholeModelExecution:
         precision: TrainingPrecision,
         device: torch.device,
         replicas: ReplicaGradients,
-        context: TensorGroup | None = None,
         unsharded: Sequence[nn.Parameter] = (),
     ) -> None:
         self.loss = loss
         self._module = module
         self._replicas = replicas
         self._unsharded = unsharded
-        self._context = context
         self._sync = sync
         self._precision = precision
         self._device = device
@@ -79,14 +74,11 @@ class WholeModelExecution:
                 self._loss_of(micro_batch)
 
     def _loss_of(self, micro_batch: MicroBatch) -> torch.Tensor:
-        inputs = micro_batch.inputs
-        if self._context is not None:
-            inputs = split_tokens(inputs, self._context)
         try:
             with compute_context(self._precision, self._device):
-                return self.loss.run(self._module, inputs, micro_batch)
+                return self.loss.run(self._module, micro_batch.inputs, micro_batch)
         except SplitError as error:
-            raise split_error(error, self._context) from error
+            raise split_error(error) from error
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.data.batches import MicroBatch, call_model
-from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.shards.split_tensor import CONTEXT, SplitError
-from paraplan.runtime.split.context_parallel import context_error
+from paraplan.runtime.shards.split_tensor import SplitError
+from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.step.global_batch import GlobalBatch
 from paraplan.runtime.step.loss_counts import (
     LossFollower,
@@ -143,7 +142,8 @@ class StepLoss:
     """`loss_fn` as executions call it, under the rule that the engine has found.
 
     `gradient_factor` multiplies what is differentiated and not what is reported: it undoes that data parallelism takes
-    means over ranks, and holds the loss scale of fp16. `loss_fn` runs in the context that `watch` returns.
+    means over ranks, and holds the loss scale of fp16. `loss_fn` runs in the context that `watch` returns. `context` is
+    that of the `cp` group, whose ranks have outputs of some tokens each.
     """
 
     def __init__(self, loss_fn: LossFunction, device: torch.device, batch: GlobalBatch | None = None) -> None:
@@ -152,6 +152,7 @@ class StepLoss:
         self.tally = Tally.empty(device)
         self.loss_fn = loss_fn
         self.watch: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.context: Context | None = None
         self._device = device
         self._batch = batch
 
@@ -188,10 +189,9 @@ class StepLoss:
     def _probed(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> torch.Tensor:
         """Keep what `loss_fn` returns, or what it raises: other stages of a pipeline are to finish what they began."""
         follower = LossFollower()
-        with follower if self.rule.in_model else nullcontext():
-            outputs = call_model(model, inputs)
+        outputs, micro_batch = self._outputs(model, inputs, micro_batch, follower if self.rule.in_model else None)
         try:
-            with follower:
+            with self._over_tokens(), follower:
                 returned = self._read(outputs, micro_batch, follower)
         except Exception as error:  # raised again by who probes, on every rank
             self.tally.failure = error
@@ -203,15 +203,31 @@ class StepLoss:
         # Of targets that are counted before, the follower keeps a mean over none of them from being NaN.
         follower = LossFollower() if self.rule.kind in ("counted", "targets") else None
         watches: AbstractContextManager[Any] = nullcontext() if follower is None else follower
-        with watches if self.rule.in_model else nullcontext():
-            outputs = call_model(model, inputs)
+        outputs, micro_batch = self._outputs(model, inputs, micro_batch, follower if self.rule.in_model else None)
         if self.rule.kind == "gathered":
             assert self._batch is not None
             size = micro_batch.num_sequences
             outputs, targets = self._batch.join(outputs, micro_batch.targets, num_sequences=size)
             micro_batch = replace(micro_batch, targets=targets)
-        with watches:
+        with self._over_tokens(), watches:
             return self._read(outputs, micro_batch, follower)
+
+    def _outputs(
+        self, model: nn.Module, inputs: Any, micro_batch: MicroBatch, follower: LossFollower | None
+    ) -> tuple[Any, MicroBatch]:
+        """Return what the model returns, followed where it computes the loss, and the micro-batch with its targets."""
+        watches: AbstractContextManager[Any] = nullcontext() if follower is None else follower
+        if self.context is None:
+            with watches:
+                return call_model(model, inputs), micro_batch
+        with self.context.passing(is_watched=follower is not None), watches:
+            outputs = call_model(model, inputs)
+        if self.context.is_local:
+            micro_batch = replace(micro_batch, targets=self.context.cut_targets(micro_batch.targets))
+        return outputs, micro_batch
+
+    def _over_tokens(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.context is None else self.context.summing()
 
     def _read(self, outputs: Any, micro_batch: MicroBatch, follower: LossFollower | None) -> Returned:
         try:
@@ -220,6 +236,13 @@ class StepLoss:
             return read_loss(returned, follower)
         except SplitError as error:
             raise loss_split_error(error) from error
+        except (RuntimeError, ValueError, IndexError) as error:
+            if self.context is None or not self.context.is_local:
+                raise
+            raise UnsupportedPlanError(
+                f"loss_fn does not run on some tokens of each sequence: {(str(error).splitlines() or [''])[0]}",
+                hint="compute it token by token, with targets that have an entry for each token; or use cp=1",
+            ) from error
 
     def _weighed(self, returned: Returned, micro_batch: MicroBatch) -> tuple[torch.Tensor, Number]:
         """Return the term of a micro-batch, and what its metrics count."""
@@ -325,22 +348,14 @@ def _checked_metrics(metrics: Mapping[Any, Any]) -> Mapping[str, Any]:
 
 def loss_split_error(error: SplitError) -> UnsupportedPlanError:
     """Return what a user can understand of a loss that needs what several ranks hold."""
-    if error.source == CONTEXT:
-        return UnsupportedPlanError(
-            f"loss_fn mixes the tokens of a sequence, and each rank of cp has only some of them: {error.message}",
-            hint="use torch.nn.functional.cross_entropy over all tokens, a mean or a sum, with targets that the data "
-            "set has shifted; or cp=1",
-        )
     return UnsupportedPlanError(
         f"loss_fn mixes logits of the whole vocabulary, and each rank of tp has only a part: {error.message}",
         hint="use torch.nn.functional.cross_entropy, or tp=1",
     )
 
 
-def split_error(error: SplitError, context: TensorGroup | None) -> UnsupportedPlanError:
-    """Return what a user can understand of a model that needs what several ranks hold; `context` is the `cp` group."""
-    if context is not None:
-        return context_error(error, context)
+def split_error(error: SplitError) -> UnsupportedPlanError:
+    """Return what a user can understand of a model that needs what several ranks hold."""
     return UnsupportedPlanError(
         f"the model brings together what the ranks of tp hold each a part of: {error.message}",
         hint="use a plan without sequence parallelism, or tp=1",

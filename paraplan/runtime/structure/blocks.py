@@ -105,5 +105,7 @@ def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, 
             f"{type(model).__name__} has no repeated blocks to compile",
             hint="keep the blocks in an nn.ModuleList or nn.Sequential, or leave out compile_backend",
         )
+    if plan.cp > 1:
+        return  # whose blocks are compiled where they are split: what they exchange, not what cuts their arguments
     for block in stack.modules(model):
         block.compile(backend=backend)

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.structure.blocks import BlockStack
 from paraplan.runtime.structure.dataflow import (
     NOTHING,
@@ -40,14 +38,10 @@ HINT = "use pp=1 for this model"
 
 @dataclass(frozen=True)
 class HiddenShape:
-    """The tensor that passes from one block to the next, for one micro-batch.
-
-    Under context parallelism it has this rank's tokens; `sharding` says which those are.
-    """
+    """The tensor that passes from one block to the next, for one micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sharding: Sharding | None = None
 
 
 class ChainProbe:
@@ -88,9 +82,7 @@ class ChainProbe:
                     f"block {self._stack.names[index]} runs out of turn, after {len(self.received)} blocks", hint=HINT
                 )
             where, hidden = self._find_hidden(index, args, kwargs)
-            sharding = hidden.sharding if isinstance(hidden, SplitTensor) else None
-            own = hidden.local if isinstance(hidden, SplitTensor) else hidden
-            self.received.append(HiddenShape(shape=tuple(own.shape), dtype=own.dtype, sharding=sharding))
+            self.received.append(HiddenShape(shape=tuple(hidden.shape), dtype=hidden.dtype))
             if self.flow is None:
                 return args, kwargs
             if index == 0:

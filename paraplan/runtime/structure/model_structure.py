@@ -133,6 +133,15 @@ class ModelStructure:
         assert self._stack is not None
         return self._stack
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the model has repeated blocks."""
+        return self._stack is not None
+
+    def around(self, names: tuple[str, ...]) -> ModelStructure:
+        """Return the structure of the same model with other modules as its blocks."""
+        return ModelStructure(self.model, BlockStack(names), self._example_inputs, token_multiple=self._token_multiple)
+
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks of `model`, which is that of the structure or a copy of it; it may have none."""
         return [] if self._stack is None else self._stack.modules(model)
