@@ -21,16 +21,25 @@ ROOT = Path(__file__).parent.parent
 MOST_LINES = 20
 
 
-def renewed() -> dict[Path, str]:
-    """Return the files with figures, as this package makes them."""
-    texts: dict[Path, str] = {}
+def renewed(*, writes: bool) -> dict[Path, str]:
+    """Return the files with figures that are not as this package makes them.
+
+    Those of ranges are written first: the commands whose outputs are shown read them.
+    """
+    texts, changed = dict[Path, str](), dict[Path, str]()
 
     def text_of(path: Path) -> str:
         return texts.get(path) or path.read_text()
 
     for part in (trust_table, shared_errors, recommend_pairs, update_readme):
-        texts |= part.pages(text_of)
-    return texts
+        found = part.pages(text_of)
+        texts |= found
+        for path, text in found.items():
+            if not path.exists() or path.read_text() != text:
+                changed[path] = text
+                if writes:
+                    path.write_text(text)
+    return changed
 
 
 def main() -> int:
@@ -38,11 +47,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail where a file differs")
     arguments = parser.parse_args()
-    changed = {path: text for path, text in renewed().items() if not path.exists() or path.read_text() != text}
+    changed = renewed(writes=not arguments.check)
     for path, text in changed.items():
         name = str(path.relative_to(ROOT))
         if not arguments.check:
-            path.write_text(text)
             print(f"wrote {name}")
             continue
         print(f"{name} is not what python scripts/pages.py writes:")

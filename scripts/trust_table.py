@@ -36,7 +36,7 @@ from paraplan.accuracy.ranges import (
 )
 from paraplan.accuracy.run_prediction import PEAKS, RunPrediction
 from paraplan.accuracy.run_workload import BundledData, workload_of_run
-from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore, outcomes
+from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore, outcomes, score_fits
 from paraplan.api.validation import Row, Validation
 from paraplan.api.validation import validate as validate_runs
 from paraplan.errors import ParaplanError
@@ -77,7 +77,7 @@ def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, Ac
         unseen_sentence([row for _, row in later if row.id not in poor]),
         sentence(**standard.sweeps),
         range_sentence(accuracy),
-        fits_sentence(found.fits) + left_out,
+        fits_sentence(score_fits([(run, retold(row, accuracy)) for run, row in found.rows])) + left_out,
     ]
     return scores, "\n".join(sentences), accuracy
 
@@ -86,6 +86,13 @@ def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, Ac
 def validated(files: tuple[Path, ...], *, everything: bool = False) -> Validation:
     """Return the predictions of some tables."""
     return validate_runs({path.name: path.read_text() for path in files}, everything=everything)
+
+
+def retold(row: RunPrediction, accuracy: AccuracyTable) -> RunPrediction:
+    """Return a prediction with the risk that is told from now on."""
+    if row.allocator_share is None or row.out_of_memory_risk is None:
+        return row
+    return row.replace(out_of_memory_risk=accuracy.memory_risk.at(row.allocator_share))
 
 
 def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from small_run import run
@@ -13,6 +15,7 @@ from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.workload import Workload
 from paraplan.hardware.catalogue.profile_files import load_network
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.progress import watched_by
 
 MakeWorkload = Callable[..., Workload]
 PLANS = (
@@ -76,3 +79,27 @@ def test_sources_stand_apart_and_long_ones_are_looked_at_in_part() -> None:
         ("short", "peak memory", 1),
     ]
     assert found[0].effects == tuple(sorted(found[0].effects, key=lambda effect: effect.error))
+
+
+def test_sources_that_were_looked_at_before_a_stop_are_returned() -> None:
+    class Stopping:
+        said: ClassVar[list[str | None]] = []
+
+        def show(self, text: str | None) -> None:
+            self.said.append(text)
+
+        def is_stopped(self) -> bool:
+            return len(self.said) == 2
+
+        @contextmanager
+        def stoppable(self) -> Iterator[None]:
+            yield
+
+    runs = [run(id=name, source=name, measured_step_time_s=1.0) for name in "abc"]
+    with watched_by(Stopping()):
+        found = source_factors(runs, BundledData())
+    assert [one.source for one in found] == ["a", "b"]
+    assert [text.split(", ")[1:] for text in Stopping.said if text] == [
+        ["a", "0 of 3 sources"],
+        ["b", "1 of 3 sources"],
+    ]
