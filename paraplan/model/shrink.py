@@ -15,7 +15,7 @@ from typing import Any
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 _STACKS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
-_GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_global_key_value_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "word_embed_proj_dim", "embedding_size")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "moe_intermediate_size")
 _OTHER_INNER = (
@@ -39,6 +39,8 @@ _AT_MOST = {
     "spatial_merge_size": 1,  # mergers of patches are then smaller than the layers of the language model
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
+    "top_k_experts": 2,
+    "num_kv_shared_layers": 0,  # few layers are none to share with
     "moe_k": 2,
     "n_group": 2,
     "topk_group": 1,
