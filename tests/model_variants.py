@@ -211,6 +211,16 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = LINEAR
     "gemma": (("GemmaForCausalLM", "GemmaModel"), _MODERN | _GEMMA),
     "gemma2": (("Gemma2ForCausalLM", "Gemma2Model"), _MODERN | _GEMMA | {"attn_logit_softcapping": (None, 50.0)}),
     "gemma3_text": (("Gemma3ForCausalLM", "Gemma3TextModel"), _MODERN | _GEMMA),
+    "minimax": (
+        ("MiniMaxForCausalLM", "MiniMaxModel"),
+        _MODERN
+        | {
+            "head_dim": (16, 32),
+            "num_local_experts": (4, 6),
+            "num_experts_per_tok": (2,),
+            "block_size": (32, 64),
+        },
+    ),
     "gemma4_text": (
         ("Gemma4ForCausalLM", "Gemma4TextModel"),
         _MODERN

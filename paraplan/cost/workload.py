@@ -23,7 +23,7 @@ from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
 from paraplan.model.quantizers import quantizer_of, reached_weights
 from paraplan.model.spec import BlockSpec, ModelSpec
-from paraplan.model.tensor_split import with_gathered_modules
+from paraplan.model.tensor_split import as_planned
 from paraplan.model.towers import with_media
 from paraplan.plan.parallel import Recompute
 from paraplan.plan.training import TrainingSpec
@@ -108,7 +108,7 @@ class Workload:
         trainable = training.trainable
         scored = with_media(model, training.media_tokens, training.seq_length)
         if profile.tensor_parallel.follows_library_plan:
-            scored = with_gathered_modules(scored)
+            scored = as_planned(scored)
         if training.learns_from.kind == "reward":
             scored = with_one_output(scored)
             trainable = trainable if trainable.is_full else trainable.replace(head=True)

@@ -12,8 +12,9 @@ from paraplan.errors import ModelError
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.decoder import LayerKind, Mixer
 from paraplan.model.delta_rule import delta_rule, read_delta_rule
-from paraplan.model.families import ATTENTION_BIAS, ModernFamily, dense_mlp, qk_norms
-from paraplan.model.families_experts import NUM_EXPERTS, QWEN2_MOE, Mixture, gated_mixture, sparse_by_step
+from paraplan.model.families import ATTENTION_BIAS, ModernFamily, dense_mlp, modern_heads, qk_norms
+from paraplan.model.families_experts import NUM_EXPERTS, QWEN2_MOE, Mixture, gated_mixture, mixture, sparse_by_step
+from paraplan.model.lightning import lightning, read_lightning
 from paraplan.model.part import Part
 
 _LAYER_TYPES = ("linear_attention", "full_attention")
@@ -39,11 +40,12 @@ def linear_layers(
     )
 
 
-def _types(config: ModelConfig) -> tuple[str, ...]:
+def _types(config: ModelConfig, *, interval: int = 4, first: str = "linear_attention") -> tuple[str, ...]:
     count, types = config.layers("num_hidden_layers"), config.names("layer_types")
     if not types:
-        interval = config.count("full_attention_interval", default=4)
-        return tuple(_LAYER_TYPES[(index + 1) % interval == 0] for index in range(count))
+        interval = config.count("full_attention_interval", default=interval)
+        shift = 1 if first == "linear_attention" else interval
+        return tuple(_LAYER_TYPES[(index + shift) % interval == 0] for index in range(count))
     strange = sorted(set(types) - set(_LAYER_TYPES))
     if strange or len(types) != count:
         raise ModelError(
@@ -71,8 +73,21 @@ _QWEN3_5_MOE = QWEN2_MOE._replace(
 )
 _QWEN3_NEXT = _QWEN3_5_MOE._replace(num_experts=(NUM_EXPERTS, 512), per_token=(("num_experts_per_tok",), 10))
 
+_MINIMAX = Mixture((("num_local_experts",), 8), (("num_experts_per_tok",), 2), "intermediate_size")
+
+
+def lightning_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
+    """Return MiniMax-Text-01's layers: lightning attention, in every second by default, and experts."""
+    heads = modern_heads(config, family, hidden)
+    shape = read_lightning(config, hidden, heads=heads.num_heads, dim=heads.head_dim)
+    mixer, part = Mixer(lightning(shape), shape.heads), mixture(config, hidden, _MINIMAX)
+    types = _types(config, interval=2, first="full_attention")
+    return tuple(LayerKind(part, name="moe", mixer=mixer if kind == "linear_attention" else None) for kind in types)
+
+
 LINEAR: dict[str, ModernFamily] = {
     "qwen3_next": _QWEN._replace(layers=partial(linear_layers, mixture=_QWEN3_NEXT, is_next=True)),
     "qwen3_5_text": _QWEN._replace(kv_heads=4, layers=partial(linear_layers, mixture=None)),
+    "minimax": ModernFamily(kv_heads=8, layers=lightning_layers),
     "qwen3_5_moe_text": _QWEN._replace(layers=partial(linear_layers, mixture=_QWEN3_5_MOE)),
 }

@@ -9,7 +9,7 @@ from itertools import takewhile
 from math import gcd
 from typing import NamedTuple
 
-from paraplan.model.spec import BlockModule, BlockSpec, Matmul, ModelSpec, SavedTensor
+from paraplan.model.spec import BlockModule, BlockSpec, Matmul, ModelSpec, Parameter, SavedTensor
 from paraplan.resources import profiles_folder
 
 
@@ -85,70 +85,97 @@ def projected_width(block: BlockSpec) -> float:
     return float(sum(one.n for one in before_output if one.split == "column"))
 
 
-_OTHER_NAMES = {"q_norm": "self_attn", "k_norm": "self_attn", "delta rule": "linear_attn"}
-"""The modules of what is not named for one."""
+_ATTENTION = ("self_attn", "linear_attn", "q_norm", "k_norm", "v_norm")
+_PRODUCTS_OF_STATES = ("delta rule", "lightning")
 
 
-class GatheredModule(NamedTuple):
-    """A module that transformers' plan of a family divides product by product, with whole tensors between them."""
+def module_of(block: BlockSpec, name: str) -> BlockModule | None:
+    """Return the module of a parameter or a product of a block by its name.
 
-    module: BlockModule
-    model_types: tuple[str, ...]
+    None stands for norms and what else is whole, and for routed experts, which go over ranks by themselves.
+    """
+    owner = name.partition(".")[0]
+    if owner in _ATTENTION or owner.startswith(_PRODUCTS_OF_STATES):
+        return "linear_attn" if block.attention is None else "self_attn"
+    return "mlp" if owner == "mlp" and not name.startswith("mlp.experts") else None
+
+
+class PlannedModules(NamedTuple):
+    """Modules of a family that transformers' plan does not divide by heads or inner units.
+
+    It divides `gathered` ones product by product, with whole tensors between them, and `whole` ones not at all.
+    """
+
+    gathered: frozenset[BlockModule]
+    whole: frozenset[BlockModule]
 
 
 @cache
-def gathered_modules() -> tuple[GatheredModule, ...]:
-    """Return the modules of families whose plans gather what a product gives (`profiles/tensor_plans.json`)."""
-    table = json.loads((profiles_folder() / "tensor_plans.json").read_text(encoding="utf-8"))["gathered"]
-    return tuple(GatheredModule(one["module"], tuple(one["model_types"])) for one in table)
+def planned_modules(model_type: str) -> PlannedModules:
+    """Return these modules of a family (`profiles/tensor_plans.json`)."""
+    table = json.loads((profiles_folder() / "tensor_plans.json").read_text(encoding="utf-8"))
+    gathered, whole = (
+        frozenset(entry["module"] for entry in table[kind] if model_type in entry["model_types"])
+        for kind in ("gathered", "whole")
+    )
+    return PlannedModules(gathered, whole)
 
 
-def with_gathered_modules(model: ModelSpec) -> ModelSpec:
+def as_planned(model: ModelSpec) -> ModelSpec:
     """Return the model as transformers' own plan of its family divides it: some modules have whole tensors inside.
 
-    Their weights are divided all the same. Their attention has all heads on each rank, so that heads limit no degree.
+    Weights of gathered modules are divided all the same. Whole attention has all heads on each rank, so that heads
+    limit no degree.
     """
-    modules = {one.module for one in gathered_modules() if model.model_type in one.model_types}
-    if not modules:
+    modules = planned_modules(model.model_type)
+    if not modules.gathered and not modules.whole:
         return model
-    return model.replace(runs=tuple(run.replace(block=_gathered(run.block, modules)) for run in model.runs))
+    return model.replace(runs=tuple(run.replace(block=_as_planned(run.block, modules)) for run in model.runs))
 
 
-def _gathered(block: BlockSpec, modules: set[BlockModule]) -> BlockSpec:
-    if block.is_traced:
+def _as_planned(block: BlockSpec, modules: PlannedModules) -> BlockSpec:
+    either = modules.gathered | modules.whole
+    if block.is_traced or not either & {module_of(block, one.name) for one in block.matmuls}:
         return block
 
-    def is_inside(name: str) -> bool:
-        owner = name.partition(".")[0]
-        return next((module for other, module in _OTHER_NAMES.items() if owner.startswith(other)), owner) in modules
-
-    def whole(tensors: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
+    def saved(tensors: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
         return tuple(
-            one.replace(split="none") if one.module in modules and one.split == "tensor" else one for one in tensors
+            one.replace(split="none")
+            if one.module in either and one.split == "tensor" and not one.is_of_expert_rows
+            else one
+            for one in tensors
         )
 
-    products = {one.name for one in block.matmuls if is_inside(one.name) and one.split != "none"}
-    attention, limit = block.attention, block.tp_limit
-    if any(name.startswith("linear_attn.") for name in products):
+    divided = {
+        one.name
+        for one in block.matmuls
+        if module_of(block, one.name) not in modules.whole and one.split != "none" and not one.of_activations
+    }
+
+    def stays(parameter: Parameter) -> bool:
+        return module_of(block, parameter.name) in either and parameter.name.rpartition(".")[0] not in divided
+
+    limit, attention = block.tp_limit, block.attention
+    if attention is None and "linear_attn" in either:
         limit = None
-    if attention is not None and any(name.startswith("self_attn.") for name in products):
+    if attention is not None and "self_attn" in either:
         attention, limit = attention.replace(is_whole=True), None
     return block.replace(
         attention=attention,
         tp_limit=limit,
-        parameters=tuple(
-            one.replace(tp_dim=None) if is_inside(one.name) and one.name.rpartition(".")[0] not in products else one
-            for one in block.parameters
-        ),
-        matmuls=tuple(_gathered_product(one) if is_inside(one.name) else one for one in block.matmuls),
-        saved=whole(block.saved),
-        saved_fused=whole(block.saved_fused),
+        parameters=tuple(one.replace(tp_dim=None) if stays(one) else one for one in block.parameters),
+        matmuls=tuple(_planned_product(block, one, modules) for one in block.matmuls),
+        saved=saved(block.saved),
+        saved_fused=saved(block.saved_fused),
     )
 
 
-def _gathered_product(product: Matmul) -> Matmul:
-    """Return a product whose outputs are gathered: a last one of attention takes a share of what is whole before it."""
-    if product.of_activations or product.split == "none":
+def _planned_product(block: BlockSpec, product: Matmul, modules: PlannedModules) -> Matmul:
+    """Return a product as planned; a last one of attention takes a share of what is whole before it."""
+    module = module_of(block, product.name)
+    if module in modules.whole or (module in modules.gathered and product.of_activations):
         return product.replace(split="none")
-    is_last = product.split == "row" and product.name.startswith("linear_attn.")
+    if module not in modules.gathered or product.split == "none":
+        return product
+    is_last = product.split == "row" and module == "linear_attn"
     return product.replace(split="column" if is_last else product.split, gathers=True)

@@ -8,38 +8,53 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_variants import random_config
+from model_variants import VARIANTS, random_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.family_table import READERS
 from paraplan.model.reader import read_fields, read_model
-from paraplan.model.spec import ModelSpec
+from paraplan.model.spec import BlockModule, ModelSpec
 from paraplan.model.tensor_split import (
     allowed_degrees,
-    gathered_modules,
+    as_planned,
+    module_of,
+    planned_modules,
     projected_width,
     split_reason,
-    with_gathered_modules,
     with_key_heads,
 )
 from paraplan.model.tp_plan import splits, style_of
 
 _TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "glm4v": "glm4v_text"}
 WITHOUT_A_CLASS = {"bailing_moe_v2", "kimi_k2"}
+_GATHERING = ("_gather_output", "_rep", "split_input")
 
 
-@pytest.mark.parametrize("family", sorted(READERS.keys() - WITHOUT_A_CLASS))
-def test_the_table_of_gathered_modules_is_that_of_the_plans_of_transformers(family: str) -> None:
-    plan: dict[str, str] = dict(
-        getattr(AutoConfig.for_model(_TEXT_OF.get(family, family)), "base_model_tp_plan", None) or {}
-    )
-    gathered = {
-        pattern.split(".")[-2]
-        for pattern, style in plan.items()
-        if pattern.startswith("layers.*.") and style.endswith(("_gather_output", "_rep", "split_input"))
-    }
-    assert gathered == {one.module for one in gathered_modules() if family in one.model_types}
+def _config_and_fields(family: str) -> tuple[Any, dict[str, Any]]:
+    fields = random_config(family, 1)
+    return AutoConfig.for_model(**fields), fields
+
+
+@pytest.mark.parametrize("family", sorted(VARIANTS.keys() & READERS.keys() - WITHOUT_A_CLASS))
+def test_the_table_of_planned_modules_is_that_of_the_plans_of_transformers(family: str) -> None:
+    config, fields = _config_and_fields(family)
+    plan = dict(getattr(config, "base_model_tp_plan", None) or {})
+    found = planned_modules(family)
+    if not plan:  # transformers divides nothing of it, and refuses
+        assert found == (frozenset(), frozenset())
+        return
+    for run in read_fields(ModelConfig(family, fields)).runs:
+        styles: dict[BlockModule, set[str | None]] = {}
+        for one in run.block.matmuls:
+            name = f"mlp.experts.{one.name}" if one.num_experts > 1 else one.name
+            module = "mlp" if one.num_experts > 1 else module_of(run.block, name)
+            if module is not None and one.split != "none" and not one.of_activations:
+                style = style_of(plan, f"layers.0.{name}") or style_of(plan, f"h.0.{name}")
+                styles.setdefault(module, set()).add(style)
+        for module, own in styles.items():
+            assert (module in found.whole) == (own == {None})
+            assert (module in found.gathered) == any(one and one.endswith(_GATHERING) for one in own)
 
 
 def _split_elements(model: ModelSpec, tp: int) -> float:
@@ -51,10 +66,12 @@ def _split_elements(model: ModelSpec, tp: int) -> float:
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "olmo2", "phi3", "glm4"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "qwen3_next", "olmo2", "phi3", "glm4", "minimax", "kimi_linear", "deepseek_v3"]
+)
 def test_ranks_hold_what_the_plan_of_transformers_leaves_them(family: str) -> None:
     fields: dict[str, Any] = random_config(family, 0)
-    model = with_gathered_modules(read_fields(ModelConfig(family, fields)))
+    model = as_planned(read_fields(ModelConfig(family, fields)))
     config = AutoConfig.for_model(**fields)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
