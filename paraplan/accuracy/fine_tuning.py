@@ -144,6 +144,8 @@ def fine_tuning_stack(run: MeasuredRun) -> dict[str, Any]:
         settings["fused_kernels"] = "unsloth" if "unsloth" in words else "foak"
     elif re.search(r"\b(hf|trl|transformers)\b", run.framework.lower()):
         settings["model_loss"] = True
+    if "liger" in words and not settings.get("fused_kernels"):
+        settings["fused_kernels"] = "liger"
     if "bitsandbytes before 0.43.2" in words:
         settings["keeps_quantized_inputs"] = True
     # Shards of flat parameters are plain tensors, which torch's optimizers go over as lists.
@@ -160,7 +162,9 @@ def stated_kernels(run: MeasuredRun) -> dict[str, Any]:
     words = run.kernels.lower()
     if "cross-entropy of transformer engine" in words:
         return {"engine_loss": True}
-    return {"fused_kernels": "all"} if any(name in words for name in _FUSED_KERNELS) else {}
+    if any(name in words for name in _FUSED_KERNELS):
+        return {"fused_kernels": "all"}
+    return {"fused_kernels": "liger"} if "liger" in words else {}
 
 
 _FUSED_PROJECTIONS = {"c_attn": ("q", "k", "v"), "query_key_value": ("q", "k", "v"), "linear_qkv": ("q", "k", "v")}

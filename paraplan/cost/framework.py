@@ -285,7 +285,7 @@ class FrameworkProfile(Record):
         peft casts it to the adapter's type (peft/tuners/lora/layer.py, `_cast_input_dtype`): to fp32, of which autocast
         makes a 16-bit copy. FSDP gathers adapters in the type of activations, and of 16-bit ones there is no copy.
         """
-        if training.stack.fused_kernels:
+        if training.stack.fused_kernels not in (None, "liger"):
             return "fused"
         if self.storage.weight_bytes == _HALF:
             return "shared"

@@ -67,8 +67,8 @@ def _kernels(stack: StackSettings, training: TrainingSpec) -> dict[str, Any]:
     if stack.fused_kernels:
         adapter = training.trainable.adapter
         has_mlp = adapter is not None and not {"gate", "up", "down", ALL_LINEAR}.isdisjoint(adapter.targets)
-        changes |= {"fused": True, "writes_out_gates": not (has_mlp or stack.fused_kernels == "all")}
-        if adapter is None:  # fused operations with adapters move more than what they save tells
+        changes |= {"fused": True, "writes_out_gates": not (has_mlp or stack.fused_kernels in ("liger", "all"))}
+        if adapter is None or stack.fused_kernels == "liger":  # fused operations with adapters move more than they save
             changes["traffic_per_saved_byte"] = FUSED_TRAFFIC
     return changes
 
@@ -93,7 +93,7 @@ def _loss(stack: StackSettings, framework: FrameworkProfile) -> dict[str, Any]:
         changes = {"implementation": chosen, "logit_bytes": None}
     if stack.compiled_loss:
         changes["parallel_logit_bytes"] = None
-    if stack.fused_kernels:
+    if stack.fused_kernels and stack.fused_kernels != "liger":
         is_own = stack.fused_kernels == "unsloth"
         changes["logit_bytes"] = _UNSLOTH_LOGIT_BYTES if is_own else _FUSED_LOGIT_BYTES
     return changes

@@ -12,7 +12,7 @@ from paraplan.records import Record
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 Graphs = Literal["none", "layers", "full"]
 ContextExchange = Literal["ring", "heads"]
-FusedKernels = Literal["unsloth", "foak", "all"]
+FusedKernels = Literal["unsloth", "foak", "liger", "all"]
 OptimizerStep = Literal["foreach", "for_loop", "fused"]
 RecomputedOps = Literal["torch", "modules", "experts"]
 """Who chooses. torch: the policy that torchtitan gives to torch's selective checkpointing. It keeps the input of a
@@ -47,7 +47,7 @@ class StackSettings(Record):
     """The loss is the one that transformers' models return."""
     fused_kernels: FusedKernels | None = None
     """Norms, rotations, MLPs and adapters are one operation each: unsloth's kernels, fms-acceleration's of them (foak),
-    or those of anybody with activated gates in them (all)."""
+    Liger's without its loss (liger), or those of anybody with activated gates in them (all)."""
     flash_generation: int | None = Field(default=None, gt=0)
     """Generation of the FlashAttention kernels."""
     ring_attention: bool | None = None

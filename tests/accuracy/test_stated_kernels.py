@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paraplan.accuracy.measured_runs import MeasuredRun
+from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
 from paraplan.accuracy.prediction import estimate_run
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.slowest import largest_of
 from paraplan.model.named import known_configs
+from paraplan.resources import profiles_folder
 from tests.accuracy.small_run import run
 
 SLOWEST_OF_8 = float(1 + CostConstants().gpu_deviation * largest_of(np.array([8]))[0])
@@ -167,3 +168,15 @@ def test_oneflow_has_a_profile_by_either_name() -> None:
     for name in ("OneFlow", "LiBai (OneFlow)", "LiBai 0.2"):
         profile = workload_of_run(run(framework=name), DATA).framework
         assert (profile.name, profile.kernels.fused, profile.kernels.host_s_per_block) == ("oneflow", True, 0.0)
+
+
+def test_ligers_kernels_take_time_as_they_were_measured() -> None:
+    # Qwen3 0.6B on the Trainer, one GPU each of three kinds: by modules 1.83 to 1.91 times as long as measured.
+    path = profiles_folder() / "runs" / "fifth_blind_sources.csv"
+    found = [one for one in read_runs(path.read_text(), source=path.name) if isinstance(one, MeasuredRun)]
+    rows = [DATA.completed(one) for one in found if one.kernels == "Liger"]
+    assert len(rows) == 3
+    for row in rows:
+        workload = workload_of_run(row, DATA)
+        assert workload.training.stack.fused_kernels == "liger"
+        assert estimate(row).step.step_time_s == pytest.approx(row.measured_step_time_s, rel=0.1), row.id
