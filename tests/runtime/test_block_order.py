@@ -91,7 +91,7 @@ def test_blocks_that_one_rank_leaves_out_are_named_before_anything_is_gathered(
     ranks: RankHarness, plan: ParallelPlan, words: str
 ) -> None:
     for _, said in ranks.run(train, LayerDrop, plan, 3, size=2):
-        assert "in one forward pass ranks enter layers." in said
+        assert "in one forward pass ranks enter " in said
         assert words in said
 
 

@@ -119,12 +119,12 @@ class Context:
     @contextmanager
     def summing(self) -> Iterator[None]:
         """Have losses go over all ranks in this context, where the model has run on this rank's tokens."""
-        self.sums.is_active = self.is_local
+        self.sums.is_active = self.sums.counts = self.is_local
         try:
             with self.sums if self.is_local else nullcontext():
                 yield
         finally:
-            self.sums.is_active = False
+            self.sums.is_active = self.sums.counts = False
 
 
 def tokens_of(inputs: Any, size: int) -> int:

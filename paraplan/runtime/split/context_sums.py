@@ -31,13 +31,15 @@ _COUNTS = frozenset({"numel", "nelement"})
 class SumsOverRanks(TorchFunctionMode):
     """A context in which, while it `is_active`, sums and means that come to one number go over all ranks of `group`.
 
-    Numbers of entries are those of all ranks too. Code that gives what it makes the shape of its inputs, sequences of
-    `num_tokens`, has them as a rank has them.
+    Where it `counts`, in a loss, numbers of entries are those of all ranks too; elsewhere FSDP asks for those of
+    parameters. Code that gives what it makes the shape of its inputs, sequences of `num_tokens`, has them as a rank has
+    them.
     """
 
     def __init__(self, group: TensorGroup) -> None:
         super().__init__()
         self.is_active = False
+        self.counts = False
         self.num_tokens = 0
         self._group = group
 
@@ -52,9 +54,9 @@ class SumsOverRanks(TorchFunctionMode):
         if func in _BY_ENTRY:
             return self._loss(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name in _RESHAPES:
+        if name in _RESHAPES and args[0].ndim > 2:  # of [batch, tokens, ...]: no parameter that FSDP lays out
             return func(args[0], *self._own_sizes(args[0], args[1:]), **kwargs)
-        if name in _COUNTS:
+        if name in _COUNTS and self.counts:
             return func(*args, **kwargs) * (self._group.size if args[0].ndim else 1)
         if name in _SUMS and _comes_to_one_number(args, kwargs):
             return self._sum(func(*args, **kwargs))
@@ -64,7 +66,7 @@ class SumsOverRanks(TorchFunctionMode):
 
     def _own_sizes(self, operand: torch.Tensor, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `sizes` that code has noted of whole sequences as they are of this rank's tokens."""
-        if self.num_tokens in operand.shape:
+        if self.num_tokens // self._group.size not in operand.shape or self.num_tokens in operand.shape:
             return sizes
         return tuple(
             self._own_sizes(operand, tuple(size))
