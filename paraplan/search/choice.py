@@ -32,6 +32,7 @@ from paraplan.search.results import (
 from paraplan.search.selection import MUCH_ROOM, TRIED, Selection, is_data_parallel, is_small_rig
 from paraplan.search.space import PlanSpace
 from paraplan.search.tree import family
+from paraplan.units import format_seconds
 
 PLAIN: tuple[tuple[Baseline, Literal[0, 3]], ...] = (("FSDP", 3), ("DDP", 0))
 """The plans that everybody knows, by their ZeRO stage: all GPUs along dp, and nothing offloaded."""
@@ -141,8 +142,20 @@ class Choice:
             sentences.append(f"Hugging Face's guide would choose {guide.over}, predicted {guide.comparison}{why}")
         if not self.selection.is_known[self.row]:
             ranks = self.plans.workload.cluster.num_gpus
-            sentences.append(f"no public run of a mixture under such a plan on about {ranks} GPUs is known")
+            known = self._fastest_known
+            words = f"no public run of a mixture under such a plan on about {ranks} GPUs is known"
+            sentences.append(words if known is None else f"{words}, and of kinds that were run {known} is fastest")
         return "; ".join(filter(None, sentences)) or None
+
+    @property
+    def _fastest_known(self) -> str | None:
+        """The fastest plan that fits of a kind that somebody ran, with its step time; None where none was priced."""
+        seconds = self.plans.priced.seconds
+        rows = np.flatnonzero(self.selection.is_known & np.isfinite(seconds))
+        rows = rows[np.argsort(seconds[rows], kind="stable")][:TRIED]
+        found = (self.plans.estimate(int(row)) for row in rows)
+        best = next((one for one in found if one.fits), None)
+        return None if best is None else f"{best.plan.describe()}, {format_seconds(best.step.step_time_s)} a step,"
 
     def candidates(self, count: int) -> tuple[Candidate, ...]:
         """Return the best of each kind."""

@@ -28,6 +28,8 @@ class MixtureRun(Record):
     """The axes in use beside dp."""
     shards: Literal["none", "optimizer", "full"]
     """What ranks of dp keep shards of: nothing, states of the optimizer (ZeRO-1 and 2), or parameters too (ZeRO-3)."""
+    trains: Literal["full", "lora"] = "full"
+    """What it trained of the model."""
     gpus: int
     """How many GPUs it ran on."""
     model: str
@@ -47,15 +49,18 @@ def is_known(workload: Workload, column: Callable[[str], Ints]) -> Mask:
     """Return which plans, given by their columns, are of a kind that somebody ran at such a scale.
 
     All plans of models without experts are, and all on one GPU. The runs of all frameworks count where the family of
-    the workload's own has none so large. A plan is of the kind of a run if both use the same of tp, pp, cp and ep,
-    and both or neither sharded parameters (ZeRO-3).
+    the workload's own has none so large, and for adapters those of full training where none of adapters is. A plan is
+    of the kind of a run if both use the same of tp, pp, cp and ep, and both or neither sharded parameters (ZeRO-3).
     """
     count = len(column("dp"))
     if workload.model.num_experts == 1 or workload.cluster.num_gpus == 1:
         return np.ones(count, dtype=bool)
     name = workload.framework.family or workload.framework.name
-    runs = [run for run in mixture_runs() if AS_LARGE * run.gpus >= workload.cluster.num_gpus]
-    runs = [run for run in runs if run.family == name] or runs
+    trains = "full" if workload.training.trainable.adapter is None else "lora"
+    large = [run for run in mixture_runs() if AS_LARGE * run.gpus >= workload.cluster.num_gpus]
+    full = [run for run in large if run.trains == "full"]
+    runs = [run for run in large if run.family == name and run.trains == trains]
+    runs = runs or [run for run in full if run.family == name] or full
     known = np.zeros(count, dtype=bool)
     for run in runs:
         same = (column("zero_stage") == 3) == (run.shards == "full")

@@ -73,7 +73,8 @@ class LeverTrials:
     def offers(self, *, looks_for_fewest: bool = False) -> tuple[LeverOffer, ...]:
         """Return up to `MOST_OFFERS` levers that fit, in their order, and those that are not enough or lacking.
 
-        Of more, those that keep the training come before others, and faster ones before slower ones.
+        Of more, those that keep the training come before others, faster ones before slower ones, and those with more
+        room before those as fast.
         """
         fitting: list[_Tried] = []
         beside: list[LeverOffer] = []
@@ -104,8 +105,8 @@ class LeverTrials:
             else:
                 fitting.append(tried)
         while len(fitting) > MOST_OFFERS:
-            slowest = max(fitting, key=lambda one: one.offer.step_time_s or 0.0)
-            fitting.remove(next((one for one in reversed(fitting) if not one.lever.keeps_training), slowest))
+            other_training = (one for one in reversed(fitting) if not one.lever.keeps_training)
+            fitting.remove(next(other_training, _fullest_of_slowest(fitting)))
         offers = [one.offer for one in fitting]
         if looks_for_fewest and self.workload.cluster.num_gpus <= MOST_GPUS:
             offers = _without_contradictions([self._with_fewest(one) for one in fitting])
@@ -326,6 +327,13 @@ def _share(workload: Workload, estimate: PlanEstimate) -> float:
 
 def _joined(group: list[Lever]) -> Lever | None:
     return reduce(lambda one, other: one.beside(other), group) if group else None
+
+
+def _fullest_of_slowest(tried: list[_Tried]) -> _Tried:
+    """Return the lever that takes most memory of those as slow as the slowest, within the error of predictions."""
+    slowest = max(one.offer.step_time_s or 0.0 for one in tried)
+    slow = [one for one in tried if (1 + TOLERANCE["throughput"]) * (one.offer.step_time_s or 0.0) >= slowest]
+    return max(slow, key=lambda one: one.share)
 
 
 def _gains_nothing(offer: LeverOffer, other: LeverOffer) -> bool:

@@ -138,7 +138,8 @@ class Selection:
             gpu = self.plans.workload.cluster.gpu_memory_bytes
             if not self.plans.allocator_holds(other):
                 return "allocator", allocator_words(others, gpu)
-        if self.objective != "memory" and (beyond or self.levels[row] >= self.levels[other]):
+        has_faults = beyond or gain > TOLERANCE[self.objective]
+        if self.objective != "memory" and (has_faults or self.levels[row] >= self.levels[other]):
             if share > ROOMY and own_share < share:
                 return "risk", memory_words(others)
             if others.plan.offload != "none" and own.plan.offload != others.plan.offload:

@@ -149,6 +149,37 @@ def test_clusters_of_mixtures_get_a_kind_of_plan_that_somebody_ran(
     assert is_known(made, lambda name: getattr(table, name)).tolist() == [True, False]
 
 
+def _adapted(plain: Workload) -> Workload:
+    training = plain.training.replace(train="lora:r=8")
+    return Workload.of(plain.model, training, plain.cluster, plain.links, framework="megatron-bridge")
+
+
+@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "qwen3-235b-a22b"])
+def test_adapters_of_a_mixture_get_kinds_of_plans_that_trained_adapters(workload: MakeWorkload, model: str) -> None:
+    made = _adapted(workload(model, profile="8xh200-sxm-141gb", seq_length=2048, global_batch_size=16))
+    best = search(made, executor=executor_of(made)).best.plan
+    assert (best.ep > 1, best.zero_stage < 3) == (True, True)
+    table = PlanTable.of_plans([ParallelPlan(dp=8, ep=4, zero_stage=stage, num_microbatches=2) for stage in (1, 3)])
+    assert is_known(made, lambda name: getattr(table, name)).tolist() == [True, False]
+
+
+def test_a_plan_that_nobody_ran_names_the_fastest_of_a_kind_that_was_run(workload: MakeWorkload) -> None:
+    made = _adapted(workload("qwen3-235b-a22b", profile="8xh100", seq_length=2048, global_batch_size=16))
+    remark = search(made, executor=executor_of(made)).remark
+    assert remark is not None
+    assert "under such a plan on about 8 GPUs is known, and of kinds that were run dp8 x ep8, ZeRO-1" in remark
+
+
+@pytest.mark.parametrize("profile", ["4xrtx-3090", "4xrtx-4090", "8xl40s"])
+@pytest.mark.parametrize("train", ["full", "lora:r=16"])
+def test_a_plan_that_is_faster_by_more_than_the_error_is_not_left_out_for_the_error(
+    workload: MakeWorkload, profile: str, train: str
+) -> None:
+    made = workload("qwen3-14b", profile=profile, seq_length=4096, global_batch_size=16, train=train)
+    reason = search(made).reason
+    assert reason is None or "within the error" not in reason.because or abs(reason.gain) <= TOLERANCE["throughput"]
+
+
 def test_published_runs_of_mixtures_name_their_source() -> None:
     assert {run.family for run in mixture_runs()} >= {"megatron", "fsdp", "deepspeed"}
     assert all(run.source and run.gpus >= 1 for run in mixture_runs())
