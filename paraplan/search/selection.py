@@ -162,7 +162,8 @@ class Selection:
             return None
         virtual = self.plans.priced.table.virtual
         if virtual[other] > virtual[row] and not is_data_parallel(partial(getattr, self.plans.priced.table))[row]:
-            return "range", f"{virtual[other]} stages on each GPU do not gain more than {RANGE:.0%} over fewer"
+            fewer = "fewer" if self.plans.priced.table.pp[row] > 1 else "plans without a pipeline"
+            return "range", f"{virtual[other]} stages on each GPU do not gain more than {RANGE:.0%} over {fewer}"
         words = "up to 8 GPUs of one node" if self.plans.workload.training.trainable.adapter is None else "adapters"
         return "range", f"data parallelism alone is within {RANGE:.0%} of it, which comes first for {words}"
 

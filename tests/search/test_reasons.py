@@ -180,6 +180,14 @@ def test_a_plan_that_is_faster_by_more_than_the_error_is_not_left_out_for_the_er
     assert reason is None or "within the error" not in reason.because or abs(reason.gain) <= TOLERANCE["throughput"]
 
 
+def test_a_pipeline_that_is_left_out_for_shards_is_compared_with_plans_without_one(workload: MakeWorkload) -> None:
+    made = workload("qwen3-8b", profile="rtx-4090-x4", seq_length=4096, global_batch_size=16, train="lora:r=16")
+    result = search(made)
+    assert result.best.plan.pp == 1
+    assert result.reason is not None
+    assert result.reason.because.endswith("over plans without a pipeline")
+
+
 def test_published_runs_of_mixtures_name_their_source() -> None:
     assert {run.family for run in mixture_runs()} >= {"megatron", "fsdp", "deepspeed"}
     assert all(run.source and run.gpus >= 1 for run in mixture_runs())
