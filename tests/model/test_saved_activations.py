@@ -78,7 +78,9 @@ def test_modules_keep_more_than_fused_kernels_and_flash_less_than_eager() -> Non
             )
             flash = saved_bytes(block.saved, seq_length=512, micro_batch_size=1, kernel="flash")
             assert fused <= modules
-            assert flash < modules
+            assert flash <= modules
+            has_kernels = any(one.kernels is not None for one in block.saved)
+            assert (flash < modules) == has_kernels  # MiniMax's linear attention has one way to run
 
 
 def test_only_eager_attention_grows_with_the_square_of_the_sequence() -> None:
