@@ -102,6 +102,14 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "metrics": lambda outputs, targets: (_tokens(outputs, targets), _hits(outputs, targets)),
     "sum, count and metrics": lambda outputs, targets: (*_counted(outputs, targets), _hits(outputs, targets)),
 }
+COUNTS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "ignored -1": lambda targets: (targets != -1).sum(),
+    "pad 0": lambda targets: (targets != 0).sum(),
+    "float mask mean": lambda targets: targets["mask"].sum(),
+    "dict targets": lambda targets: targets["attention_mask"].sum(),
+    "shifted": lambda targets: (targets[:, 1:] != -100).sum(),
+}
+"""Targets of means that go over others than are counted."""
 _MASKED = {"ignored -100": -100, "ignored -1": -1, "sum and count": -1, "sum, count and metrics": -1, "pad 0": 0}
 _MASKED |= {"labels inside": -100, "shifted": -100}
 

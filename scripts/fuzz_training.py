@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from fuzz_grammar import Recipe
-from fuzz_losses import LOSSES, NUM_STEPS, make_batch, make_optimizer, whole_loss
+from fuzz_losses import COUNTS, LOSSES, NUM_STEPS, make_batch, make_optimizer, whole_loss
 from fuzz_network import Network
 from fuzz_plans import Case
 from torch import nn
@@ -124,6 +124,8 @@ def _tried(case: Case, folder: Path, ends: list[Callable[[], None]]) -> Answer:
         optimizer=partial(make_optimizer, recipe.optimizer),
         max_grad_norm=recipe.max_grad_norm,
         example_inputs=_rows(inputs, 0, 2) if case.gives_example else None,
+        count_targets=COUNTS.get(recipe.loss),
+        batch_coupling="refuse",  # the reference takes the batch whole
     )
     before = {name: _local(held).clone() for name, held in engine.parameters.items()}
     found = Trace()

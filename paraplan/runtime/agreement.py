@@ -176,7 +176,8 @@ class RankSync:
     """The ranks of a job, this one among them. `num_steps` is the number of optimizer steps that this rank has done.
 
     `wants_stop` says whether this rank is to end after the next step; `has_agreed_to_stop` is True on every rank in the
-    first step for which one of them said so.
+    first step for which one of them said so. `has_writes` says whether a script has written weights since the last
+    step, and `saw_writes` whether one of the ranks said so in the last call.
     Where they meet is on the CPU, by gloo, so that no rank waits for its GPU. `orders` is what they have run since they
     last met, None where no ranks run the same.
     """
@@ -185,6 +186,8 @@ class RankSync:
         self.num_steps = 0
         self.wants_stop: Callable[[], bool] = lambda: False
         self.has_agreed_to_stop = False
+        self.has_writes: Callable[[], bool] = lambda: False
+        self.saw_writes = False
         self.orders: _Comparison | None = None
         self._world = world
         self._has_left = False
@@ -199,10 +202,12 @@ class RankSync:
             raise UsageError(f"engine.{call} after job.close", hint="close the job when all is done")
         if not self._world.is_distributed:
             self.has_agreed_to_stop = call == "step" and self.wants_stop()
+            self.saw_writes = self.has_writes()
             return [size]
         device = "cpu" if _has_cpu_backend() else self._world.device
         digest = 0 if self.orders is None else self.orders.take_digest()
-        mine = torch.tensor([_CALLS.index(call), size, int(self.wants_stop()), digest], device=device)
+        answer = [_CALLS.index(call), size, int(self.wants_stop()), digest, int(self.has_writes())]
+        mine = torch.tensor(answer, device=device)
         gathered = [torch.empty_like(mine) for _ in range(self._world.size)]
         try:
             dist.all_gather(gathered, mine)
@@ -233,6 +238,7 @@ class RankSync:
         if self.orders is not None:
             self.orders.check([answer[3] for answer in answers])
         self.has_agreed_to_stop = call == "step" and any(answer[2] for answer in answers)
+        self.saw_writes = any(answer[4] for answer in answers)
         return [answer[1] for answer in answers]
 
     def leave(self) -> None:

@@ -55,6 +55,11 @@ def check_model(
     reads_weights: bool = False,
 ) -> BlockStack | None:
     """Return the block stack of `model` once it is known that the plan can be executed on it; see `Job.prepare`."""
+    if plan.tp * plan.pp * plan.cp > 1 and any(hasattr(one, "_orig_mod") for one in model.modules()):
+        raise UnsupportedPlanError(
+            f"the plan '{plan.describe()}' looks into the model, and torch.compile has been put around it",
+            hint="give job.prepare the model itself, with compile_backend='inductor'",
+        )
     check_materialised(model, reads_weights=reads_weights)
     check_stored_type(model, precision)
     stack = find_blocks(model)

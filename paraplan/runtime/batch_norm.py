@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paraplan.errors import UnsupportedPlanError
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import BatchNorm, check_batch_norm_input
 
@@ -26,23 +24,11 @@ def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
     return {name: one for name, one in model.named_modules() if isinstance(one, BatchNorm) and one.training}
 
 
-def synchronize_batch_norms(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> None:
-    """Make the batch norms of `model` those of the global batch.
-
-    Raises `UnsupportedPlanError` where micro-batches or tokens divide it too: one is computed before the next is there.
-    """
-    found = batch_norms(model)
-    if not found or plan.dp * plan.num_microbatches * plan.cp == 1:
+def synchronize_batch_norms(model: nn.Module, mesh: Mesh) -> None:
+    """Make the batch norms of `model` those of the global batch, which `batch_coupling="gather"` asks for."""
+    found, group = batch_norms(model), mesh.group("dp")
+    if group is None:
         return
-    name = next(iter(found))
-    if plan.num_microbatches * plan.cp > 1:
-        raise UnsupportedPlanError(
-            f"{name} ({type(found[name]).__name__}) takes statistics over a batch that num_microbatches="
-            f"{plan.num_microbatches}, cp={plan.cp} divides: they would not be those of one process",
-            hint='use one micro-batch, GroupNorm, or job.prepare(batch_statistics="local") for those of a micro-batch',
-        )
-    group = mesh.group("dp")
-    assert group is not None
     for module in found.values():
         _synchronize(module, group)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checks.trials import kept_state, nothing_changed
-from paraplan.runtime.data.batches import MicroBatch, StepShape
+from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.wrapping import complete_reductions
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.options import EngineOptions
@@ -22,7 +20,6 @@ from paraplan.runtime.recovery.keeper import is_finite
 from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.step.freezing import Freezing
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
-from paraplan.runtime.step.loss import LossRule
 from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
 from paraplan.runtime.training_state import TrainingState
@@ -53,7 +50,6 @@ class Engine(TrainingState):
         super().__init__(part, optimizer, mesh=mesh, plan=plan, shape=shape, engine_options=engine_options)
         self.grad_norm: torch.Tensor | None = None
         self._has_stepped = False
-        self._counts_before = False
         self.metrics: dict[str, torch.Tensor] = {}
         self._freezing = Freezing(part.parameters, is_parallel=mesh.world.size > 1)
         self._totals = TotalsOverRanks(mesh)
@@ -95,6 +91,7 @@ class Engine(TrainingState):
             totals = self._backward(inputs, targets)
             if totals.factor is not None:
                 scale_gradients(self._gradients().values(), totals.factor)
+            self._hands.note_gradients()
             return totals.loss
 
     def update(self) -> None:
@@ -102,6 +99,7 @@ class Engine(TrainingState):
         if self._tokens is None:
             raise UsageError("engine.update without engine.backward before it", hint="call engine.backward first")
         with self._explained("step"):
+            self._hands.check_gradients()
             self._update(None)
         self._end_step()
 
@@ -113,19 +111,22 @@ class Engine(TrainingState):
             watch.begin()
         self._losses.check(keep=1)
         loss = self._part.execution.loss
-        micro_batches, rule = self._batches.divide("step", inputs, targets, guarded=self._guarded)
+        micro_batches = self._batches.divide("step", inputs, targets, guarded=self._guarded)
+        if self._sync.saw_writes:
+            self._hands.check_weights()
         if self._keeper is not None:
             self._keeper.begin()
         loss.gradient_factor = 1.0 if scale is None else scale.scale
-        put_back = kept_state(self.module) if rule.num_others and not self._counts_before else None
-        rule = self._train(micro_batches, rule)
-        if put_back is not None and not self._totals.is_in_proportion(loss.tally):
-            self._tell_counts_before()
-            put_back()
-            rule = self._train(micro_batches, rule)
+        self._forget_gradients()
+        for reduction in self._part.reductions:
+            reduction.begin()
+        self._guarded(lambda: self._part.execution.train(micro_batches))
+        self._batches.end_step()
+        if has_values:
+            complete_reductions(self._part.reductions, self.num_steps, self._lacking_of_all)
         if self._keeper is not None:
             self._keeper.finish(self.num_steps, is_good=is_finite(self._last_loss))
-        totals = self._totals.sum("step", loss.tally, rule, has_values=has_values)
+        totals = self._totals.sum("step", loss, has_values=has_values)
         for reduction in self._part.reductions:
             reduction.drop_unused(self.num_steps)
         self._freezing.drop_gradients()
@@ -135,34 +136,6 @@ class Engine(TrainingState):
         self._last_loss = totals.loss.detach()
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals
-
-    def _train(self, micro_batches: Sequence[MicroBatch], rule: LossRule) -> LossRule:
-        """Leave the gradients of a batch in place, summed over the ranks; return the rule that its loss was made by."""
-        loss = self._part.execution.loss
-        if self._counts_before and rule.num_others:
-            loss.rule = rule
-            with nothing_changed(self.module):
-                self._guarded(lambda: self._part.execution.evaluate(micro_batches))
-            rule = replace(rule, counts=self._totals.counts(loss.tally))
-        self._forget_gradients()
-        loss.rule = rule
-        for reduction in self._part.reductions:
-            reduction.begin()
-        self._guarded(lambda: self._part.execution.train(micro_batches))
-        self._batches.share_state()
-        if self._options.checking.has_values:
-            complete_reductions(self._part.reductions, self.num_steps, self._lacking_of_all)
-        return rule
-
-    def _tell_counts_before(self) -> None:
-        """Count the targets before each step from now on."""
-        self._counts_before = True
-        if self._mesh.world.rank == 0:
-            _LOGGER.warning(
-                "loss_fn adds means over different numbers of targets, in other proportions from micro-batch to "
-                "micro-batch: every step runs a forward pass more from now on, to count them. A plan of one rank of dp "
-                "and one micro-batch does without"
-            )
 
     def _lacking_of_all(self, lacking: int) -> list[int]:
         has_stages_in_ddp = self._plan.pp > 1 and self._mesh.replica_group is not None and not self._plan.zero_stage
@@ -180,9 +153,11 @@ class Engine(TrainingState):
         )
         self.grad_norm, is_finite = gradients.finish(self._gradients(), factor)
         if is_finite:
-            self._guarded(self.optimizer.step)
+            with self._hands.updating():
+                self._guarded(self.optimizer.step)
             if self.scheduler is not None:
                 self.scheduler.step()
+        self._hands.end_step(self.num_steps + 1)
         self._has_stepped = True
         self._sync.num_steps += 1
         if self._average is not None:
@@ -205,12 +180,11 @@ class Engine(TrainingState):
         """
         self._losses.check()
         with self._explained("eval_step"), self._freezing.as_prepared():
-            micro_batches, rule = self._batches.divide("eval_step", inputs, targets, guarded=self._guarded)
+            micro_batches = self._batches.divide("eval_step", inputs, targets, guarded=self._guarded)
             loss = self._part.execution.loss
-            loss.rule = rule
             with evaluation_mode(self._part.module):
                 self._guarded(lambda: self._part.execution.evaluate(micro_batches))
-            totals = self._totals.sum("eval_step", loss.tally, rule, has_values=self._options.checking.has_values)
+            totals = self._totals.sum("eval_step", loss, has_values=self._options.checking.has_values)
             self.metrics = totals.metrics
             return totals.loss
 

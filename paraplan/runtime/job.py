@@ -23,9 +23,9 @@ from paraplan.runtime.assembly import assemble_part, check_model, check_quantize
 from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.checkpoints.adapter_files import adapters_of
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
-from paraplan.runtime.checks.forward_state import BatchStatistics
+from paraplan.runtime.checks.batch_coupling import Coupling
 from paraplan.runtime.checks.references import Reference, Verify, reference_of
-from paraplan.runtime.data.batches import StepShape, TargetCount
+from paraplan.runtime.data.batches import StepShape, TargetCount, TargetCounter
 from paraplan.runtime.data.packing import Packing, check_keeps_apart
 from paraplan.runtime.data.passes import DataPasses
 from paraplan.runtime.data.sharding import (
@@ -138,9 +138,9 @@ class Job:
         compile_backend: str | None = None,
         example_inputs: Any = None,
         weights: str | Path | None = None,
-        batch_statistics: BatchStatistics = "global",
+        batch_coupling: Coupling = "warn",
         verify: Verify = "auto",
-        gather_outputs: bool = False,
+        verify_every: int | None = None,
         find_unused: bool = False,
         recompute: RecomputePolicy | None = None,
         reduce_dtype: ReduceType = "fp32",
@@ -164,9 +164,9 @@ class Job:
             compile_backend=compile_backend,
             example_inputs=example_inputs,
             weights=weights,
-            batch_statistics=batch_statistics,
+            batch_coupling=batch_coupling,
             verify=verify,
-            gather_outputs=gather_outputs,
+            verify_every=verify_every,
             find_unused=find_unused,
             recompute=recompute,
             reduce_dtype=reduce_dtype,
@@ -203,11 +203,12 @@ class Job:
                 loss_scale=LossScale() if self.precision == "fp16" else None,
                 checking=Checking(
                     precision=self.precision,
-                    count_targets=options.count_targets,
-                    batch_statistics=options.batch_statistics,
-                    gathers=options.gather_outputs,
+                    counter=TargetCounter.of(options.count_targets, options.loss_fn, part.module),
+                    coupling=options.batch_coupling,
                     reference=reference,
                     agreement=self._agreement(),
+                    is_off=options.verify == "off",
+                    every=options.verify_every,
                 ),
                 sync=sync,
                 watch=watch,
@@ -256,13 +257,13 @@ class Job:
         check_hooks(model, plan)
         check_written_tables(model, plan)
         check_reduce_type(options.reduce_dtype, self.precision)
-        if options.gather_outputs:
+        if options.batch_coupling == "gather":
             check_gathers(plan)
         share_weights(model, self.world)
         names = names_of_ties(model)
         reference = reference_of(model, plan, self.mesh, options.verify, recomputes=options.recompute is not None)
-        if options.batch_statistics == "global":
-            synchronize_batch_norms(model, plan, self.mesh)
+        if options.batch_coupling == "gather":
+            synchronize_batch_norms(model, self.mesh)
         backend = options.compile_backend or ("inductor" if is_compiled(self.file) else None)
         check_operators(options.recompute, compiled=backend is not None)
         if backend is not None:

@@ -1,10 +1,10 @@
-"""From the batch of a call to weighed micro-batches, and the checks that come before the first of them."""
+"""From the batch of a call to weighed micro-batches, and the check that comes before the first of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,50 +14,42 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement, Call, RankSync
-from paraplan.runtime.checkpoints.saving import Reader
-from paraplan.runtime.checks.first_step import FirstStep
-from paraplan.runtime.checks.forward_state import BatchStatistics
-from paraplan.runtime.checks.gradient_rule import GradientRule
-from paraplan.runtime.checks.loss_rule import LossProbe
+from paraplan.runtime.checks.batch_coupling import Coupling
+from paraplan.runtime.checks.plan_check import PlanCheck
 from paraplan.runtime.checks.references import Reference
 from paraplan.runtime.checks.trials import global_sequences
-from paraplan.runtime.checks.verification import Verification
 from paraplan.runtime.data.batches import (
-    Division,
     MicroBatch,
     StepDivider,
     StepShape,
-    TargetCount,
+    TargetCounter,
     batch_size,
-    count_micro_batches,
-    counted_targets,
     split_batch,
     to_device,
     weigh,
     with_rows_repeated,
 )
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.precision import half_type
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.shards.group import whole_tensor
-from paraplan.runtime.step.loss import LossRule
+from paraplan.runtime.timeouts import explained_timeouts
 
 
 @dataclass(frozen=True)
 class Checking:
-    """How the first batch is checked: `reference` is the model itself, None where the plan is not checked by it.
+    """How batches are counted and checked: `reference` is the model itself, None where the plan is not checked by it.
 
-    `agreement` brings all ranks out of a check together. `has_values` is False where tensors have none. `gathers`: the
-    loss is one of the global batch, not of its parts.
+    `agreement` brings all ranks out of a check together. `has_values` is False where tensors have none.
     """
 
     precision: TrainingPrecision = "fp32"
-    count_targets: TargetCount | None = None
-    batch_statistics: BatchStatistics = "global"
+    counter: TargetCounter = field(default_factory=TargetCounter)
+    coupling: Coupling = "warn"
     reference: Reference | None = None
     agreement: Agreement | None = None
     has_values: bool = True
-    gathers: bool = False
+    is_off: bool = False
+    every: int | None = None
 
 
 class MicroBatching:
@@ -77,77 +69,80 @@ class MicroBatching:
         self._mesh = mesh
         self._sync = sync
         self._checking = replace(checking, reference=None)  # which the check itself lets go
-        self._first_step = _first_step(part, plan, mesh, checking)
+        self._loss = part.execution.loss
+
+        def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return whole_tensor(tensor, part.shardings.get(name), mesh)
+
+        self._check = PlanCheck(
+            part,
+            plan=plan,
+            mesh=mesh,
+            precision=checking.precision,
+            counter=checking.counter,
+            coupling=checking.coupling,
+            reference=checking.reference,
+            whole=whole,
+            is_off=checking.is_off,
+            has_values=checking.has_values,
+            every=checking.every,
+        )
 
     def meet(self, call: Call, size: int = 0) -> list[int]:
         """Return the sequences that every rank brings to `call`; all ranks make it together."""
         return self._sync.meet(call, size) if self._checking.has_values else [size] * self._mesh.world.size
 
     def divide(
-        self, call: Call, inputs: Any, targets: Any, *, guarded: Callable[[Callable[[], LossRule]], LossRule]
-    ) -> tuple[list[MicroBatch], LossRule]:
-        """Return the micro-batches of `call`, and by what rule their losses make up that of the global batch.
+        self, call: Call, inputs: Any, targets: Any, *, guarded: Callable[[Callable[[], None]], None]
+    ) -> list[MicroBatch]:
+        """Return the micro-batches of `call` with their weights, and have the loss divide sums by all targets.
 
-        `guarded` runs the check of the first batch, and puts its errors in words.
+        `guarded` runs the check of a batch, and puts its errors in words.
         """
-        device = self._mesh.world.device
+        device, checking = self._mesh.world.device, self._checking
         inputs = with_rows_repeated(inputs, targets)
         sizes = self.meet(call, batch_size(inputs, targets))
         division = self.divider.divide(sizes, is_step=call == "step")
         inputs, targets = to_device(inputs, device), to_device(targets, device)
-        if self._checking.gathers and division.count > 1:
+        pieces = split_batch(inputs, targets, division)
+        gathers = checking.coupling == "gather" and self._mesh.size("dp") > 1
+        if gathers and division.count > 1:
             raise UsageError(
-                f"gather_outputs, and the ranks have {sizes} sequences: their outputs cannot be joined",
+                f"batch_coupling='gather', and the ranks have {sizes} sequences: their outputs cannot be joined",
                 hint="give each rank as many, in one micro-batch; job.shard does",
             )
-        rule = self._rule(call, division, (inputs, targets), sizes, guarded)
-        pieces = split_batch(inputs, targets, division)
-        if rule.kind == "counted":
-            return pieces, rule
-        if rule.kind == "targets":
-            counts = count_micro_batches(pieces, self._checking.count_targets or counted_targets, device)
-            total = counts.sum()
-            if self._mesh.group("dp") is not None:
-                dist.all_reduce(total, group=self._mesh.group("dp"))
-            return weigh(pieces, counts / total.clamp(min=torch.finfo(total.dtype).tiny)), rule
-        if rule.kind == "gathered":
-            return weigh(pieces, [1.0 / self._mesh.size("dp")]), rule
-        whole = global_sequences(sizes, self._mesh) if rule.kind == "sequences" else 1
-        each = [piece.num_sequences if rule.kind == "sequences" else float(piece.num_sequences > 0) for piece in pieces]
-        return weigh(pieces, [count / whole for count in each]), rule
+        if self._check.is_due(call):
+            with ExitStack() as stack:
+                stack.enter_context(_uncounted_memory(device))
+                if checking.agreement is not None:
+                    words = "the check before the first" if not self._sync.num_steps else "the check of a"
+                    stack.enter_context(checking.agreement.on(f"{words} {call}"))
+                stack.enter_context(explained_timeouts(lambda: f"the check of engine.{call}"))
+                guarded(lambda: self._check.run(call, pieces, sizes))
+        self._loss.gathers, self._loss.total = gathers, None
+        is_divided = division.count * self._mesh.size("dp") > 1
+        if gathers or not is_divided:
+            return weigh(pieces, [1.0 / self._mesh.size("dp")] * len(pieces))
+        self._loss.total, weights = self._weights(pieces, sizes)
+        return weigh(pieces, weights)
 
-    def share_state(self) -> None:
-        """Keep what the forward pass of a divided batch has written the same on all replicas.
+    def _weights(
+        self, pieces: list[MicroBatch], sizes: list[int]
+    ) -> tuple[torch.Tensor | float, torch.Tensor | list[float]]:
+        """Return the targets of the global batch, and the share of them that each of `pieces` has."""
+        counter = self._checking.counter
+        if not self._checking.has_values or not counter.reads_values(pieces[0].inputs, pieces[0].targets):
+            whole = float(global_sequences(sizes, self._mesh))
+            return whole, [one.num_sequences / whole for one in pieces]
+        counts = counter.counts(pieces, self._mesh.world.device)
+        total = counts.sum()
+        if self._mesh.group("dp") is not None:
+            dist.all_reduce(total, group=self._mesh.group("dp"))
+        return total, counts / total.clamp(min=torch.finfo(total.dtype).tiny)
 
-        Raises `UnsupportedPlanError` where the first step's has written trained weights.
-        """
-        self._first_step.check_weights()
-        self._first_step.share_state()
-
-    def reload(self, reader: Reader) -> None:
-        """Take note that the state that `reader` has was loaded."""
-        self._first_step.reload(reader)
-
-    def _rule(
-        self,
-        call: Call,
-        division: Division,
-        batch: tuple[Any, Any],
-        sizes: list[int],
-        guarded: Callable[[Callable[[], LossRule]], LossRule],
-    ) -> LossRule:
-        is_divided = division.count > 1 or self._mesh.size("dp") > 1
-        if not self._checking.has_values:
-            return LossRule(kind="sequences" if is_divided else "whole")
-        first_step, trains = self._first_step, call == "step"
-        with ExitStack() as stack:
-            if first_step.is_due(is_divided=is_divided, trains=trains):
-                stack.enter_context(_uncounted_memory(self._mesh.world.device))
-                if self._checking.agreement is not None:
-                    stack.enter_context(self._checking.agreement.on(f"the check before the first {call}"))
-            return guarded(
-                lambda: first_step.check(*batch, sizes, is_divided=is_divided, trains=trains),
-            )
+    def end_step(self) -> None:
+        """Keep what the forward passes of a step have written the same on all replicas; see `PlanCheck.after_step`."""
+        self._check.after_step()
 
 
 @contextmanager
@@ -156,33 +151,3 @@ def _uncounted_memory(device: torch.device) -> Iterator[None]:
     yield
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def _first_step(
-    part: RankPart,
-    plan: ParallelPlan,
-    mesh: Mesh,
-    checking: Checking,
-) -> FirstStep:
-    def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return whole_tensor(tensor, part.shardings.get(name), mesh)
-
-    dtype = half_type(checking.precision) or torch.float32
-    counts = checking.count_targets
-    probe = LossProbe(part.execution, part.module, mesh=mesh, plan=plan, count_targets=counts, dtype=dtype)
-    verification = None
-    if checking.reference is not None:
-        verification = Verification(
-            checking.reference, part, plan=plan, mesh=mesh, precision=checking.precision, whole=whole
-        )
-    return FirstStep(
-        part,
-        probe,
-        plan=plan,
-        mesh=mesh,
-        statistics=checking.batch_statistics,
-        verification=verification,
-        gathers=checking.gathers,
-        has_values=checking.has_values,
-        gradients=GradientRule(part, mesh=mesh, plan=plan, count_targets=counts, dtype=dtype),
-    )

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paraplan.plan.files import PlanFile
 from paraplan.runtime.agreement import RankSync
 from paraplan.runtime.checkpoints.adapter_files import Adapter
-from paraplan.runtime.checks.forward_state import BatchStatistics
+from paraplan.runtime.checks.batch_coupling import Coupling
 from paraplan.runtime.checks.references import Verify
 from paraplan.runtime.data.batches import TargetCount
 from paraplan.runtime.micro_batching import Checking
@@ -28,7 +28,7 @@ class TrainingOptions:
     """What a training is made of beside the model and the plan. Only `loss_fn` and `optimizer` have no default."""
 
     loss_fn: LossFunction
-    """`loss_fn(outputs, targets)` returns a mean or a sum over its micro-batch, or `(loss_sum, count)`.
+    """`loss_fn(outputs, targets)` returns the mean over the targets of its micro-batch, or `(loss_sum, count)`.
 
     A dict of metrics may stand behind each; they are averaged as the loss is.
     """
@@ -41,7 +41,11 @@ class TrainingOptions:
     max_grad_norm: float | None = None
     """The largest norm of the whole model's gradient; a longer one is clipped."""
     count_targets: TargetCount | None = None
-    """Over how many targets the mean of a micro-batch goes, where the code of `loss_fn` does not show it."""
+    """`count_targets(targets)` says over how many targets the mean of a micro-batch goes.
+
+    By default that is how many whole numbers among `targets` (or the inputs' `labels`) are not -100, or what `loss_fn`
+    has as its `ignore_index`; without whole numbers it is the sequences.
+    """
     compile_backend: str | None = None
     """Has torch.compile compile each of the repeated blocks ("inductor", also for a plan made with --compile)."""
     example_inputs: Any = None
@@ -51,18 +55,21 @@ class TrainingOptions:
 
     The model may then be built in `runtime.without_weights()`, for one that no rank can hold whole.
     """
-    batch_statistics: BatchStatistics = "global"
-    """What buffers see that the forward pass writes (batch norm): the global batch, or each micro-batch ("local").
+    batch_coupling: Coupling = "warn"
+    """What is done where samples of a batch are compared (batch norm, contrastive losses, the balance of experts).
 
-    "global" refuses a plan under which that cannot be had.
+    "warn" computes them by parts of the batch, as DistributedDataParallel does, and says so with the losses of both
+    ways; "refuse" ends the training there. "gather" gives batch norms the statistics, and `loss_fn` the outputs and
+    targets, of the global batch.
     """
     verify: Verify = "auto"
-    """Whether the first step is checked beside the model itself, on two sequences: loss, gradients and buffers.
+    """Whether steps are checked: that the plan trains as the model itself does, and how the batch is coupled.
 
-    "auto" does so where the plan changes the model and a copy of it is small beside the free memory, "full" always.
+    The first is loss, gradients and buffers beside one process; "auto" does so where the plan changes the model and its
+    weights, or those of one block at a time, fit beside it, "full" always. "off" checks nothing.
     """
-    gather_outputs: bool = False
-    """Whether `loss_fn` gets outputs and targets of the global batch, whose sequences it compares (contrastive)."""
+    verify_every: int | None = None
+    """After how many steps that is done again: by default in steps 2, 10, 100, 1,000 and so on, with 0 never."""
     find_unused: bool = False
     """Whether some parameters take no part in some steps, under ZeRO or a pipeline; DDP needs no word of it."""
     recompute: RecomputePolicy | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +19,21 @@ from paraplan.plan.training import TrainingPrecision
 
 def compute_context(precision: TrainingPrecision, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context of a forward pass with its loss: autocast to 16 bits, or nothing for fp32."""
-    dtype = half_type(precision)
+    dtype = None if _computes_exactly.get() else half_type(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Have contexts of forward passes cast nothing in this one, for trials whose rounding would hide what they show."""
+    token = _computes_exactly.set(True)
+    try:
+        yield
+    finally:
+        _computes_exactly.reset(token)
+
+
+_computes_exactly = ContextVar("computes_exactly", default=False)
 
 
 def half_type(precision: TrainingPrecision) -> torch.dtype | None:

@@ -32,7 +32,6 @@ from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.step.execution import Execution, evaluation_mode
-from paraplan.runtime.step.loss import LossRule
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
 from paraplan.runtime.torch_private import pytree
 
@@ -80,8 +79,8 @@ def predict(execution: Execution, micro_batches: Sequence[MicroBatch], mesh: Mes
         found[number] = map_outputs(lambda _, tensor: whole_output(tensor, context), _plain_outputs(outputs))
         return torch.zeros((), device=mesh.world.device)
 
-    pieces = [replace(piece, targets=number, weight=1.0) for number, piece in enumerate(micro_batches)]
-    with execution.loss.replaced(keep, LossRule(kind="whole")):
+    pieces = [replace(piece, targets=number) for number, piece in enumerate(micro_batches)]
+    with execution.loss.replaced(keep):
         execution.evaluate(pieces)
     joined = _join([found[number] for number in sorted(found)], pieces) if found else None
     return joined if mesh.group("pp") is None else _from_the_last_stage(joined, mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from paraplan.runtime.checkpoints.saving import (
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.block_order import BlockOrders
+from paraplan.runtime.hands import Hands
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
 from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
@@ -72,6 +74,10 @@ class TrainingState:
             self._sync.orders = BlockOrders(part.orders, plan, mesh)
         self._losses = LossWatch(mesh.world)
         self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, plan=plan, mesh=mesh)
+        has_values = engine_options.checking.has_values
+        self._hands = Hands(part, optimizer, plan=plan, mesh=mesh, has_values=has_values)
+        has_writes = weakref.WeakMethod(self._hands.has_writes)  # what ends the job holds the sync until the end
+        self._sync.has_writes = lambda: (call := has_writes()) is not None and call()
         self._average: ParameterAverage | None = None
         self._status = engine_options.status
         self._folder: Path | None = None
@@ -143,7 +149,6 @@ class TrainingState:
             free_gathered(self._part.module)
             self._writer.finish()
             self._sync.num_steps = load_checkpoint(Path(folder), self._source())
-            self._batches.reload(FolderReader(Path(folder)))
 
     def resume(self, folder: str | Path) -> bool:
         """Go on from the newest state of this training, if there is one; return whether there was. Every rank calls it.
@@ -190,7 +195,6 @@ class TrainingState:
             lacks = num_steps = 0
             try:
                 num_steps = load_from(copy[1], self._source())
-                self._batches.reload(copy[1])
             except OtherGaveUpError:
                 return False
             except CheckpointError as error:  # a node is gone with its part: the checkpoint is what is left
@@ -269,6 +273,7 @@ class TrainingState:
             raise UsageError("there is no average of the parameters", hint="call engine.average(decay) before training")
         with self._average.in_place(self._part.module):
             yield
+        self._hands.note_weights()
 
     def _refuse_averages(self, call: str) -> None:
         if self._average is not None and self._average.is_in_place:
@@ -306,6 +311,7 @@ class TrainingState:
     def _explained(self, call: Call) -> AbstractContextManager[Any]:
         """Have a timeout or a lost connection in this context say what the other rank did."""
         stack = ExitStack()
+        stack.callback(self._hands.note_weights)
         stack.enter_context(self._status.timed(call, self._sync))
 
         def name() -> str:

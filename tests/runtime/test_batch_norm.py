@@ -1,4 +1,4 @@
-"""Buffers that forward passes write: those of the global batch, or refused, or of micro-batches where asked for."""
+"""Buffers that forward passes write: from parts of a batch, and told so, or from the global batch where asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rank_harness import RankHarness
 from torch import nn
 
 from paraplan import runtime
-from paraplan.errors import ParaplanError, UnsupportedPlanError
+from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.engine import Engine
 
@@ -180,41 +180,41 @@ def refusal(model: nn.Module, plan: ParallelPlan, **options: Any) -> str:
 
 
 def on_ranks(folder: str) -> tuple[dict[str, Trained], dict[str, str], list[Any]]:
-    by_plan = {name: trained(name, TWO) for name in MODELS}
-    by_plan["2d zero3"] = trained("2d", TWO.replace(zero_stage=3))
-    by_plan["blocks recompute"] = trained("blocks", TWO.replace(recompute="full"))
+    gathers = {"batch_coupling": "gather"}
+    by_plan = {name: trained(name, TWO, **gathers) for name in MODELS}
+    by_plan["2d zero3"] = trained("2d", TWO.replace(zero_stage=3), **gathers)
+    by_plan["blocks recompute"] = trained("blocks", TWO.replace(recompute="full"), **gathers)
     said = {
-        "norm": refusal(model_of("2d"), FOUR_PARTS),
-        "counter in parts": refusal(model_of("counter"), FOUR_PARTS),
-        "average": refusal(Counting(by_data=True), TWO),
-        "average, local": refusal(Counting(by_data=True), TWO, batch_statistics="local"),
+        "norm": refusal(model_of("2d"), FOUR_PARTS, batch_coupling="refuse"),
+        "gathered norm": refusal(model_of("2d"), FOUR_PARTS, **gathers),
+        "average": refusal(Counting(by_data=True), TWO, batch_coupling="refuse"),
+        "average, told": refusal(Counting(by_data=True), TWO),
     }
     local = []
     for model in (model_of("2d"), Counting(by_data=True)):
-        engine = prepared(model, FOUR_PARTS, batch_statistics="local")
+        engine = prepared(model, FOUR_PARTS)
         steps(engine, FOUR_PARTS)
         engine.save(f"{folder}/{type(model).__name__}")
         here = buffers(engine)
         going_on = steps(engine, FOUR_PARTS, range(NUM_STEPS, 2 * NUM_STEPS))
-        engine = prepared(
-            type(model)(by_data=True) if isinstance(model, Counting) else Images(), FOUR_PARTS, batch_statistics="local"
-        )
+        engine = prepared(type(model)(by_data=True) if isinstance(model, Counting) else Images(), FOUR_PARTS)
         engine.load(f"{folder}/{type(model).__name__}")
         local.append((here, going_on, steps(engine, FOUR_PARTS, range(NUM_STEPS, 2 * NUM_STEPS))))
     return by_plan, said, local
 
 
 @pytest.mark.ranks
-def test_batch_norm_over_ranks_is_that_of_one_process_or_refused_or_local(ranks: RankHarness, tmp_path: Path) -> None:
+def test_batch_norm_over_ranks_is_that_of_one_process_or_refused_or_of_parts(
+    ranks: RankHarness, tmp_path: Path
+) -> None:
     by_rank = ranks.run(on_ranks, str(tmp_path), size=2)
     for by_plan, said, local in by_rank:
         for case, found in by_plan.items():
             assert_same(found, plainly(case.removesuffix(" zero3").removesuffix(" recompute")), case)
-        assert "(BatchNorm2d) takes statistics over a batch that num_microbatches=2, cp=1 divides" in said["norm"]
-        for case in ("counter in parts", "average"):
-            assert said[case].startswith("UnsupportedPlanError: the model writes seen in its forward pass"), case
-            assert "batch_statistics='local'" in said[case]
-        assert said["average, local"] == "no error"
+        assert said["norm"].startswith("UnsupportedPlanError: the model writes norm.running_mean from its batch")
+        assert "batch_coupling='gather' needs the outputs of a whole step at once" in said["gathered norm"]
+        assert said["average"].startswith("UnsupportedPlanError: the model writes seen from its batch")
+        assert said["average, told"] == "no error"
         for _, losses, again in local:
             assert losses == again
     (_, _, first), (_, _, second) = by_rank
@@ -225,36 +225,31 @@ def test_batch_norm_over_ranks_is_that_of_one_process_or_refused_or_local(ranks:
 
 
 @pytest.mark.parametrize("name", ["2d", "blocks"])
-def test_micro_batches_of_a_batch_norm_are_refused_unless_their_own_statistics_will_do(name: str) -> None:
+def test_micro_batches_of_a_batch_norm_have_their_own_statistics_and_that_is_told(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plan = ParallelPlan(micro_batch_size=2, num_microbatches=4)
-    with pytest.raises(UnsupportedPlanError, match=r"\(BatchNorm.d\) takes statistics over a batch that num_microbatc"):
-        prepared(model_of(name), plan)
-    engine = prepared(model_of(name), plan, batch_statistics="local")
+    engine = prepared(model_of(name), plan)
+    caplog.clear()
     steps(engine, plan)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum(words.startswith("this model compares samples: loss ") for words in said) == 1
     assert all(value > 0 for key, value in buffers(engine).items() if key.endswith("tracked"))
 
 
 def test_recompute_counts_a_batch_once() -> None:
     plan = ParallelPlan(micro_batch_size=BATCH, recompute="full")
     assert_same(trained("blocks", plan), plainly("blocks"), "recompute")
-    engine = prepared(
-        model_of("blocks"), plan.replace(num_microbatches=4, micro_batch_size=2), batch_statistics="local"
-    )
+    engine = prepared(model_of("blocks"), plan.replace(num_microbatches=4, micro_batch_size=2))
     steps(engine, plan)
     assert {value.item() for key, value in buffers(engine).items() if key.endswith("calls")} == {4.0 * NUM_STEPS}
-
-
-def test_a_counter_of_calls_is_refused_where_a_step_has_several() -> None:
-    engine = prepared(model_of("counter"), ParallelPlan(micro_batch_size=4, num_microbatches=2))
-    with pytest.raises(UnsupportedPlanError, match="the model writes seen in its forward pass, and dp=1 x"):
-        engine.step(*batches()[0])
 
 
 def in_stages() -> list[tuple[str, Trained, Trained]]:
     found = []
     for schedule in ("1f1b", "zero_bubble"):
         plan = ParallelPlan(pp=2, micro_batch_size=2, num_microbatches=4, pipeline_schedule=schedule)
-        options = {"batch_statistics": "local", "example_inputs": torch.zeros(2, 2, 4, 4), "verify": "off"}
+        options = {"example_inputs": torch.zeros(2, 2, 4, 4), "verify": "off"}
         kept, again = (trained("blocks", plan.replace(recompute=how), **options) for how in ("none", "full"))
         found.append((schedule, kept, again))
     return found
@@ -292,9 +287,7 @@ class SharedCounter(Blocks):
 
 def refused_in_stages() -> str:
     plan = ParallelPlan(pp=2, micro_batch_size=4, num_microbatches=2, pipeline_schedule="1f1b", recompute="full")
-    return refusal(
-        SharedCounter(), plan, batch_statistics="local", example_inputs=torch.zeros(2, 2, 4, 4), verify="off"
-    )
+    return refusal(SharedCounter(), plan, example_inputs=torch.zeros(2, 2, 4, 4), verify="off")
 
 
 @pytest.mark.ranks

@@ -98,7 +98,7 @@ def test_blocks_that_one_rank_leaves_out_are_named_before_anything_is_gathered(
 def test_passes_that_verify_a_plan_are_not_those_that_are_compared(ranks: RankHarness) -> None:
     plan = ParallelPlan(dp=2, zero_stage=3, micro_batch_size=BATCH // 2)
     for step, said in ranks.run(train, LeavesOutLate, plan, 4, "auto", size=2):
-        assert step == 2
+        assert step == 1  # whose check makes two passes more
         assert "ranks enter none of the blocks that are left and layers.3" in said
 
 

@@ -30,6 +30,7 @@ KINDS: dict[str, Callable[[Case], bool]] = {
 # With seed 20 run more pairs of each kind, many of them refused; these begin with one that is trained on few ranks.
 SEED = 20
 SEEDS_OF_ONE = dict.fromkeys(KINDS, 3) | {"split layers": 4, "several axes": 20}
+# Of split sequences the one may be refused: attention that a block writes out itself is.
 
 
 def pairs_of(kind: str) -> list[Case]:
@@ -55,7 +56,7 @@ def test_random_models_train_as_in_plain_torch_or_are_refused_under(kinds: list[
     failures = [described(verdict) for verdict in verdicts if verdict.is_failure]
     assert len(verdicts) == len(cases)
     assert not failures, "\n".join(failures)
-    refused = [verdict.message for verdict in verdicts if verdict.status == "refused"]
+    refused = [verdict.message for verdict in verdicts if verdict.status == "refused" and verdict.case.plan.cp == 1]
     assert len(refused) < len(cases) if with_all(kinds) else not refused
 
 

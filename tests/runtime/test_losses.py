@@ -1,4 +1,4 @@
-"""What `loss_fn` may return: the loss and gradients of a batch that is divided are those of one process, or refused."""
+"""What `loss_fn` may return: loss and gradients of a divided batch are those of one process, or it is told."""
 
 from __future__ import annotations
 
@@ -151,7 +151,6 @@ LOSSES: dict[str, Loss] = {
     one.__name__: one
     for one in (
         ignored,
-        weighed_classes,
         another_index,
         smoothed,
         masked_sum,
@@ -163,17 +162,13 @@ LOSSES: dict[str, Loss] = {
         selected,
         with_z_loss,
         two_means,
-        added_up,
-        side_by_side,
         without_nan,
-        of_all,
-        plain_mean,
-        soft_targets,
-        divergence,
-        summed,
         sum_and_count,
     )
 }
+SEQUENCES: dict[str, Loss] = {one.__name__: one for one in (of_all, plain_mean, soft_targets, divergence)}
+"""Means over all targets, of which `labels` leave some out."""
+OTHERWISE: dict[str, Loss] = {one.__name__: one for one in (weighed_classes, added_up, side_by_side, summed)}
 
 
 def batch_of(masked: int, size: int = BATCH) -> tuple[torch.Tensor, Targets]:
@@ -194,7 +189,7 @@ def model_of() -> nn.Module:
 def plain(name: str, masked: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and the gradients of the whole batch in plain torch."""
     model, (inputs, targets) = model_of(), batch_of(masked)
-    loss = LOSSES[name](model(inputs), targets)
+    loss = (LOSSES | SEQUENCES | OTHERWISE)[name](model(inputs), targets)
     loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
     loss.backward()
     return loss.item(), {key: value.grad for key, value in model.named_parameters()}
@@ -214,9 +209,9 @@ def share_of(batch: tuple[torch.Tensor, Targets], plan: ParallelPlan) -> tuple[t
     return batch[0][rows], {key: value[rows] for key, value in batch[1].items()}
 
 
-def divided(name: str, plan: ParallelPlan, masked: int) -> tuple[float, float, dict[str, torch.Tensor]]:
+def divided(name: str, plan: ParallelPlan, masked: int, **options: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Return the losses of eval_step and step, and the gradients, of a batch that `plan` divides."""
-    engine = prepared(LOSSES[name], plan)
+    engine = prepared((LOSSES | SEQUENCES)[name], plan, **options)
     batch = share_of(batch_of(masked), plan)
     losses = engine.eval_step(*batch).item(), engine.step(*batch).item()
     return *losses, {key: engine.whole(key, value.grad) for key, value in engine.parameters.items()}
@@ -242,6 +237,49 @@ def test_micro_batches_have_the_loss_and_the_gradients_of_the_whole_batch(name: 
         expected = plain(name, masked)
         for count in counts:
             assert_same(divided(name, cut_into(count), masked), expected, f"{name}, {count}, {masked}")
+
+
+def test_a_mean_over_all_targets_is_that_of_the_batch_where_these_are_counted() -> None:
+    for name in SEQUENCES:
+        found = divided(name, cut_into(2), 2, count_targets=lambda targets: float(len(targets["mask"])))
+        assert_same(found, plain(name, 2), name)
+
+
+def told(caplog: pytest.LogCaptureFixture, loss: Loss, plan: ParallelPlan, **options: Any) -> list[str]:
+    """Return what a first step says."""
+    caplog.clear()
+    prepared(loss, plan, **options).step(*batch_of(2))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_mean_over_other_targets_than_are_counted_is_told_with_both_losses(caplog: pytest.LogCaptureFixture) -> None:
+    for name in (*SEQUENCES, "weighed_classes"):
+        (said,) = told(caplog, (SEQUENCES | OTHERWISE)[name], cut_into(4))
+        words, number = said.split(" of the whole batch, ")[0].rsplit(" ", 1)
+        assert words == "the mean of loss_fn goes over other targets than are counted: loss", name
+        assert float(number) == pytest.approx(plain(name, 2)[0], rel=1e-6)
+        assert "return (loss_sum, count) from loss_fn, or give job.prepare(" in said
+    (said,) = told(caplog, summed, cut_into(4))
+    assert said.startswith("loss_fn returns a sum, and is taken for a mean over its micro-batch: loss ")
+    for loss in (added_up, side_by_side):
+        assert len(told(caplog, loss, cut_into(4))) == 1
+    for loss in (ignored, masked_sum, sum_and_count):
+        assert told(caplog, loss, cut_into(4)) == []
+
+
+def test_the_index_that_a_loss_ignores_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    inputs, targets = batch_of(2)
+    labels = targets["labels"].clamp(min=0).flatten(0, 1).view(BATCH, TOKENS)
+    reference = model_of()
+    expected = F.cross_entropy(reference(inputs).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+    class Loss(nn.CrossEntropyLoss):
+        def forward(self, logits: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+            return super().forward(logits.flatten(0, 1), given.flatten())
+
+    engine = prepared(Loss(ignore_index=0), cut_into(2))
+    assert engine.step(inputs, labels).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert not caplog.records
 
 
 # Losses that the model computes
@@ -278,8 +316,10 @@ def test_a_loss_that_the_model_computes_counts_its_targets() -> None:
         reference(**labelled(masked))["loss"].backward()
         loss = reference(**labelled(masked))["loss"].item()
         for count in (1, 2, 4):
-            engine = prepared(own_loss, cut_into(count), copy.deepcopy(model), example_inputs=None)
-            assert engine.step(labelled(masked), torch.zeros(BATCH)).item() == pytest.approx(loss, rel=1e-6)
+            counted = {"example_inputs": None, "count_targets": lambda labels: (labels[:, 1:] != -100).sum()}
+            engine = prepared(own_loss, cut_into(count), copy.deepcopy(model), **counted)
+            batch = labelled(masked)
+            assert engine.step(batch, batch["labels"]).item() == pytest.approx(loss, rel=1e-6)
             for name, one in reference.named_parameters():
                 torch.testing.assert_close(engine.parameters[name].grad, one.grad, rtol=1e-5, atol=1e-6)
 
@@ -322,6 +362,25 @@ def with_metrics(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, 
 
 def sum_with_metrics(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     return *sum_and_count(logits, targets), with_metrics(logits, targets)[1]
+
+
+def with_extremes(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, dict[str, Any]]:
+    z = logits.logsumexp(-1)
+    return masked_sum(logits, targets), {"top": (z.max(), "max"), "least": (z.min(), "min"), "rows": (len(z), "sum")}
+
+
+def extremes_of(plan: ParallelPlan) -> dict[str, float]:
+    engine = prepared(with_extremes, plan)
+    engine.step(*share_of(batch_of(2), plan))
+    return {name: value.item() for name, value in engine.metrics.items()}
+
+
+def test_metrics_that_are_no_means_are_brought_together_as_they_say() -> None:
+    with torch.no_grad():
+        z = model_of()(batch_of(2)[0]).logsumexp(-1)
+    expected = {"top": z.max().item(), "least": z.min().item(), "rows": BATCH}
+    for count in (1, 4):
+        assert extremes_of(cut_into(count)) == pytest.approx(expected, rel=1e-5)
 
 
 def expected_metrics() -> tuple[float, float]:
@@ -374,10 +433,11 @@ def test_what_a_loss_may_not_return_is_said(bad: Loss, words: str, count: int) -
 
 
 def test_another_metric_in_a_later_step_is_refused() -> None:
-    names = iter(["first", "first", "second"])
-    engine = prepared(lambda x, t: (plain_mean(x, t), {next(names): 1.0}), None)
+    name = "first"
+    engine = prepared(lambda x, t: (plain_mean(x, t), {name: 1.0}), None)
     engine.step(*batch_of(2))
     engine.step(*batch_of(2))
+    name = "second"
     with pytest.raises(UsageError, match="the metric 'second', which it did not return at first"):
         engine.step(*batch_of(2))
 
@@ -403,7 +463,7 @@ def over_the_deviation(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
 
 
 TWO_STAGES = ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2)
-REFUSED = {"contrastive": contrastive, "balance": balance, "over_the_deviation": over_the_deviation}
+COMPARING = {"contrastive": contrastive, "balance": balance, "over_the_deviation": over_the_deviation}
 
 
 def refusal(engine: Engine, batch: tuple[torch.Tensor, Targets]) -> str:
@@ -417,92 +477,94 @@ def refusal(engine: Engine, batch: tuple[torch.Tensor, Targets]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_loss_that_does_not_add_up_over_the_parts_of_a_batch_is_refused(name: str) -> None:
-    said = refusal(prepared(REFUSED[name], cut_into(2)), batch_of(2))
-    assert "UnsupportedPlanError: the loss of two sequences together is " in said
-    assert "does not add up over the parts of a batch, which dp=1 x num_microbatches=2 divides" in said
-    assert "return (loss_sum, count) from loss_fn" in said
-    assert refusal(prepared(REFUSED[name], cut_into(1)), batch_of(2)) == "no error"
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_loss_that_compares_sequences_is_told_or_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = told(caplog, COMPARING[name], cut_into(2))
+    model, (inputs, targets) = model_of(), batch_of(2)
+    whole = COMPARING[name](model(inputs), targets).item()
+    words, number = said.split(" of the whole batch, ")[0].rsplit(" ", 1)
+    assert (words, float(number)) == ("this model compares samples: loss", pytest.approx(whole, rel=1e-6))
+    assert " in 2 parts; parts are computed by themselves, as DDP does" in said
+    engine = prepared(COMPARING[name], cut_into(2), batch_coupling="refuse")
+    assert refusal(engine, batch_of(2)).startswith("UnsupportedPlanError: this model compares samples: loss ")
+    assert told(caplog, COMPARING[name], cut_into(1)) == []
 
 
 @pytest.mark.parametrize("plan", [cut_into(2), TWO_STAGES], ids=["micro-batches", "stages"])
 def test_outputs_are_gathered_only_where_they_are_there_together(plan: ParallelPlan) -> None:
     job = runtime.init(ParallelPlan(), shows_progress=False)
-    with pytest.raises(UnsupportedPlanError, match="gather_outputs needs the outputs of a whole step at once"):
-        replace(job, plan=plan).prepare(model_of(), loss_fn=contrastive, optimizer=sgd, gather_outputs=True)
+    with pytest.raises(UnsupportedPlanError, match="batch_coupling='gather' needs the outputs of a whole step at once"):
+        replace(job, plan=plan).prepare(model_of(), loss_fn=contrastive, optimizer=sgd, batch_coupling="gather")
 
 
-def test_a_loss_that_becomes_something_else_is_refused() -> None:
-    calls: list[int] = []
+class Noisy(nn.Module):
+    """Draws noise in evaluation too, as a variational autoencoder does."""
 
-    def changing(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
-        calls.append(1)
-        return masked_sum(logits, targets) if len(calls) <= tried else logits.std()
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder(2)
 
-    tried = 10**6
-    prepared(changing, cut_into(2)).step(*batch_of(2))
-    tried, calls = len(calls), []
-    engine = prepared(changing, cut_into(2))
-    engine.step(*batch_of(2))
-    with pytest.raises(UsageError, match="a mean over a known number of targets at first, and now something else"):
-        engine.step(*batch_of(2))
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.decoder(tokens)
+        return logits + torch.randn_like(logits)
 
 
-def means_over_two_masks(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
-    losses, other = token_losses(logits, targets), targets["other"].flatten()
-    return masked_sum_of_one_mask(losses, mask_of(targets)) + masked_sum_of_one_mask(losses.square(), other)
+def test_noise_in_evaluation_is_no_comparison_of_sequences(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    prepared(plain_mean, cut_into(2), Noisy(), count_targets=lambda given: float(len(given["mask"]))).step(*batch_of(2))
+    assert not caplog.records
 
 
-@pytest.mark.parametrize("in_proportion", [True, False])
-def test_means_over_other_numbers_of_targets_are_counted_before_a_step_where_these_are_in_no_proportion(
-    in_proportion: bool,
-) -> None:
-    inputs, targets = batch_of(2)
-    targets["mask"] = torch.ones(BATCH, TOKENS)
-    targets["other"] = torch.ones(BATCH, TOKENS)
-    targets["other"][:, 0] = 0.0
-    targets["other"][3, 1] = float(in_proportion)
-    reference = model_of()
-    expected = means_over_two_masks(reference(inputs), targets)
-    expected.backward()
-    passes: list[int] = []
-
-    def noted(logits: torch.Tensor, given: Targets) -> torch.Tensor:
-        passes.append(len(logits))
-        return means_over_two_masks(logits, given)
-
-    engine = prepared(noted, cut_into(2))
-    assert engine.eval_step(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
-    for once in (2, 6), (2, 4):
-        passes.clear()
-        engine.optimizer.param_groups[0]["lr"] = 0.0
-        assert engine.step(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
-        for name, one in reference.named_parameters():
-            torch.testing.assert_close(engine.parameters[name].grad, one.grad, rtol=1e-5, atol=1e-6)
-        assert len(passes) == once[0 if in_proportion else 1]
-
-
-def weighed_by_uncertainty(outputs: tuple[torch.Tensor, torch.Tensor], targets: Targets) -> torch.Tensor:
-    logits, size = outputs
-    return masked_sum(logits, targets) * (-size).exp() + size + 1e-2 * size.square().sum()
-
-
-def test_parameters_in_the_loss_count_as_constants_of_the_batch() -> None:
-    class Weighed(nn.Module):
+def test_what_lies_behind_zeros_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Mixing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.decoder, self.size = model_of(), nn.Parameter(torch.tensor(0.3))
+            self.decoder, self.gate = Decoder(2), nn.Parameter(torch.zeros(()))
 
-        def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.decoder(tokens), self.size
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits = self.decoder(tokens)
+            return logits - self.gate * logits.mean(0, keepdim=True)
 
-    reference, batch = Weighed(), batch_of(2)
-    weighed_by_uncertainty(reference(batch[0]), batch[1]).backward()
-    engine = prepared(weighed_by_uncertainty, cut_into(2), Weighed())
-    engine.step(*batch)
-    for name, one in reference.named_parameters():
-        torch.testing.assert_close(engine.parameters[name].grad, one.grad, rtol=1e-5, atol=1e-6)
+    caplog.clear()
+    prepared(ignored, cut_into(2), Mixing()).step(*batch_of(2))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("this model compares samples: loss ")
+
+
+def test_a_term_that_begins_later_is_told_where_a_step_is_checked_again(caplog: pytest.LogCaptureFixture) -> None:
+    strength = 0.0
+
+    def growing(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+        return ignored(logits, targets) + strength * contrastive(logits, targets)
+
+    said = []
+    engine = prepared(growing, cut_into(2))
+    for step in range(1, 11):
+        caplog.clear()
+        engine.step(*batch_of(2))
+        said.append(len(caplog.records))
+        strength = 0.1 * (step > 2)
+    assert said == [0] * 9 + [1]
+    seldom = prepared(growing, cut_into(2), verify_every=0)
+    caplog.clear()
+    strength = 0.0
+    for later in (0.1, 0.1, 0.1):
+        seldom.step(*batch_of(2))
+        strength = later
+    assert not caplog.records
+
+
+def test_forms_of_a_loss_stay() -> None:
+    forms = {"sums": True}
+
+    def changing(logits: torch.Tensor, targets: Targets) -> Any:
+        return sum_and_count(logits, targets) if forms["sums"] else masked_sum(logits, targets)
+
+    engine = prepared(changing, cut_into(2))
+    engine.step(*batch_of(2))
+    forms["sums"] = False
+    with pytest.raises(UsageError, match=r"a mean for some micro-batches, and \(loss_sum, count\) for others"):
+        engine.step(*batch_of(2))
 
 
 # Ranks
@@ -513,10 +575,8 @@ DIVIDED = (
     "masked_sum",
     "read_count",
     "picked",
-    "added_up",
     "with_z_loss",
     "without_nan",
-    "summed",
     "sum_and_count",
 )
 
@@ -529,9 +589,13 @@ def losses_on_ranks(sharded: Sequence[str]) -> tuple[dict[str, Any], list[Any], 
     for name in sharded:
         losses[f"{name} 1 1"] = divided(name, cut_into(1, dp=2, zero_stage=2), 1)
     metrics = [found_metrics(cut_into(2, dp=2)), found_metrics(TWO_STAGES)]
+    assert extremes_of(cut_into(2, dp=2)) == pytest.approx(extremes_of(TWO_STAGES), rel=1e-5)
     plan = cut_into(1, dp=2)
-    refused = {name: refusal(prepared(loss, plan), share_of(batch_of(2), plan)) for name, loss in REFUSED.items()}
-    refused["stages"] = refusal(prepared(balance, TWO_STAGES), batch_of(2))
+    strict = {"batch_coupling": "refuse"}
+    refused = {
+        name: refusal(prepared(loss, plan, **strict), share_of(batch_of(2), plan)) for name, loss in COMPARING.items()
+    }
+    refused["stages"] = refusal(prepared(balance, TWO_STAGES, **strict), batch_of(2))
     return losses, metrics, refused
 
 
@@ -546,19 +610,19 @@ def gathered_losses() -> tuple[dict[str, Any], dict[str, str]]:
     """Return what losses over the global batch come to under plans of data parallelism, and what is refused."""
     found, refused = {}, {}
     for plan in (cut_into(1, dp=2), cut_into(1, dp=2, zero_stage=3)):
-        for name, loss in REFUSED.items():
-            engine = prepared(loss, plan, gather_outputs=True)
+        for name, loss in COMPARING.items():
+            engine = prepared(loss, plan, batch_coupling="gather")
             batch = share_of(batch_of(2), plan)
             losses = engine.eval_step(*batch).item(), engine.step(*batch).item()
             gradients = {key: engine.whole(key, value.grad) for key, value in engine.parameters.items()}
             found[f"{name} {plan.zero_stage}"] = (*losses, gradients)
-        options = {"gather_outputs": True, "verify": "off"}
+        options = {"batch_coupling": "gather"}
         own = prepared(lambda outputs, _: outputs[1], plan, inside(model_of()), **options)
         refused[f"in the model {plan.zero_stage}"] = refusal(own, batch)
-    uneven = prepared(contrastive, plan, gather_outputs=True)
+    uneven = prepared(contrastive, plan, batch_coupling="gather")
     rank = torch.distributed.get_rank()
     refused["uneven"] = refusal(uneven, (batch[0][rank:], {key: value[rank:] for key, value in batch[1].items()}))
-    whole = prepared(contrastive, ParallelPlan(tp=2, micro_batch_size=4), gather_outputs=True)
+    whole = prepared(contrastive, ParallelPlan(tp=2, micro_batch_size=4), batch_coupling="gather")
     found["contrastive tp"] = (*[whole.step(*batch_of(2)).item()] * 2, {})
     return found, refused
 
@@ -568,11 +632,11 @@ def test_a_loss_over_the_global_batch_is_that_of_one_process_where_its_outputs_a
     for found, refused in ranks.run(gathered_losses, size=2):
         for case, values in found.items():
             model, (inputs, targets) = model_of(), batch_of(2)
-            loss = REFUSED[case.split()[0]](model(inputs), targets)
+            loss = COMPARING[case.split()[0]](model(inputs), targets)
             loss.backward()
             gradients = {key: value.grad for key, value in model.named_parameters() if key in values[2]}
             assert_same(values, (loss.item(), gradients), case)
-        assert "gather_outputs, and the ranks have [2, 1] sequences" in refused.pop("uneven")
+        assert "batch_coupling='gather', and the ranks have [2, 1] sequences" in refused.pop("uneven")
         for said in refused.values():
             assert "where its outputs are gathered from dp=2 ranks: loss_fn does not compute it" in said
 
@@ -580,11 +644,11 @@ def test_a_loss_over_the_global_batch_is_that_of_one_process_where_its_outputs_a
 @pytest.mark.ranks
 def test_ranks_have_losses_gradients_metrics_and_refusals_of_one_process(ranks: RankHarness) -> None:
     # Gradients are summed the same way whatever weighs them: a mean, a mask, a sum, and a sum with its count.
-    sharded = with_all(DIVIDED) or ("ignored", "masked_sum", "summed", "sum_and_count")
+    sharded = with_all(DIVIDED) or ("ignored", "masked_sum", "sum_and_count")
     for losses, metrics, refused in ranks.run(losses_on_ranks, sharded, size=2):
         for case, found in losses.items():
             name, _, masked = case.split()
             assert_same(found, plain(name, int(masked)), case)
         assert metrics == [[pytest.approx(expected_metrics(), rel=1e-5)] * 4] * 2
         for said in refused.values():
-            assert said.startswith("UnsupportedPlanError: the loss of two sequences together is ")
+            assert said.startswith("UnsupportedPlanError: this model compares samples: loss ")

@@ -99,12 +99,11 @@ def test_state_space_models_are_split_by_channels(ranks: RankHarness, family: st
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"cp": 2}], ids=str)
-def test_blocks_share_keys_that_are_split(ranks: RankHarness, degrees: dict[str, int]) -> None:
-    plan = ParallelPlan(**degrees, micro_batch_size=BATCH)
+def test_blocks_share_keys_that_are_split(ranks: RankHarness) -> None:
+    plan = ParallelPlan(tp=2, micro_batch_size=BATCH)
     for error, where, split in ranks.run(_of_family, "gemma3n_text", plan, size=2):
         assert error < 1e-5, where
-        assert plan.tp == 1 or {f"model.layers.{index}.self_attn.q_proj.weight" for index in range(4)} <= split
+        assert {f"model.layers.{index}.self_attn.q_proj.weight" for index in range(4)} <= split
 
 
 class Filtered(nn.Module):

@@ -106,7 +106,7 @@ def streamed_names(*, whole: bool) -> set[str]:
     """Return the blocks that a reference streams."""
     with memory_for(plain(), whole=whole):
         engine = prepared(PLANS["zero1"])
-    verification = engine._batches._first_step._verification
+    verification = engine._batches._check._verification
     assert verification is not None
     return set(verification._reference._streamed)
 

@@ -139,7 +139,7 @@ def _odd_tokens() -> str:
 @pytest.mark.ranks
 def test_tokens_that_do_not_divide_are_refused_with_the_shape(ranks: RankHarness) -> None:
     for said in ranks.run(_odd_tokens, size=2):
-        assert "hidden states of shape (1, 5, 16) do not divide along their tokens over tp=2 ranks" in said
+        assert "hidden states of shape (12, 5, 16) do not divide along their tokens over tp=2 ranks" in said
 
 
 def _values_left() -> set[tuple[int, ...]]:

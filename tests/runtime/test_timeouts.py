@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import RankHarness
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, Decoder, loss_fn
 
@@ -21,6 +22,10 @@ from paraplan.runtime.timeouts import Collective, CollectiveTimeoutError, defaul
 
 PATIENCE_S = 240.0
 WAIT_S = 20  # for a message that does not come; long enough to make the group that waits so
+
+
+def sgd(held: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(held, lr=0.1)
 
 
 class RestIsOverError(Exception):
@@ -59,7 +64,7 @@ def _never_meet(inside: bool) -> str:
     job = runtime.init(ParallelPlan(dp=2, micro_batch_size=GLOBAL_BATCH // 2))
     torch.manual_seed(0)
     model = Prepared(2)
-    engine = job.prepare(model, loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.1))
+    engine = job.prepare(model, loss_fn=loss_fn, optimizer=sgd, verify_every=0)
     ids = torch.randint(VOCABULARY, (GLOBAL_BATCH // 2, TOKENS + 1))
     inputs, targets = ids[:, :-1], ids[:, 1:]
     engine.step(inputs, targets)
@@ -94,7 +99,7 @@ def _never_sent() -> str:
     job = runtime.init(plan)
     torch.manual_seed(0)
     model = Prepared(2)
-    engine = job.prepare(model, loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.1))
+    engine = job.prepare(model, loss_fn=loss_fn, optimizer=sgd, verify_every=0)
     ids = torch.randint(VOCABULARY, (GLOBAL_BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     engine.step(ids[:, :-1], ids[:, 1:])
     # The wait for a message ends with the timeout that its group was made with; batches of another shape use this one.

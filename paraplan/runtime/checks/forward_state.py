@@ -1,16 +1,13 @@
-"""Buffers that a model writes in its forward pass: running statistics, moving averages, counters.
+"""What a model writes in its forward pass: running statistics, moving averages, counters, and weights.
 
-In one process they see the whole batch, once for each step. Where a plan divides the batch they would see its parts,
-so that this is refused unless the user asks for it; then they stay the same on all replicas.
+Where a plan divides a batch, buffers see its parts. They stay the same on all replicas: those of the first one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,13 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.trials import gathered_numbers, state_of
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.structure.weights import is_quantized
 
-BatchStatistics = Literal["global", "local"]
 Buffers = dict[str, torch.Tensor]
 WeightSums = dict[str, tuple[float, float]]
 
@@ -37,106 +31,30 @@ class ForwardState:
         self._module = module
         self._mesh = mesh
         self._written: list[str] = []
-        self.is_written = False
 
     def buffers(self) -> Buffers:
         """Return copies of what a forward pass may write."""
         return {name: _local(one).clone() for name, one in state_of(self._module).items()}
 
-    def is_anywhere(self) -> bool:
-        """Return whether a forward pass may write something on any rank. Every rank calls it."""
-        return any(row[0] for row in gathered_numbers([float(bool(state_of(self._module)))], self._mesh))
+    def note(self, before: Buffers, after: Buffers) -> None:
+        """Take note of what a pass has written."""
+        written = [name for name in before if name in after and not _same(after[name], before[name])]
+        self._written = list(dict.fromkeys([*self._written, *written]))
 
-    def find(
-        self, before: Buffers, after: Sequence[Buffers], plan: ParallelPlan, *, statistics: BatchStatistics
-    ) -> None:
-        """Find out which buffers are written.
-
-        They were as `before`, and as `after` says after either of two sequences, and after the first one with
-        `other_weights`, if there is such a pass: a moving average of weights starts as these. Every rank calls it.
-        Raises `UnsupportedPlanError` on every rank where buffers are written from a part of a batch in the place of it
-        all, or more than once in a step.
-        """
-        first, second, *others = after
-        written = [name for name in before if not all(_same(one[name], before[name]) for one in (first, *others))]
-        by_data = [name for name in written if not _same(first[name], second[name])]
-        normalized = [
-            f"{name}.{buffer}"
-            for name, one in batch_norms(self._module).items()
-            for buffer, _ in one.named_buffers(recurse=False, remove_duplicate=False)
-        ]
-        self._written = [*written, *(name for name in normalized if name in before)]
-        self.is_written = any(row[0] for row in gathered_numbers([float(len(self._written))], self._mesh))
-        # What depends on no data is as in one process where it is written once in a step.
-        wrong = written if plan.num_microbatches > 1 else by_data
-        if statistics == "global":
-            self._refuse(wrong, plan)
+    def named(self) -> str | None:
+        """Return one of the buffers that are written from a batch (statistics, not counters), None without any."""
+        held = state_of(self._module)
+        return next((name for name in self._written if name in held and held[name].is_floating_point()), None)
 
     def share(self) -> None:
         """Give all replicas the buffers of the first one."""
         group = self._mesh.replica_group
-        if group is None:
+        if group is None or not self._written:
             return
         held = state_of(self._module)
         for name in self._written:
-            if isinstance(held[name], DTensor):
-                continue  # each rank has its own part
-            dist.broadcast(held[name].data, group=group, group_src=0)
-
-    def _refuse(self, wrong: Sequence[str], plan: ParallelPlan) -> None:
-        rows = gathered_numbers([float(len(wrong))], self._mesh)
-        ranks = [rank for rank, (count,) in enumerate(rows) if count]
-        if not ranks:
-            return
-        name = wrong[0].removeprefix("model.") if wrong else f"a buffer of rank {ranks[0]}"
-        raise UnsupportedPlanError(
-            f"the model writes {name} in its forward pass, and dp={plan.dp} x num_microbatches={plan.num_microbatches} "
-            "divides a batch: what it writes would not be that of one process",
-            hint="use a plan of one rank of dp and one micro-batch, or job.prepare(batch_statistics='local') to write "
-            "it from micro-batches",
-        )
-
-
-def kept_between_passes(name: str | None, plan: ParallelPlan) -> UnsupportedPlanError:
-    """Return what is said of a loss that depends on earlier passes by an attribute, unnamed on ranks without it."""
-    what = "something" if name is None else name.removeprefix("model.")
-    return UnsupportedPlanError(
-        f"the loss depends on the forward passes before it, for which the model keeps {what}, and dp={plan.dp} x "
-        f"num_microbatches={plan.num_microbatches} divides a batch: it would not be that of one process",
-        hint="use a plan of one rank of dp and one micro-batch, or job.prepare(batch_statistics='local') to keep it "
-        "from micro-batch to micro-batch",
-    )
-
-
-_BITS = {
-    torch.float64: (torch.int64, 1 << 49),
-    torch.float32: (torch.int32, 1 << 20),
-    torch.float16: (torch.int16, 1 << 7),
-    torch.bfloat16: (torch.int16, 1 << 4),
-}
-"""Integers as wide as numbers of a type, and the bit that makes a number up to an eighth larger or smaller."""
-
-
-@contextmanager
-def other_weights(module: nn.Module) -> Iterator[None]:
-    """Have trained weights differ by up to an eighth in this context, and be the same to the bit after it.
-
-    Not under ZeRO, where a forward pass may compute with what was gathered before.
-    """
-    is_sharded = any(isinstance(one, FSDPModule) for one in module.modules())
-    trained = [one for one in module.parameters() if one.requires_grad and one.dtype in _BITS and not is_quantized(one)]
-    held = [] if is_sharded else [_local(one) for one in trained]
-
-    def change() -> None:
-        for one in held:
-            integers, bit = _BITS[one.dtype]
-            one.view(integers).bitwise_xor_(bit)
-
-    change()
-    try:
-        yield
-    finally:
-        change()
+            if name in held and not isinstance(held[name], DTensor):  # else each rank has its own part
+                dist.broadcast(held[name].data, group=group, group_src=0)
 
 
 def weight_sums(module: nn.Module) -> WeightSums:

@@ -1,7 +1,7 @@
-"""The model itself, as one process has it, beside a rank's part of it: whole, or with one block at a time.
+"""The model itself, as one process has it, beside a rank's part of it: empty until it runs, then freed again.
 
-A copy of a large model does not fit beside the part. Its blocks are then empty: each gets its weights from the ranks
-that hold them when it runs, in the forward pass and again in the backward pass, and lets them go.
+Its weights come from the ranks that hold them: all at once where they fit beside the part, else those of one block at
+a time, in the forward pass and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import copy
 import logging
 import math
 import os
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,17 +21,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from paraplan.model.trace import stack_names
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.saving import Reader, load_whole_model
+from paraplan.runtime.checks.attributes import ChangedAttributes
 from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute.blocks import recompute_in_backward
 from paraplan.runtime.structure.blocks import modules_around
-from paraplan.runtime.torch_private import version_of
+from paraplan.runtime.structure.weights import is_quantized
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _COPIES = 3  # of the weights: the reference, its gradients, and those of the pl
 
 @dataclass
 class Reference:
-    """A copy of the model. `streamed` names its blocks that have no weights until they run, with their parameters."""
+    """A copy of the model without its weights. `streamed` names its blocks that get them one by one, with theirs."""
 
     model: nn.Module
     streamed: dict[str, list[str]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Reference:
 def reference_of(
     model: nn.Module, plan: ParallelPlan, mesh: Mesh, verify: Verify, *, recomputes: bool = False
 ) -> Reference | None:
-    """Return a copy of the whole `model` on this rank's device to check the plan by; None where none is to be kept.
+    """Return a copy of `model` without weights on this rank's device to check the plan by; None where none is kept.
 
     That is where the plan changes nothing and, unless all is to be verified, where not even the copy without its blocks
     and one of them would fit, with gradients, into a quarter of the memory that is free. All ranks agree.
@@ -122,8 +122,8 @@ def _copied(model: nn.Module, units: dict[str, list[str]], mesh: Mesh) -> Refere
     device = mesh.world.device
     if any(buffer.is_meta for buffer in model.buffers()):
         return None
-    # Where blocks are streamed, all other weights are fetched too: nothing is kept until then.
-    held = {id(one): _placeholder(one, device) for one in model.parameters()} if units else {}
+    # Quantized weights are not trained, and are not put together from what ranks hold: they are copied.
+    held = {id(one): _placeholder(one, device) for one in model.parameters() if not is_quantized(one)}
     try:
         made = copy.deepcopy(model, held)
     except Exception:  # the user's modules, of which some cannot be copied: nothing is checked then
@@ -154,49 +154,56 @@ class RunningReference:
         self._part = part
         self._mesh = mesh
         self._whole = whole
-        self._versions = self._held_versions()
+        self._attributes = ChangedAttributes(part.model or part.module)
         self._sources: dict[str, int] = {}
         self._compare: Compare | None = None
         self._terms: list[torch.Tensor] = []
         self._settled: set[str] = set()
         self._filled_now: list[tuple[nn.Parameter, torch.Tensor]] = []
+        streamed = {name for names in self._streamed.values() for name in names}
+        self._residents = {
+            name: (one, one.data)
+            for name, one in self.model.named_parameters()
+            if name not in streamed and not is_quantized(one)
+        }
+        filled = weakref.WeakMethod(self._filled)  # no circle holds the model
+
+        def fill(*given: Any, **options: Any) -> Any:
+            run = filled()
+            assert run is not None
+            return run(*given, **options)
+
+        for unit, names in self._streamed.items():
+            block = self.model.get_submodule(unit)
+            own = {name: self.model.get_parameter(name) for name in names}
+            block.forward = partial(fill, block.forward, own)
+            recompute_in_backward(block)
 
     @property
     def is_streamed(self) -> bool:
-        """Whether blocks get their weights from the part: then it runs once."""
+        """Whether blocks get their weights one by one."""
         return bool(self._streamed)
 
-    def reload(self, reader: Reader) -> None:
-        """Bring the reference to the state that `reader` has, which the part has been brought to."""
-        if not self._streamed:
-            load_whole_model(reader, self.model)
-        self._versions = self._held_versions()
-
     def release(self) -> None:
-        """Give back the memory of the model. Its hooks hold it in a cycle, which Python looks for some steps later."""
+        """Let go the weights, and what the last run has kept."""
         self._terms.clear()
-        for held in (*self.model.parameters(), *self.model.buffers()):
-            held.grad = None
-            held.data = held.data.new_empty(0)
+        self._settled.clear()
+        self._compare = None
+        self._empty()
+        for parameter, nothing in self._residents.values():
+            parameter.data = nothing
+        self.model.zero_grad()
 
-    def _held_versions(self) -> list[tuple[int, int]]:
-        """Return what writing counts up: of shards the tensor that code sees, and what this rank holds of it."""
-        return [(version_of(one), version_of(local_part(one))) for one in self._part.parameters.values()]
+    def run(self, terms: Callable[[nn.Module], Iterator[torch.Tensor]], *, begin: Callable[[], None]) -> bool:
+        """Run the forward passes of `terms(model)`, the losses to add up; return whether it went well on every rank.
 
-    def is_current(self) -> bool:
-        """Whether nobody has changed the weights since the reference was made, on any rank."""
-        if self._streamed:
-            return True
-        changed = float(self._versions != self._held_versions())
-        return not any(row[0] for row in gathered_numbers([changed], self._mesh))
-
-    def run(self, terms: Callable[[nn.Module], Iterator[torch.Tensor]]) -> bool:
-        """Run the forward passes of `terms(model)`, the losses to add up; return whether it went well on every rank."""
+        `begin` is called once weights are there, but for those of blocks that come one by one.
+        """
         self.model.zero_grad()
         self._terms = []
         with self._going_on() as went:
-            if self._streamed:
-                self._fetch_residents()
+            self._fetch_residents()
+            begin()
             for term in terms(self.model):
                 if self._streamed:
                     self._terms.append(term)
@@ -230,17 +237,15 @@ class RunningReference:
         return all(row[0] for row in gathered_numbers([float(mine)], self._mesh))
 
     def _fetch_residents(self) -> None:
-        self._sources = self._stages_of_parameters()
-        streamed = {name for names in self._streamed.values() for name in names}
-        for name, parameter in self.model.named_parameters():
-            if name not in streamed:
-                parameter.data = self._fetched(name, parameter)
-        for unit, names in self._streamed.items():
-            block = self.model.get_submodule(unit)
-            block.forward = partial(
-                self._filled, block.forward, {name: self.model.get_parameter(name) for name in names}
-            )
-            recompute_in_backward(block)
+        self._attributes.bring(self.model)
+        self._sources = self._stages_of(dict(self.model.named_parameters()), self._part.parameters)
+        for name, (parameter, _) in self._residents.items():
+            parameter.data = self._fetched(name, parameter)
+        buffers = dict(self.model.named_buffers())
+        stages = self._stages_of(buffers, self._part.buffers)
+        for name, buffer in buffers.items():
+            if name in stages:
+                buffer.copy_(self._from_stage(stages[name], self._part.buffers.get(name), buffer))
 
     def _filled(self, inner: Callable[..., Any], parameters: dict[str, nn.Parameter], *args: Any, **kwargs: Any) -> Any:
         """Run a block with its weights, for the backward pass until the next block runs again: what ran later is done.
@@ -267,31 +272,32 @@ class RunningReference:
             parameter.data = nothing
         self._filled_now.clear()
 
-    def _stages_of_parameters(self) -> dict[str, int]:
-        """Return the first pipeline stage that holds each parameter."""
-        names = [name for name, _ in self.model.named_parameters()]
+    def _stages_of(self, known: Mapping[str, object], held: Mapping[str, object]) -> dict[str, int]:
+        """Return the first pipeline stage that holds each of `known`; `held` are those of this rank."""
         found: dict[str, int] = {}
-        for rank, row in enumerate(
-            gathered_numbers([float(one in self._part.parameters) for one in names], self._mesh)
-        ):
-            for name, is_held in zip(names, row, strict=True):
+        for rank, row in enumerate(gathered_numbers([float(one in held) for one in known], self._mesh)):
+            for name, is_held in zip(known, row, strict=True):
                 stage = self._mesh.grid.coordinates(rank)["pp"]
                 if is_held:
                     found[name] = min(stage, found.get(name, stage))
         return found
 
     def _fetched(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        device = self._mesh.world.device
-        source, group = self._sources.get(name), self._mesh.group("pp")
-        if source is None:  # no rank holds it: nothing reads it
-            return torch.zeros(like.shape, dtype=like.dtype, device=device)
         held = self._part.parameters.get(name)
-        value = None if held is None else self._whole(name, held.detach()).to(device).reshape(like.shape)
+        source = self._sources.get(name)
+        if source is None:  # no rank holds it: nothing reads it
+            return torch.zeros(like.shape, dtype=like.dtype, device=self._mesh.world.device)
+        return self._from_stage(source, None if held is None else self._whole(name, held.detach()), like)
+
+    def _from_stage(self, source: int, held: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """Return what the ranks of stage `source` hold, in the form of `like`."""
+        device, group = self._mesh.world.device, self._mesh.group("pp")
+        value = None if held is None else held.detach().to(device).reshape(like.shape)
         if group is None:
             assert value is not None
             return value
         sent = torch.empty(like.shape, dtype=like.dtype, device=device) if value is None else value.contiguous()
-        dist.broadcast(sent, group=group, group_src=source)
+        dist.broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, group=group, group_src=source)
         return sent
 
     def _settle(self, *, is_end: bool = False) -> None:
@@ -306,9 +312,3 @@ class RunningReference:
                 self._compare(name, gradient)
             if name in known:
                 known[name].grad = None
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a parameter."""
-    detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached

@@ -1,4 +1,4 @@
-"""Trying a prepared model before it trains: on two sequences of a batch, with all that is written put back."""
+"""Trying a prepared model before it trains, with all that is written put back."""
 
 from __future__ import annotations
 
@@ -13,49 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.checks.attributes import Attributes
+from paraplan.runtime.checks.attributes import LARGEST_STATE, Attributes
 from paraplan.runtime.data.batches import is_of_batch
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.seeds import kept_python_numbers
 from paraplan.runtime.structure.weights import is_quantized
 from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree
 
-LARGEST_STATE = 2**20
-"""Elements: what is larger is not written, such as weights that were frozen for being large."""
-
 Piece = tuple[Any, Any]
 """Inputs and targets of some sequences."""
-
-
-def two_sequences(inputs: Any, targets: Any, sizes: Sequence[int], mesh: Mesh) -> tuple[Piece, Piece] | None:
-    """Return two sequences of the global batch, the same on every rank; None where it has fewer than two.
-
-    `sizes` are the sequences that every rank has.
-    """
-    own: dict[int, int] = {}
-    for rank, size in enumerate(sizes):
-        own.setdefault(mesh.grid.coordinates(rank)["dp"], size)
-    places = [(place, index) for place, size in sorted(own.items()) for index in range(min(size, 2))][:2]
-    if len(places) < 2:
-        return None
-    first, second = (_sequence((inputs, targets), place, index, mesh.group("dp")) for place, index in places)
-    return first, second
-
-
-def _sequence(batch: Piece, place: int, index: int, group: dist.ProcessGroup | None) -> Piece:
-    """Return sequence `index` of rank `place` of `dp`."""
-
-    def row(leaf: Any) -> Any:
-        if not is_of_batch(leaf):
-            return leaf
-        mine = leaf[index : index + 1]
-        if group is None:
-            return mine
-        sent = mine.clone() if len(mine) else leaf.new_zeros((1, *leaf.shape[1:]))
-        dist.broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, group=group, group_src=place)
-        return sent
-
-    return _pair(pytree.tree_map(row, batch))
 
 
 def check_same_batch(batch: Piece, mesh: Mesh) -> None:
@@ -123,7 +89,7 @@ def gathered_numbers(numbers: Sequence[float], mesh: Mesh) -> list[list[float]]:
 
 
 def not_compiled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled blocks run as they are: shapes of two sequences are not worth compiling."""
+    """Return a context in which compiled blocks run as they are: shapes of a trial are not worth compiling."""
     if not is_compiler_loaded():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""A plan checked in numbers before it trains: loss, every gradient and every buffer of two sequences, as one process.
+"""A plan checked in numbers: loss, every gradient and every buffer of some sequences, as one process has them.
 
 The model as it was before it was cut, split and sharded runs beside what was made of it on the same sequences, by the
 same loss; see `paraplan.runtime.checks.references`.
@@ -18,8 +18,8 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.batch_norm import batch_norms
-from paraplan.runtime.checkpoints.saving import Reader
-from paraplan.runtime.checks.forward_state import weight_sums, written_weights
+from paraplan.runtime.checks.attributes import LARGEST_STATE, Attributes
+from paraplan.runtime.checks.forward_state import WeightSums, weight_sums, written_weights
 from paraplan.runtime.checks.references import Reference, RunningReference, Whole
 from paraplan.runtime.checks.trials import (
     Piece,
@@ -29,12 +29,13 @@ from paraplan.runtime.checks.trials import (
     nothing_changed,
     num_sequences_of,
 )
-from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.data.batches import MicroBatch, TargetCounter, is_of_batch
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import compute_context
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.step.gradients import scale_gradients
-from paraplan.runtime.step.loss import LossRule, StepLoss
+from paraplan.runtime.seeds import seed_generators
+from paraplan.runtime.step.loss import StepLoss
+from paraplan.runtime.torch_private import pytree
 
 _LARGEST_SCALE = 1e-3  # a gradient below this share of the largest one is measured by that
 
@@ -53,7 +54,10 @@ _HALF = Tolerance(loss=2e-2, gradient=0.3)
 
 
 class Verification:
-    """One check of a rank's part against `reference`, the whole model. Every rank calls it together with the others."""
+    """Checks of a rank's part against `reference`, the model. Every rank calls them together with the others.
+
+    `differs` says that both ran, and not alike.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Verification:
         mesh: Mesh,
         precision: TrainingPrecision,
         whole: Whole,
+        counter: TargetCounter,
     ) -> None:
         self._reference = RunningReference(reference, part, mesh, whole)
         self._part = part
@@ -71,53 +76,47 @@ class Verification:
         self._mesh = mesh
         self._precision = precision
         self._whole = whole
+        self._counter = counter
+        self.differs = False
 
-    def reload(self, reader: Reader) -> None:
-        """Bring the reference to the state that `reader` has, which the part has been brought to."""
-        self._reference.reload(reader)
+    def check(self, parts: Sequence[Piece], *, trains: bool, may_differ: bool = False) -> float | None:
+        """Return how long it took, in seconds, after both were run on some of each of `parts`.
 
-    def is_current(self) -> bool:
-        """Whether nobody has changed the weights since the reference was made, on any rank."""
-        return self._reference.is_current()
-
-    @property
-    def can_run_again(self) -> bool:
-        """Whether `check` may be called again where it returned None."""
-        return not self._reference.is_streamed
-
-    def release(self) -> None:
-        """Give back the memory of the reference, which is not used any more."""
-        self._reference.release()
-
-    def check(self, pieces: Sequence[Piece], rule: LossRule, *, trains: bool) -> float | None:
-        """Return how long it took, in seconds, after both were run on `pieces`; `trains` says in which mode.
-
-        None where the model itself gives no number for these pieces, or does not run on them. Raises
-        `UnsupportedPlanError` on every rank where they differ. Gradients and buffers are left as they were.
+        They run in training, without `trains` in evaluation. Where that is random too, ranks may draw other numbers:
+        `may_differ` says that nothing follows from a difference. None where the model itself gives no number for them,
+        or does not run on them. Raises `UnsupportedPlanError` on every rank where they differ. Gradients and buffers
+        are left as they were.
         """
         started_s = time.perf_counter()
         module, model, loss = self._part.module, self._reference.model, self._part.execution.loss
-        count = self._plan.pp if self._plan.pp > 1 else 2
-        rows = [pieces[index % len(pieces)] for index in range(count)]
+        rows = [_few(parts[index % len(parts)]) for index in range(self._plan.pp if self._plan.pp > 1 else 2)]
         mode = modes(module, model, training=None if trains else False, batch_norm_training=False)
-        changing = [module, model] if self.can_run_again else [module]
-        before = weight_sums(model) if self._plan.zero_stage and self.can_run_again else {}
-        with mode, not_compiled(), nothing_changed(*changing):
-            with loss.under(rule):
-                loss.gradient_factor = 1.0
+        attributes = Attributes(model, largest=LARGEST_STATE)
+        watches = bool(self._plan.zero_stage) and not self._reference.is_streamed
+        before: WeightSums = {}
+        with mode, not_compiled(), nothing_changed(module):
+            micro_batches, total = self._micro_batches(rows, copies=1)
+            with loss.replaced(total=total):
                 loss.start()
-                has_run = self._reference.run(lambda model: self._terms(model, rows, loss, rule))
+                seed_generators(0)
+                has_run = self._reference.run(
+                    lambda model: self._terms(model, micro_batches, loss),
+                    begin=lambda: before.update(weight_sums(model) if watches else {}),
+                )
                 expected_loss = float(loss.tally.loss)
             if not has_run or not math.isfinite(expected_loss):
+                attributes.put_back()
+                self._reference.release()
                 return None
             self._refuse_written(before, weight_sums(model) if before else {})
             buffers = {name: held.detach().clone() for name, held in model.named_buffers()}
-            found_loss = self._train_part(rows, loss, rule)
+            found_loss = self._train_part(rows, loss)
             errors = self._errors(expected_loss, found_loss, buffers)
         self._forget_gradients()
-        if errors is None:
+        attributes.put_back()
+        self._reference.release()
+        if errors is None or not self._is_near(errors, raises=not may_differ):
             return None
-        self._judge(errors)
         return time.perf_counter() - started_s
 
     def _refuse_written(self, before: Mapping[str, object], after: Mapping[str, object]) -> None:
@@ -126,31 +125,31 @@ class Verification:
             if after[name] != sums:
                 raise written_weights(name)
 
-    def _terms(self, model: nn.Module, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> Iterator[torch.Tensor]:
-        for inputs, targets in rows:
-            piece = self._micro_batch((inputs, targets), len(rows), rule, copies=1)
+    def _terms(self, model: nn.Module, micro_batches: Sequence[MicroBatch], loss: StepLoss) -> Iterator[torch.Tensor]:
+        for one in micro_batches:
             with compute_context(self._precision, self._mesh.world.device), torch.enable_grad():
-                term = loss.run(model, inputs, piece)
+                term = loss.run(model, one.inputs, one)
             yield term
 
-    def _train_part(self, rows: Sequence[Piece], loss: StepLoss, rule: LossRule) -> float:
+    def _train_part(self, rows: Sequence[Piece], loss: StepLoss) -> float:
         self._forget_gradients()
-        copies = self._mesh.size("dp")
-        with loss.under(rule):
-            loss.gradient_factor = 1.0
-            self._part.execution.train([self._micro_batch(row, len(rows), rule, copies=copies) for row in rows])
+        micro_batches, total = self._micro_batches(rows, copies=self._mesh.size("dp"))
+        with loss.replaced(total=total):
+            seed_generators(0)
+            self._part.execution.train(micro_batches)
             own = float(loss.tally.loss)
-        total = sum(row[0] for row in gathered_numbers([own], self._mesh))
-        total /= self._mesh.size("tp") * self._mesh.size("cp")
-        if rule.kind != "counted":
-            return total
-        # Counted terms have no weight: every copy of the model has brought all of them.
-        scale_gradients(self._gradients().values(), 1.0 / copies)
-        return total / copies
+        return sum(row[0] for row in gathered_numbers([own], self._mesh)) / (
+            self._mesh.size("tp") * self._mesh.size("cp")
+        )
 
-    def _micro_batch(self, row: Piece, count: int, rule: LossRule, *, copies: int) -> MicroBatch:
-        weight = None if rule.kind == "counted" else 1.0 / (count * copies)
-        return MicroBatch(*row, num_sequences=num_sequences_of(row), weight=weight)
+    def _micro_batches(self, rows: Sequence[Piece], *, copies: int) -> tuple[list[MicroBatch], float]:
+        """Return `rows` as micro-batches of a batch that `copies` ranks bring each, and the targets of all of it."""
+        counts = [float(self._counter.count(*row)) for row in rows]
+        total = math.fsum(counts) * copies
+        return [
+            MicroBatch(*row, num_sequences=num_sequences_of(row), weight=count / total if total else 0.0)
+            for row, count in zip(rows, counts, strict=True)
+        ], total
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}
@@ -200,23 +199,30 @@ class Verification:
             errors[f"buffer {name}"] = float(off) / scale / tolerance.gradient
         return errors
 
-    def _judge(self, errors: dict[str, float]) -> None:
+    def _is_near(self, errors: dict[str, float], *, raises: bool) -> bool:
+        """Whether no rank has more than rounding among its errors; with `raises` it says what it has."""
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         bound = math.inf if math.isnan(errors[worst]) else errors[worst]
         rows = gathered_numbers([bound], self._mesh)
         ranks = [rank for rank, (error,) in enumerate(rows) if error > 1.0]
-        if not ranks:
-            return
+        if not (ranks and raises):
+            return not ranks
         where = worst if bound > 1.0 else f"what rank {ranks[0]} holds"
         tolerance = _TOLERANCES.get(self._precision, _HALF)
         size = bound * (tolerance.loss if worst == "the loss" else tolerance.gradient)
         off = f" is {size:.1e} off" if bound > 1.0 else " differs"
+        self.differs = True
         raise UnsupportedPlanError(
-            f"this model does not train under '{self._plan.describe()}' as it does in one process: on two sequences "
-            f"{where}{off}",
+            f"this model does not train under '{self._plan.describe()}' as it does in one process: {where}{off}",
             hint="use another plan (DDP runs any model), or name the model in a report to paraplan",
         )
 
     def _forget_gradients(self) -> None:
         for parameter in self._part.parameters.values():
             parameter.grad = None
+
+
+def _few(part: Piece) -> Piece:
+    """Return the first two sequences of a part, which show what is split as well as all of them do."""
+    inputs, targets = pytree.tree_map(lambda leaf: leaf[:2] if is_of_batch(leaf) else leaf, part)
+    return inputs, targets

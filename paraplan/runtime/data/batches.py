@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +26,13 @@ TargetCount = Callable[[Any], "torch.Tensor | float"]
 class MicroBatch:
     """Inputs and targets of one forward pass, as tensors or nests of them, of `num_sequences` (0 for a piece of zeros).
 
-    `weight` is what its loss counts in the loss of the global batch, None where that shows when it is computed.
+    `weight` is what its loss counts in the loss of the global batch: its share of the targets.
     """
 
     inputs: Any
     targets: Any
     num_sequences: int
-    weight: torch.Tensor | float | None = None
+    weight: torch.Tensor | float = 1.0
 
 
 @dataclass(frozen=True)
@@ -122,24 +123,70 @@ def split_batch(inputs: Any, targets: Any, division: Division) -> list[MicroBatc
     return [piece(index) for index in range(division.count)]
 
 
-def counted_targets(targets: Any) -> torch.Tensor | float:
-    """Return over how many targets a mean loss goes: whole numbers other than -100, without any the sequences."""
+def counted_targets(targets: Any, *, ignored: int = IGNORED_TARGET) -> torch.Tensor | float:
+    """Return over how many targets a mean loss goes: whole numbers other than `ignored`, without any the sequences."""
+    classes = _classes(targets)
+    if classes:
+        return torch.stack([(leaf != ignored).sum() for leaf in classes]).sum()
+    return next((float(leaf.shape[0]) for leaf in pytree.tree_leaves(targets) if is_of_batch(leaf)), 1.0)
+
+
+def _classes(targets: Any) -> list[torch.Tensor]:
+    """Return the tensors of whole numbers among targets."""
     leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
-    classes = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype != torch.bool]
-    if not classes:
-        return float(leaves[0].shape[0]) if leaves else 1.0
-    return torch.stack([(leaf != IGNORED_TARGET).sum() for leaf in classes]).sum()
+    return [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype != torch.bool]
 
 
-def count_micro_batches(micro_batches: Sequence[MicroBatch], count: TargetCount, device: torch.device) -> torch.Tensor:
-    """Return how many targets each micro-batch brings into the mean, as a vector; 0 for those that are zeros."""
+@dataclass(frozen=True)
+class TargetCounter:
+    """Counts the targets of a micro-batch, over which the mean goes that `loss_fn` returns.
 
-    def one(micro_batch: MicroBatch) -> torch.Tensor:
-        if not micro_batch.num_sequences:
-            return torch.zeros((), device=device)
-        return torch.as_tensor(count(micro_batch.targets), dtype=torch.float32, device=device)
+    That is what `given` says of its targets. Else it is the entries of `labels`, among its inputs or targets, or of all
+    targets that are whole numbers, other than `ignored`; without any its sequences. A causal language model of
+    transformers (`shifts`) has no use for the first label of a sequence.
+    """
 
-    return torch.stack([one(micro_batch) for micro_batch in micro_batches])
+    given: TargetCount | None = None
+    ignored: int = IGNORED_TARGET
+    shifts: bool = False
+
+    @classmethod
+    def of(cls, given: TargetCount | None, loss_fn: Any, model: nn.Module) -> TargetCounter:
+        """Return what counts the targets of `loss_fn`: its own `ignore_index`, or that of a partial, is left out."""
+        named = loss_fn.keywords if isinstance(loss_fn, functools.partial) else vars(loss_fn).get
+        ignored = named.get("ignore_index") if isinstance(named, dict) else named("ignore_index")
+        shifts = next(
+            (one.loss_type in (None, "ForCausalLM") for one in model.modules() if hasattr(one, "loss_type")), False
+        )
+        return cls(given=given, ignored=ignored if isinstance(ignored, int) else IGNORED_TARGET, shifts=shifts)
+
+    def count(self, inputs: Any, targets: Any) -> torch.Tensor | float:
+        """Return the number of targets of some sequences, a tensor where values have to be looked at."""
+        if self.given is not None:
+            return self.given(targets)
+        return counted_targets(self._labels(inputs, targets), ignored=self.ignored)
+
+    def reads_values(self, inputs: Any, targets: Any) -> bool:
+        """Whether more than the number of sequences decides what `count` returns."""
+        return self.given is not None or bool(_classes(self._labels(inputs, targets)))
+
+    def _labels(self, inputs: Any, targets: Any) -> Any:
+        for tree in (inputs, targets):
+            labels = tree.get("labels") if isinstance(tree, dict) else None
+            if isinstance(labels, torch.Tensor) and _classes(labels):
+                return labels[:, 1:] if tree is inputs and self.shifts and labels.ndim > 1 else labels
+        return targets
+
+    def counts(self, micro_batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
+        """Return the number of targets of each micro-batch, as a vector; 0 for those that are zeros."""
+
+        def one(micro_batch: MicroBatch) -> torch.Tensor:
+            if not micro_batch.num_sequences:
+                return torch.zeros((), device=device)
+            count = self.count(micro_batch.inputs, micro_batch.targets)
+            return torch.as_tensor(count, dtype=torch.float32, device=device)
+
+        return torch.stack([one(micro_batch) for micro_batch in micro_batches])
 
 
 def weigh(micro_batches: Sequence[MicroBatch], weights: torch.Tensor | Sequence[float]) -> list[MicroBatch]:

@@ -88,7 +88,7 @@ class FakeJob(Job):
                     max_grad_norm=options.max_grad_norm,
                     scheduler=schedule,
                     loss_scale=LossScale() if self.precision == "fp16" else None,
-                    checking=Checking(count_targets=options.count_targets, has_values=False),
+                    checking=Checking(has_values=False),
                 ),
             )
             rank.follow(part.parameters.values(), part.module.buffers())

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UsageError
+from paraplan.runtime.checks.attributes import ChangedAttributes
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, has_some
 from paraplan.runtime.data_parallel.wrapping import reductions_of
@@ -78,6 +79,7 @@ class PipelineExecution:
         self._ties = ties
         self._replicas = replicas
         self._unsharded = unsharded
+        self._attributes = ChangedAttributes(stages[0].module.model)
         self._reductions = reductions_of(*(stage.called for stage in stages))
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
         self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
@@ -101,8 +103,15 @@ class PipelineExecution:
         with torch.no_grad():
             self._run(micro_batches, trains=False)
 
+    def forget_shapes(self) -> None:
+        """Let go what was made for the shapes of batches so far, with the buffers that they are received in."""
+        self._runs.clear()
+        self._hidden.clear()
+
     def _run(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> None:
         self.loss.start()
+        for stage in self._stages[1:]:  # what a script sets on the model is for all that are made of it
+            self._attributes.bring(stage.module.model)
         schedule, ends = self._schedule_for(micro_batches, trains=trains)
         for stage, (received, sent) in zip(self._stages, ends, strict=True):
             stage.module.micro_batches, stage.module.received, stage.module.sent = micro_batches, received, sent

@@ -242,7 +242,7 @@ def _try_model(structure: ModelStructure, split: ContextSplit, *, size: int) -> 
         with torch.no_grad():
             call_model(structure.meta_model, tried)  # inputs that it does not run on without values are not meant here
             try:
-                with TokensApart(size, lambda: context.own_outside), context.passing(is_watched=False):
+                with TokensApart(size, lambda: context.own_outside), context.passing():
                     call_model(meta_model.to(next(structure.meta_model.parameters()).dtype), tried)
             except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
                 raise UnsupportedPlanError(

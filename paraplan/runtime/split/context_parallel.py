@@ -88,18 +88,12 @@ class Context:
         return self.cut(leaf, _TOKENS) if has_tokens else leaf
 
     @contextmanager
-    def passing(self, *, is_watched: bool) -> Iterator[None]:
-        """Surround a forward pass, in which losses go over all ranks outside of blocks, once one has run.
-
-        `is_watched`: another mode in it is to see each loss before this one sums it.
-        """
+    def passing(self) -> Iterator[None]:
+        """Surround a forward pass, in which losses go over all ranks outside of blocks, once one has run."""
         self.is_local = self.sums.is_active = False
         try:
             with ExitStack() as stack:
-                if is_watched:
-                    stack.enter_context(self.sums)
-                else:
-                    self._pass = stack
+                self._pass = stack
                 yield
         finally:
             self._pass, self.sums.is_active = None, False

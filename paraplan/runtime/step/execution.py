@@ -31,6 +31,10 @@ class Execution(Protocol):
         """Run forward passes without gradients."""
         ...
 
+    def forget_shapes(self) -> None:
+        """Let go what is kept for the shapes of batches so far."""
+        ...
+
 
 class WholeModelExecution:
     """One micro-batch after another through the whole model: one process, DDP, ZeRO.
@@ -72,6 +76,9 @@ class WholeModelExecution:
         with torch.no_grad():
             for micro_batch in micro_batches:
                 self._loss_of(micro_batch)
+
+    def forget_shapes(self) -> None:
+        """Keep nothing for a shape."""
 
     def _loss_of(self, micro_batch: MicroBatch) -> torch.Tensor:
         try:

@@ -19,11 +19,11 @@ from paraplan.runtime.torch_private import pytree
 
 def check_gathers(plan: ParallelPlan) -> None:
     """Raise `UnsupportedPlanError` for a plan under which the outputs of a batch are never there together."""
-    if plan.pp > 1 or plan.num_microbatches > 1:
+    if plan.pp * plan.cp * plan.num_microbatches > 1:
         raise UnsupportedPlanError(
-            f"gather_outputs needs the outputs of a whole step at once, and the plan has pp={plan.pp} and "
-            f"num_microbatches={plan.num_microbatches}",
-            hint="use pp=1 and one micro-batch a step; recompute=full saves the memory that smaller ones would",
+            f"batch_coupling='gather' needs the outputs of a whole step at once, and the plan has pp={plan.pp}, "
+            f"cp={plan.cp} and num_microbatches={plan.num_microbatches}",
+            hint="use pp=1, cp=1 and one micro-batch a step; recompute=full saves the memory that smaller ones would",
         )
 
 
@@ -47,7 +47,7 @@ class GlobalBatch:
             nonlocal joined
             if isinstance(tensor, SplitTensor):
                 raise UnsupportedPlanError(
-                    "gather_outputs, and the ranks of tp or cp hold a part each of what the model returns",
+                    "batch_coupling='gather', and the ranks of tp or cp hold a part each of what the model returns",
                     hint="return tensors that are whole (pooled embeddings, say), or use tp=1 and cp=1",
                 )
             if not tensor.ndim or tensor.shape[0] != num_sequences:
@@ -58,7 +58,8 @@ class GlobalBatch:
         outputs = map_outputs(join_output, outputs)
         if not joined:
             raise UsageError(
-                f"gather_outputs, but the model returns no tensor with an entry for each of {num_sequences} sequences",
+                f"batch_coupling='gather', but the model returns no tensor with an entry for each of "
+                f"{num_sequences} sequences",
                 hint="return what loss_fn compares, with the batch first",
             )
         targets = pytree.tree_map(lambda leaf: self._join(leaf) if is_of_batch(leaf) else leaf, targets)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from paraplan.errors import UsageError
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.step.loss import LossRule, Tally
+from paraplan.runtime.step.loss import StepLoss, Tally
 
-_PROPORTION = 1e-5  # what ratios of counts, which are whole numbers, may differ by in fp32
+_EXTREMES = ("max ", "min ")
+_SUMS = ""  # stands among the names of metrics where loss_fn returns sums with their counts
 
 
 @dataclass(frozen=True)
@@ -34,52 +35,52 @@ class TotalsOverRanks:
         self._mesh = mesh
         self._names: dict[str, list[str]] = {}
 
-    def sum(self, call: str, tally: Tally, rule: LossRule, *, has_values: bool = True) -> StepTotals:
-        """Return the totals of `tally`; every rank calls it after each run of its execution."""
+    def sum(self, call: str, loss: StepLoss, *, has_values: bool = True) -> StepTotals:
+        """Return the totals of the tallies of `loss`; every rank calls it after each run of its execution."""
+        tally = loss.tally
         names = self._agreed_names(call, tally) if has_values else []
-        pairs = [tally.metrics.get(name, torch.zeros(2, device=tally.loss.device)) for name in names]
-        flat = torch.cat([torch.stack([tally.loss, tally.count]), *pairs, tally.parts.flatten()])
+        keys = [key for key in names if key != _SUMS]
+        added = [key for key in keys if not key.startswith(_EXTREMES)]
+        nothing = torch.zeros(2, device=tally.loss.device)
+        flat = torch.cat([torch.stack([tally.loss, tally.count]), *(tally.metrics.get(key, nothing) for key in added)])
         if self._mesh.world.is_distributed:
             dist.all_reduce(flat)
         # Ranks of `tp` and `cp` bring the same each.
         flat = flat / (self._mesh.size("tp") * self._mesh.size("cp"))
-        loss, count, *metrics = flat.unbind(0)
+        mean, count, *numbers = flat.unbind(0)
         factor = None
-        if rule.kind == "counted" and rule.counts is None:
-            factor = rule.provisional / count.clamp(min=torch.finfo(count.dtype).tiny)
-            factor = torch.where(count > 0, factor, 0.0)
-            parts = flat[-tally.parts.numel() :].reshape(tally.parts.shape)
-            loss = _sum_of_means(parts) if rule.num_others else loss * factor
-        means = {
-            name: metrics[2 * place] / metrics[2 * place + 1].clamp(min=torch.finfo(flat.dtype).tiny)
-            for place, name in enumerate(names)
-        }
-        return StepTotals(loss=loss, factor=factor, metrics=means)
+        if _SUMS in names and loss.total is not None:
+            # Sums were divided by what was counted before, which may be another number.
+            factor = torch.where(count > 0, loss.total / count.clamp(min=torch.finfo(count.dtype).tiny), 0.0)
+            mean = mean * factor
+        found = self._extremes(tally, [key for key in keys if key.startswith(_EXTREMES)])
+        for key, total, by in zip(added, numbers[::2], numbers[1::2], strict=True):
+            found[key] = total if key.startswith("sum ") else total / by.clamp(min=torch.finfo(flat.dtype).tiny)
+        return StepTotals(loss=mean, factor=factor, metrics={key.split(" ", 1)[1]: found[key] for key in keys})
 
-    def counts(self, tally: Tally) -> torch.Tensor:
-        """Return over how many targets each of the means goes that were added, in the global batch."""
-        counts = tally.parts[:, 1].clone()
+    def _extremes(self, tally: Tally, keys: list[str]) -> dict[str, torch.Tensor]:
+        """Return the largest and the smallest values over the ranks."""
+        if not keys:
+            return {}
+        nothing = torch.full((2,), -torch.inf, device=tally.loss.device)
+        pairs = torch.stack([tally.metrics.get(key, nothing) for key in keys])
         if self._mesh.world.is_distributed:
-            dist.all_reduce(counts)
-        return counts / (self._mesh.size("tp") * self._mesh.size("cp"))
-
-    def is_in_proportion(self, tally: Tally) -> bool:
-        """Whether the means that were added have their counts in one proportion in all micro-batches of all ranks."""
-        bounds = tally.spread.clone()
-        if self._mesh.world.is_distributed:
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        largest = bounds[:, 1]
-        apart = ~((largest + bounds[:, 0]) <= _PROPORTION * largest.abs())
-        return not bool(((apart & (largest > -torch.inf)) | largest.isposinf()).any())
+            dist.all_reduce(pairs, op=dist.ReduceOp.MAX)
+        return {key: pair[0] if key.startswith("max") else -pair[1] for key, pair in zip(keys, pairs, strict=True)}
 
     def _agreed_names(self, call: str, tally: Tally) -> list[str]:
-        mine = list(tally.metrics)
+        mine = [*([_SUMS] if tally.returns_sums else []), *tally.metrics]
         if call not in self._names:
             self._names[call] = self._names_of_the_end(mine)
         unknown = [name for name in mine if name not in self._names[call]]
+        if _SUMS in unknown or (tally.has_terms and tally.returns_sums != (_SUMS in self._names[call])):
+            raise UsageError(
+                "loss_fn returned a mean for some micro-batches, and (loss_sum, count) for others",
+                hint="return the same form for every micro-batch",
+            )
         if unknown:
             raise UsageError(
-                f"loss_fn returned the metric {unknown[0]!r}, which it did not return at first",
+                f"loss_fn returned the metric {unknown[0].split(' ', 1)[1]!r}, which it did not return at first",
                 hint="return the same metrics for every micro-batch",
             )
         return self._names[call]
@@ -98,9 +99,3 @@ class TotalsOverRanks:
         dist.broadcast(text, src=source)
         agreed: list[str] = json.loads(bytes(text.tolist()).decode())
         return agreed
-
-
-def _sum_of_means(parts: torch.Tensor) -> torch.Tensor:
-    """Return the sum of means of which `parts` [means, 2] has sums and counts; one without targets is 0."""
-    sums, counts = parts.unbind(1)
-    return torch.where(counts > 0, sums / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0.0).sum()

@@ -1,0 +1,48 @@
+"""Weights a little beside what they are, for checks: what starts at zero hides all that lies behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from paraplan.runtime.structure.weights import is_quantized
+from paraplan.runtime.torch_private import storage_key
+
+_SHARE, _LEAST = 0.1, 0.02  # of the size of a tensor's values, and beside it: zero-initialised heads, gates and scales
+
+
+@contextmanager
+def shaken_weights(module: nn.Module) -> Iterator[None]:
+    """Have trained weights of `module` differ in this context, alike on ranks that hold the same, and be put back."""
+    _gather_anew(module)  # else parameters may be what was gathered, which comes and goes
+    held = [_local(one) for one in module.parameters() if one.requires_grad and not is_quantized(one)]
+    held = [one for one in {storage_key(one): one for one in held}.values() if one.is_floating_point()]
+    kept = [one.to("cpu", copy=True) for one in held]
+    for one in held:
+        places = torch.arange(one.numel(), dtype=torch.float32, device=one.device).view(one.shape)
+        size = one.float().square().mean().sqrt() if one.numel() else 0.0
+        one.add_((places * 1.7 + 0.3).sin_().mul_(_SHARE * size + _LEAST).to(one.dtype))
+    _gather_anew(module)
+    try:
+        yield
+    finally:
+        for one, value in zip(held, kept, strict=True):
+            one.copy_(value)
+        _gather_anew(module)
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _gather_anew(module: nn.Module) -> None:
+    """Let go what FSDP has gathered of the weights before."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()

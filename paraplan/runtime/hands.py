@@ -1,0 +1,214 @@
+"""What a script does by hand to weights, gradients and the optimizer: seen where ranks would go apart by it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paraplan.errors import UsageError
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checks.trials import gathered_numbers
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.optimizers.several import optimizers_in
+from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.torch_private import step_hooks, version_of
+
+_LOGGER = logging.getLogger(__name__)
+_EVERY = 100
+"""Steps between comparisons of the weights that ranks hold alike."""
+_ALIKE = 1e-4  # factors of ranks that are the same, in fp32
+
+
+class Hands:
+    """Watches one engine between its calls. All ranks call every method together.
+
+    Under `tp` and `pp` a rank holds parts of the model: a norm that code takes over what it sees is another on each
+    rank, and so is what it does by that.
+    """
+
+    def __init__(
+        self,
+        part: RankPart,
+        optimizer: torch.optim.Optimizer,
+        *,
+        plan: ParallelPlan,
+        mesh: Mesh,
+        has_values: bool = True,
+    ) -> None:
+        self._part = part
+        self._optimizers = optimizers_in(optimizer)
+        self._mesh = mesh
+        self._has_parts = has_values and plan.tp * plan.pp > 1
+        self._is_parallel = has_values and mesh.world.size > 1
+        self._is_inside = False
+        self._count = self._num_optimized()
+        self._versions: dict[str, int] = {}
+        self._gradients: dict[str, tuple[int, int, float]] = {}
+        self._has_told = False
+        if self._is_parallel:
+            refuse = weakref.WeakMethod(self._refuse_outside)  # no circle holds the groups of a job that has ended
+            for one in self._optimizers:
+                one.register_step_pre_hook(lambda *_: call() if (call := refuse()) is not None else None)
+        self._own_hooks = [set(step_hooks(one)[0]) for one in self._optimizers]
+        self.note_weights()
+
+    def _num_optimized(self) -> int:
+        return sum(len(group["params"]) for one in self._optimizers for group in one.param_groups)
+
+    def _refuse_outside(self) -> None:
+        if not self._is_inside:
+            raise UsageError(
+                "the optimizer of an engine was stepped by hand: the gradients of other ranks are not in it",
+                hint="call engine.step, or engine.backward and engine.update",
+            )
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Let the optimizer step in this context, once it is seen that it has the parameters of `job.prepare`.
+
+        What its own hooks do to gradients before the step is looked at like what a script does.
+        """
+        if self._is_parallel and self._num_optimized() != self._count:
+            raise UsageError(
+                f"the optimizer had {self._count} parameters in job.prepare, and has {self._num_optimized()} now: the "
+                "ranks do not sum the gradients of new ones",
+                hint="give the optimizer all of them in job.prepare, frozen until they are to train",
+            )
+        handles = []
+        for one, own in zip(self._optimizers, self._own_hooks, strict=True):
+            if self._has_parts and set(step_hooks(one)[0]) - own:
+                self.note_gradients()
+                handles.append(one.register_step_pre_hook(lambda *_: self.check_gradients()))
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            for handle in handles:
+                handle.remove()
+
+    def note_weights(self) -> None:
+        """Take note of the weights as the engine leaves them."""
+        if self._has_parts:
+            self._versions = {name: version_of(_local(one)) for name, one in self._part.parameters.items()}
+
+    def has_writes(self) -> bool:
+        """Whether a script has written weights of this rank since the engine left them."""
+        if not self._has_parts:
+            return False
+        return {name: version_of(_local(one)) for name, one in self._part.parameters.items()} != self._versions
+
+    def check_weights(self) -> None:
+        """Raise `UsageError` where a script has written weights that ranks hold alike otherwise on each.
+
+        Where it has written parts of weights, which may be right, that is said once. Ranks have agreed that one has.
+        """
+        self._compare("weights that a script has written")
+        if not self._has_told and self._mesh.world.rank == 0:
+            _LOGGER.warning(
+                "a script has written weights between steps: under tp and pp it sees those of this rank, and parts of "
+                "them, so that what goes by a norm differs from one process; engine.whole(name) has them whole"
+            )
+        self._has_told = True
+
+    def note_gradients(self) -> None:
+        """Take note of the gradients as the engine leaves them."""
+        if self._has_parts:
+            self._gradients = {
+                name: (id(one.grad), version_of(_local(one.grad)), _square(one.grad))
+                for name, one in self._part.parameters.items()
+                if one.grad is not None
+            }
+
+    def check_gradients(self) -> None:
+        """Raise `UsageError` where gradients were multiplied since, by another factor on each rank."""
+        if not self._has_parts:
+            return
+        held = {name: one.grad for name, one in self._part.parameters.items() if one.grad is not None}
+        noted = self._gradients
+        changed = {
+            name: one
+            for name, one in held.items()
+            if name in noted and noted[name][:2] != (id(one), version_of(_local(one)))
+        }
+        if not self._anywhere(bool(changed)):
+            return
+        factors = [
+            math.sqrt(_square(held[name]) / square) for name, (_, _, square) in noted.items() if name in held and square
+        ]
+        low, high = min(factors, default=1.0), max(factors, default=1.0)
+        is_factor = high - low <= _ALIKE * high
+        rows = gathered_numbers([float(is_factor), high], self._mesh)
+        found = [factor for _, factor in rows]
+        other = max(range(len(found)), key=lambda rank: abs(found[rank] - found[0]))
+        if all(row[0] for row in rows) and abs(found[other] - found[0]) > _ALIKE * max(found):
+            raise UsageError(
+                f"gradients were multiplied by {found[0]:.4g} on rank 0 and by {found[other]:.4g} on rank {other} "
+                "before the update: a norm over the gradients of a rank is that of its part of the model",
+                hint="job.prepare(max_grad_norm=...) clips by the norm of the whole model",
+            )
+        self._compare("gradients that were changed by hand", held)
+
+    def end_step(self, number: int) -> None:
+        """Compare, every hundred steps, the weights that ranks hold alike."""
+        if self._is_parallel and number % _EVERY == 0:
+            self._compare("weights")
+
+    def _compare(self, what: str, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Raise `UsageError` where ranks that hold the same of `tensors`, by default the weights, have others."""
+        held: Mapping[str, torch.Tensor] = self._part.parameters if tensors is None else tensors
+        whole = {name: one for name, one in held.items() if name not in self._part.shardings}
+        place = self._mesh.grid.coordinates
+        numbers = [float(_digest(held)), float(_digest(whole)), float(_shard(held))]
+        rows = gathered_numbers(numbers, self._mesh)
+        first: dict[tuple[float, ...], int] = {}
+        for rank, row in enumerate(rows):
+            at, shard = place(rank), row[2]
+            # Replicas of a rank hold all that it holds, ranks of tp what is not split.
+            for column, key in ((0, (0, at["pp"], at["tp"], shard)), (1, (1, at["pp"], shard))):
+                other = first.setdefault(key, rank)
+                if rows[other][column] != row[column]:
+                    raise UsageError(
+                        f"ranks {other} and {rank} hold the same part of the model, and other {what}",
+                        hint="change them alike on all ranks: by engine.whole, or by what all ranks have agreed on",
+                    )
+
+    def _anywhere(self, mine: bool) -> bool:
+        return any(row[0] for row in gathered_numbers([float(mine)], self._mesh))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _square(tensor: torch.Tensor) -> float:
+    local = _local(tensor).detach()
+    return float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2 if local.numel() else 0.0
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return a number for values: the same for the same to the bit."""
+    sums = [torch.stack([one.double().sum(), one.double().square().sum()]) for one in map(_local, tensors.values())]
+    if not sums:
+        return 0
+    numbers = torch.stack([one.detach().cpu() for one in sums]).nan_to_num(nan=1.5)
+    return zlib.crc32(numbers.numpy().tobytes(), zlib.crc32(" ".join(tensors).encode()))
+
+
+def _shard(tensors: Mapping[str, nn.Parameter | torch.Tensor]) -> int:
+    """Return which shard this rank has of those that FSDP divides, 0 for tensors that it does not."""
+    for one in tensors.values():
+        if isinstance(one, DTensor):
+            coordinate = one.device_mesh.get_coordinate()
+            places = zip(coordinate or (), one.placements, strict=False)
+            parts: list[int] = [place * 4096**dim for dim, (place, how) in enumerate(places) if how.is_shard()]
+            return 1 + sum(parts)
+    return 0
