@@ -34,6 +34,7 @@ from paraplan.model.shapes import Activation, TransformerShapes, model_from_shap
 from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.plan.parallel import Offload, ParallelPlan, Recompute
 from paraplan.plan.stack import StackSettings
+from paraplan.plan.stages import running_split
 from paraplan.plan.training import AttentionKind, LinearPrecision, OptimizerName, TrainingPrecision, TrainingSpec
 
 DEFAULT_VOCABULARY = 50304
@@ -257,6 +258,7 @@ def plan_of_run(run: MeasuredRun, framework: FrameworkProfile) -> ParallelPlan:
             "virtual_pipeline_size": virtual,
             "recompute": _recompute(run),
             "offload": _offload(run),
+            "stage_blocks": _stage_blocks(run, framework, num_stages=pp * virtual) if pp > 1 else None,
         }
     )
 
@@ -277,6 +279,19 @@ def _replicas_of_experts(run: MeasuredRun, *, ep: int, tp: int, data_ranks: int)
             hint="etp of tp is, and etp of 1 where tp divides ep",
         )
     return ep // tp
+
+
+def _stage_blocks(run: MeasuredRun, framework: FrameworkProfile, *, num_stages: int) -> tuple[int, ...] | None:
+    """Return the blocks of each stage of a framework that does not divide them evenly, where the run has its shapes.
+
+    What is counted is what nanotron counts, whatever the model: four square matrices and three of the MLP.
+    """
+    shapes = (run.layers, run.hidden, run.ffn_hidden, run.vocab)
+    if not framework.pipeline.cuts_by_running_cost or None in shapes:
+        return None
+    layers, hidden, inner, vocabulary = (size or 0 for size in shapes)
+    block, head = 4 * hidden**2 + 3 * inner * hidden, vocabulary * hidden
+    return running_split(layers, num_stages, block_cost=block, head_cost=head)
 
 
 def _recompute(run: MeasuredRun) -> Recompute:

@@ -165,6 +165,9 @@ class PipelineProfile(_Group):
     """Each tensor-parallel rank sends its share of a boundary (Narayanan et al. 2021, section 4.1)."""
     allocates_every_receive: bool = False
     """A rank allocates the receive buffers of all micro-batches at the start."""
+    cuts_by_running_cost: bool = False
+    """A stage ends with the block that takes the running sum of the matmuls' parameters past its share, the head's
+    counted too (`plan.stages.running_split`); else stages have as many blocks as each other."""
 
 
 class TensorParallelProfile(_Group):

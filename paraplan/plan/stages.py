@@ -50,6 +50,21 @@ def stages_reason(
     return None
 
 
+def running_split(num_blocks: int, num_stages: int, *, block_cost: float, head_cost: float) -> tuple[int, ...]:
+    """Return the blocks of each stage where one ends with the block that takes the sum of costs past its share.
+
+    nanotron lays out its models so (src/nanotron/models/base.py, `build_model`): the first stages have more, and the
+    last ones may have no block, since the head counts too.
+    """
+    total, reached, stage = num_blocks * block_cost + head_cost, 0.0, 0
+    blocks = [0] * num_stages
+    for _ in range(num_blocks):
+        reached += block_cost
+        blocks[stage] += 1
+        stage += reached > total * (stage + 1) / num_stages
+    return tuple(blocks)
+
+
 def stage_bounds(blocks: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first block of each stage and the one after its last, for stages of `blocks` blocks."""
     ends = list(accumulate(blocks))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.stages import assign_blocks, even_split, stage_blocks, stage_bounds
+from paraplan.plan.stages import assign_blocks, even_split, running_split, stage_blocks, stage_bounds
 
 
 def slowest_stage(blocks: tuple[int, ...], costs: list[float], first_extra: float, last_extra: float) -> float:
@@ -78,3 +78,21 @@ def test_a_stage_without_a_block_is_refused() -> None:
     plan = ParallelPlan(pp=2, pipeline_schedule="1f1b", stage_blocks=(3, 0))
     with pytest.raises(PlanError, match="leaves a stage without a block"):
         stage_blocks(plan, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "blocks"),
+    [(2, (18, 14)), (4, (9, 9, 8, 6)), (16, (3, *(2,) * 6, 3, *(2,) * 7, 0)), (1, (32,))],
+)
+def test_a_running_sum_of_costs_gives_the_first_stages_more(num_stages: int, blocks: tuple[int, ...]) -> None:
+    # Llama-3-8B with a vocabulary of 131,072, as nanotron counts it: a head is as large as 2.2 blocks.
+    hidden, inner = 4096, 14336
+    block, head = 4 * hidden**2 + 3 * inner * hidden, 131072 * hidden
+    assert running_split(32, num_stages, block_cost=block, head_cost=head) == blocks
+
+
+@given(blocks=st.integers(1, 96), stages=st.integers(1, 64), head=st.floats(0, 10))
+def test_a_running_sum_places_every_block(blocks: int, stages: int, head: float) -> None:
+    found = running_split(blocks, stages, block_cost=1.0, head_cost=head)
+    assert len(found) == stages
+    assert sum(found) == blocks
