@@ -49,7 +49,6 @@ class Engine(TrainingState):
     ) -> None:
         super().__init__(part, optimizer, mesh=mesh, plan=plan, shape=shape, engine_options=engine_options)
         self.grad_norm: torch.Tensor | None = None
-        self._has_stepped = False
         self.metrics: dict[str, torch.Tensor] = {}
         self._freezing = Freezing(part.parameters, is_parallel=mesh.world.size > 1)
         self._totals = TotalsOverRanks(mesh)
@@ -158,7 +157,6 @@ class Engine(TrainingState):
             if self.scheduler is not None:
                 self.scheduler.step()
         self._hands.end_step(self.num_steps + 1)
-        self._has_stepped = True
         self._sync.num_steps += 1
         if self._average is not None:
             self._average.update()

@@ -217,12 +217,12 @@ def _filled_up(forward: Forward, multiple: int) -> Forward:
             is_of_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == tokens
             return functional.pad(leaf, [0, 0] * (leaf.ndim - 2) + [0, missing]) if is_of_tokens else leaf
 
-        def sharding(leaf: Any) -> Any:
+        def trim(leaf: Any) -> Any:
             is_filled = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == tokens + missing
             return leaf[:, :tokens] if is_filled else leaf
 
         filled = pytree.tree_map(fill, inputs)
-        return pytree.tree_map(sharding, forward(filled))
+        return pytree.tree_map(trim, forward(filled))
 
     return call
 

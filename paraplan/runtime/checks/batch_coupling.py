@@ -23,7 +23,6 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import FailedElsewhereError
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.fixed_noise import FixedNoise
-from paraplan.runtime.checks.forward_state import ForwardState
 from paraplan.runtime.checks.trials import (
     Piece,
     gathered_numbers,
@@ -72,7 +71,6 @@ class Losses:
 
     sums: tuple[float, ...]
     counts: tuple[float, ...]
-    returns_sums: bool
 
     @property
     def mean(self) -> float:
@@ -94,13 +92,11 @@ class BatchCoupling:
         mesh: Mesh,
         precision: TrainingPrecision,
         counter: TargetCounter,
-        state: ForwardState,
     ) -> None:
         self._part = part
         self._plan = plan
         self._mesh = mesh
         self._counter = counter
-        self._state = state
         stored = {one.dtype for one in part.module.parameters() if one.is_floating_point()}
         self._are_counted = False
         self._has_halves = any(dtype in stored for dtype in (torch.bfloat16, torch.float16))
@@ -229,7 +225,7 @@ class BatchCoupling:
         Random numbers start from `seed`. What passes write is put back behind each; `seen` is called before that.
         Passes of `earlier` come first.
         """
-        counts, sums, returns_sums, first = [], [], False, 0
+        counts, sums, first = [], [], 0
         for one in parts:
             size = num_sequences_of(one)
             returned = self._returned(one, range(first, first + size), seed=seed, earlier=earlier, seen=seen)
@@ -237,13 +233,12 @@ class BatchCoupling:
             if returned is None:
                 continue
             value, count = returned
-            returns_sums = count is not None
             if count is None:
                 count = self._counter.count(*one)
                 value = value * count if float(count) else 0.0
             counts.append(float(count))
             sums.append(float(value))
-        return Losses(tuple(sums), tuple(counts), returns_sums) if counts else None
+        return Losses(tuple(sums), tuple(counts)) if counts else None
 
     def _returned(
         self,
@@ -340,7 +335,7 @@ class BatchCoupling:
 
 
 def _first(losses: Losses) -> Losses:
-    return Losses(losses.sums[:1], losses.counts[:1], losses.returns_sums)
+    return Losses(losses.sums[:1], losses.counts[:1])
 
 
 def _gap(one: Losses | None, other: Losses | None) -> float:

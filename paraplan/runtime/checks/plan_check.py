@@ -70,9 +70,7 @@ class PlanCheck:
         self._has_values = has_values
         self._every = every
         self._state = ForwardState(part.module, mesh)
-        self._coupling = BatchCoupling(
-            part, plan=plan, mesh=mesh, precision=precision, counter=counter, state=self._state
-        )
+        self._coupling = BatchCoupling(part, plan=plan, mesh=mesh, precision=precision, counter=counter)
         self._verification = (
             None
             if reference is None
