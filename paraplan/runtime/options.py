@@ -30,8 +30,8 @@ class TrainingOptions:
     loss_fn: LossFunction
     """`loss_fn(outputs, targets)` returns the mean over the targets of its micro-batch, or `(loss_sum, count)`.
 
-    A dict of metrics may stand behind each: means, averaged as the loss is, `(sum, count)`, or `(value, "sum")`, `"max"`
-    or `"min"`.
+    A dict of metrics may stand behind each: means, averaged as the loss is, `(sum, count)`, or `(value, "sum")`,
+    `"max"` or `"min"`.
     """
     optimizer: OptimizerFactory
     """Called with a list of this rank's parameters; returns their optimizer, or a list of several.

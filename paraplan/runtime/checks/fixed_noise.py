@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paraplan.runtime.seeds import seed_generators
-from paraplan.runtime.torch_private import TorchDispatchMode, pytree
+from paraplan.runtime.torch_private import TorchDispatchMode, pytree, schema_of
 
 
 class FixedNoise(TorchDispatchMode):
@@ -55,7 +55,7 @@ class FixedNoise(TorchDispatchMode):
         for index, number in enumerate(self._numbers):
             one = pytree.tree_map(part(index), (args, kwargs), is_leaf=_is_shape)
             found.append(_seeded(func, one[0], one[1], base + 2**31 * (number + 1)))
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             return args[0]
         leaves = [pytree.tree_flatten(one) for one in found]
         joined = [

@@ -118,7 +118,7 @@ class PlanCheck:
             self._restart_orders()
         if parts and not self._is_off:
             self._measure(call, pieces, parts, is_first=is_first)
-        self._execution.forget_shapes()
+        self._execution.forget_runs()
         self._restart_orders()
         if call == "step" and is_first:
             self._sums = weight_sums(self._module)

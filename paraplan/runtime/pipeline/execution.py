@@ -103,10 +103,9 @@ class PipelineExecution:
         with torch.no_grad():
             self._run(micro_batches, trains=False)
 
-    def forget_shapes(self) -> None:
-        """Let go what was made for the shapes of batches so far, with the buffers that they are received in."""
+    def forget_runs(self) -> None:
+        """Let go the runs of batches so far, with the buffers that they receive in; what travels stays known."""
         self._runs.clear()
-        self._hidden.clear()
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, trains: bool) -> None:
         self.loss.start()

@@ -31,8 +31,8 @@ class Execution(Protocol):
         """Run forward passes without gradients."""
         ...
 
-    def forget_shapes(self) -> None:
-        """Let go what is kept for the shapes of batches so far."""
+    def forget_runs(self) -> None:
+        """Let go what is kept of the runs of batches so far."""
         ...
 
 
@@ -77,8 +77,8 @@ class WholeModelExecution:
             for micro_batch in micro_batches:
                 self._loss_of(micro_batch)
 
-    def forget_shapes(self) -> None:
-        """Keep nothing for a shape."""
+    def forget_runs(self) -> None:
+        """Keep nothing of a run."""
 
     def _loss_of(self, micro_batch: MicroBatch) -> torch.Tensor:
         try:
