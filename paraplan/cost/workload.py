@@ -357,5 +357,5 @@ def _gives_groups(block: BlockSpec) -> bool:
     core = block.attention
     if core is None:
         return False
-    keys = [one.elements_per_token for one in block.saved if one.name == "key" and "sdpa" in (one.kernels or ())]
+    keys = [one.elements_per_token for one in block.saved if one.role == "key" and "sdpa" in (one.kernels or ())]
     return core.num_kv_heads < core.num_heads and max(keys, default=0.0) < core.num_heads * core.qk_head_dim

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from paraplan.model.norm import NormKind, norm
-from paraplan.model.part import KeptBy, Part, dropout, kept, linear, weight
+from paraplan.model.part import KeptBy, Part, kept, linear, weight
+from paraplan.model.saved_role import SavedRole
 from paraplan.model.spec import Attention, AttentionKernel, ElementType
 
 FUSED_KERNELS: tuple[AttentionKernel, ...] = ("flash", "sdpa")
@@ -112,7 +113,7 @@ def attention(heads: Heads, style: AttentionStyle, *, keeps_input: bool = True) 
     """
     part, readers = Part(), style.readers
     if keeps_input:
-        part += kept("attention input", heads.hidden, split="sequence", num_readers=len(readers), weights_of=readers)
+        part += kept("attention_input", heads.hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     part += _projections(heads, style)
     part += _qk_norms(heads, style)
     part += attention_core(heads.attention(), style)
@@ -123,7 +124,7 @@ def attention(heads: Heads, style: AttentionStyle, *, keeps_input: bool = True) 
         # The values are a view of the fused projection, except where they are repeated.
         repeats = style.is_windowed and 1 < heads.num_kv_heads < heads.num_heads
         views: tuple[AttentionKernel, ...] = ("flash",) if repeats else FUSED_KERNELS
-        part += kept("query and key before rotation", rest, split="tensor", kernels=views, by="modules")
+        part += kept("before_rotation", rest, split="tensor", kernels=views, by="modules")
     return part + linear(
         style.projections[-1],
         heads.query_width,
@@ -147,10 +148,11 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
     for kernels, count in _kv_heads_by_kernel(core, style):
         fp32 = style.products_in_fp32 and kernels == EAGER
         is_kept_before = style.shares == "keys_and_values" and count == core.num_kv_heads
-        for name, width in (("query", query_width), ("key", count * core.qk_head_dim))[: 1 if is_kept_before else 2]:
+        rotated: tuple[tuple[SavedRole, int], ...] = ("query", query_width), ("key", count * core.qk_head_dim)
+        for role, width in rotated[: 1 if is_kept_before else 2]:
             if fp32:
                 part += kept(
-                    name,
+                    role,
                     width,
                     element_type="fp32",
                     split="tensor",
@@ -159,18 +161,18 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
                     by="modules",
                 )
             by: KeptBy = "fused" if fp32 else "both"
-            part += kept(name, width, split="tensor", kernels=kernels, is_turned=style.rotary, by=by)
+            part += kept(role, width, split="tensor", kernels=kernels, is_turned=style.rotary, by=by)
         if not is_kept_before:
             part += kept("value", count * core.v_head_dim, split="tensor", kernels=kernels)
     reader = style.projections[-1:]  # fused kernels read their own output too
-    part += kept("attention output", output_width, split="tensor", kernels=FUSED_KERNELS)
+    part += kept("attention_output", output_width, split="tensor", kernels=FUSED_KERNELS)
     if not style.is_gated:
-        part += kept("attention output", output_width, split="tensor", kernels=EAGER, weights_of=reader)
+        part += kept("attention_output", output_width, split="tensor", kernels=EAGER, weights_of=reader)
     if style.copies_output:
         copying: tuple[AttentionKernel, ...] = ("flash",) if style.is_windowed else FUSED_KERNELS
-        part += kept("projection input", output_width, split="tensor", kernels=copying, weights_of=reader, by="modules")
+        part += kept("projection_input", output_width, split="tensor", kernels=copying, weights_of=reader, by="modules")
     part += kept(
-        "softmax statistics",
+        "softmax_statistics",
         heads,
         element_type="fp32",
         split="tensor",
@@ -179,7 +181,7 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
     )
     if style.position_bias:
         part += kept(
-            "position bias",
+            "position_bias",
             pairs=heads,
             split="tensor",
             kernels=("sdpa",),
@@ -187,7 +189,7 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
             is_shared_by_batch=True,
         )
     if style.masks_each_layer or style.is_windowed:
-        part += kept("attention mask", pairs=1, kernels=("sdpa",), in_attention_core=True, by="modules")
+        part += kept("attention_mask", pairs=1, kernels=("sdpa",), in_attention_core=True, by="modules")
     return part + _probabilities(heads, style)
 
 
@@ -196,8 +198,8 @@ def _output_gate(width: int, reader: str) -> Part:
 
     Fused kernels read the output as attention keeps it.
     """
-    part = kept("attention output by token", width, split="tensor", by="modules") + kept("gate", width, split="tensor")
-    return part + kept("gated output", width, split="tensor", weights_of=(reader,))
+    part = kept("output_by_token", width, split="tensor", by="modules") + kept("output_gate", width, split="tensor")
+    return part + kept("gated_output", width, split="tensor", weights_of=(reader,))
 
 
 def _kv_heads_by_kernel(core: Attention, style: AttentionStyle) -> list[tuple[tuple[AttentionKernel, ...], int]]:
@@ -210,7 +212,7 @@ def _kv_heads_by_kernel(core: Attention, style: AttentionStyle) -> list[tuple[tu
 
 
 def _score(
-    name: str,
+    role: SavedRole,
     num_heads: int,
     *,
     by: KeptBy = "both",
@@ -218,7 +220,7 @@ def _score(
     is_copy: bool = False,
 ) -> Part:
     return kept(
-        name,
+        role,
         pairs=num_heads,
         element_type=element_type,
         split="tensor",
@@ -230,21 +232,21 @@ def _score(
 
 
 def _probabilities(num_heads: int, style: AttentionStyle) -> Part:
-    part = _score("capped scores", num_heads) if style.is_capped else Part()
+    part = _score("scores", num_heads) if style.is_capped else Part()
     if not style.softmax_in_fp32:
         part += _score("probabilities", num_heads, element_type="weights" if style.has_sinks else "promoted")
         if style.dropout == 0:
             copy: ElementType = "weights_copy" if style.has_sinks else "promoted_copy"
-            part += _score("probabilities cast back", num_heads, by="modules", element_type=copy)
+            part += _score("probabilities_copy", num_heads, by="modules", element_type=copy)
     else:
-        part += _score("probabilities in fp32", num_heads, by="modules", element_type="fp32")
+        part += _score("probabilities", num_heads, by="modules", element_type="fp32")
         part += _score("probabilities", num_heads, by="fused")
         if style.dropout == 0:
-            part += _score("probabilities cast back", num_heads, by="modules", is_copy=True)
+            part += _score("probabilities_copy", num_heads, by="modules", is_copy=True)
     if style.dropout == 0:
         return part
-    part += _score("attention dropout mask", num_heads, element_type="mask")
-    return part + _score("dropped probabilities", num_heads)
+    part += _score("attention_dropout_mask", num_heads, element_type="mask")
+    return part + _score("probabilities_copy", num_heads)
 
 
 def _projections(heads: Heads, style: AttentionStyle) -> Part:
@@ -338,32 +340,32 @@ def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
     """Return projections through low ranks and the core. Tensor parallelism leaves the low-rank projections whole."""
     first = "self_attn.q_proj" if heads.query_rank is None else "self_attn.q_a_proj"
     readers = (first, "self_attn.kv_a_proj_with_mqa")
-    part = kept("attention input", heads.hidden, split="sequence", num_readers=2, weights_of=readers)
+    part = kept("attention_input", heads.hidden, split="sequence", num_readers=2, weights_of=readers)
     query_width = heads.num_heads * heads.qk_head_dim
     if heads.query_rank is None:
         part += linear("self_attn.q_proj", heads.hidden, query_width, bias=False, split="column")
     else:
         part += linear("self_attn.q_a_proj", heads.hidden, heads.query_rank, bias=style.output_bias)
         part += norm("self_attn.q_a_layernorm", "rms", heads.query_rank, is_residual=False)
-        part += kept("query latent", heads.query_rank, split="sequence", weights_of=("self_attn.q_b_proj",))
+        part += kept("query_latent", heads.query_rank, split="sequence", weights_of=("self_attn.q_b_proj",))
         part += linear("self_attn.q_b_proj", heads.query_rank, query_width, bias=False, split="column")
     part += linear(
         "self_attn.kv_a_proj_with_mqa", heads.hidden, heads.kv_rank + heads.rope_head_dim, bias=style.output_bias
     )
     part += norm("self_attn.kv_a_layernorm", "rms", heads.kv_rank, is_residual=False)
-    part += kept("key and value latent", heads.kv_rank, split="sequence", weights_of=("self_attn.kv_b_proj",))
+    part += kept("key_value_latent", heads.kv_rank, split="sequence", weights_of=("self_attn.kv_b_proj",))
     expanded = heads.num_heads * (heads.nope_head_dim + heads.v_head_dim)
     part += linear("self_attn.kv_b_proj", heads.kv_rank, expanded, bias=False, split="column")
     part += attention_core(heads.attention(), style)
     # The values are a view of the expansion, so that the keys' part of it stays too.
     nope_width = heads.num_heads * heads.nope_head_dim
-    part += kept("keys before rotation", nope_width, split="tensor", kernels=FUSED_KERNELS, by="modules")
+    part += kept("before_rotation", nope_width, split="tensor", kernels=FUSED_KERNELS, by="modules")
     if heads.qk_head_dim == heads.v_head_dim <= LARGEST_FLASH_HEAD and not style.masks_each_layer:
         # Flash attention gives its output the order of the queries, which were put together head by head: the output
         # projection reads a copy in the order of tokens. The other kernel, for unequal sizes and masks, has that order.
         width = heads.num_heads * heads.v_head_dim
         part += kept(
-            "attention output by token",
+            "output_by_token",
             width,
             split="tensor",
             kernels=FUSED_KERNELS,
@@ -373,11 +375,6 @@ def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
     return part + linear(
         "self_attn.o_proj", heads.num_heads * heads.v_head_dim, heads.hidden, bias=style.output_bias, split="row"
     )
-
-
-def residual_dropout(name: str, rate: float, hidden: int) -> Part:
-    """Return the dropout before a residual sum; sequence parallelism divides its mask."""
-    return dropout(name, rate, hidden)
 
 
 def index_projections(heads: LatentHeads, indexer: Indexer) -> Part:

@@ -15,7 +15,6 @@ from paraplan.model.attention import (
     attention,
     index_projections,
     latent_attention,
-    residual_dropout,
 )
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.heads import HeadStyle, read_head
@@ -127,16 +126,16 @@ def _embedding(shape: DecoderShape) -> BlockSpec:
         name, count = style.positions
         part += weight(f"{name}.weight", count, shape.hidden, layer="embedding")
     if style.width != shape.hidden:
-        part += kept("word embeddings", style.width, split="sequence")
+        part += kept("embeddings", style.width, split="sequence")
         part += linear("project_in", style.width, shape.hidden, bias=False)
     if style.norm is not None:
         name, kind = style.norm
         part += norm(name, kind, shape.hidden)
-    part += dropout("embedding dropout", style.dropout, shape.hidden) + shape.shared
+    part += dropout("dropout_mask", style.dropout, shape.hidden) + shape.shared
     if shape.attention.rotary:
         heads = shape.heads
         rotated = heads.rope_head_dim if isinstance(heads, LatentHeads) else heads.head_dim
-        part += kept("rotary cosines and sines", 2 * rotated, element_type="residual", is_shared_by_batch=True)
+        part += kept("rotary_tables", 2 * rotated, element_type="residual", is_shared_by_batch=True)
     return block_from_part("embedding", part)
 
 
@@ -165,9 +164,9 @@ def _layer(shape: DecoderShape, kind: LayerKind, seq_length: int | None) -> Bloc
         limit = gcd(heads.num_heads, heads.num_kv_heads)
     part += kind.feed_forward.inside("mlp")
     if shape.residual == "parallel":  # attention reads the MLP's input
-        part = part.read_by("MLP input", style.projections[:-1])
-    for where, rate in zip(("attention", "feed-forward"), shape.residual_dropouts, strict=True):
-        part += residual_dropout(f"{where} output dropout", rate, shape.hidden)
+        part = part.read_by("mlp_input", style.projections[:-1])
+    after_attention, after_mlp = shape.residual_dropouts
+    part += dropout("dropout_mask", after_attention, shape.hidden) + dropout("mlp_output_mask", after_mlp, shape.hidden)
     output = norm_output(shape.norm_kind)
     scores = kind.indexer.scores() if kind.indexer is not None and not kind.indexer.is_shared else None
     return block_from_part(kind.name, part, attention=core, index_scores=scores, tp_limit=limit, norm_output=output)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from paraplan.model.attention import EAGER, FUSED_KERNELS
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.part import Part, kept, linear, weight
+from paraplan.model.saved_role import SavedRole
 from paraplan.model.spec import ActivationSplit, ElementType, Matmul
 
 CHUNK = 64
@@ -75,23 +76,23 @@ def delta_rule(shape: DeltaRule) -> Part:
     else:
         projections = {"qkv": convolved, "z": values, "b": heads, "a": heads}
     readers = tuple(f"linear_attn.in_proj_{name}" for name in projections)
-    part = kept("attention input", shape.hidden, split="sequence", num_readers=len(readers), weights_of=readers)
+    part = kept("attention_input", shape.hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     for name, width in zip(readers, projections.values(), strict=True):
         part += linear(name, shape.hidden, width, bias=False, split="column")
     part += weight("linear_attn.conv1d.weight", convolved, 1, shape.kernel, tp_dim=0)
     part += weight("linear_attn.dt_bias", heads, tp_dim=0) + weight("linear_attn.A_log", heads, tp_dim=0)
     part += weight("linear_attn.norm.weight", shape.value_dim)
-    part += _tensor("convolution input", convolved)
-    part += kept("convolution output", convolved, split="tensor", kernels=EAGER, by="modules")
-    part += _tensor("decay inputs", 2 * heads, "fp32") + _tensor("beta", heads)
+    part += _tensor("convolution_input", convolved)
+    part += kept("convolution_output", convolved, split="tensor", kernels=EAGER, by="modules")
+    part += _tensor("decay", 2 * heads, "fp32") + _tensor("beta", heads)
     part += _in_kernel(shape) + _written_out(shape)
     part += _gated_norm(values, heads) + Part(matmuls=tuple(_products(shape)))
     return part + linear("linear_attn.out_proj", values, shape.hidden, bias=False, split="row")
 
 
-def _tensor(name: str, elements: float, element_type: ElementType = "activation") -> Part:
+def _tensor(role: SavedRole, elements: float, element_type: ElementType = "activation") -> Part:
     split: ActivationSplit = "tensor"
-    return kept(name, elements, element_type=element_type, split=split)
+    return kept(role, elements, element_type=element_type, split=split)
 
 
 def _in_kernel(shape: DeltaRule) -> Part:
@@ -102,13 +103,13 @@ def _in_kernel(shape: DeltaRule) -> Part:
     """
     part = Part()
     repeats = shape.value_heads > shape.key_heads
-    for name in ("query", "key"):
-        part += kept(f"normalised {name}", shape.key_width, split="tensor", kernels=FUSED_KERNELS)
-        part += kept(f"{name} root", shape.key_heads, element_type="fp32", split="tensor", kernels=FUSED_KERNELS)
+    for _ in ("query", "key"):
+        part += kept("normalised_heads", shape.key_width, split="tensor", kernels=FUSED_KERNELS)
+        part += kept("norm_root", shape.key_heads, element_type="fp32", split="tensor", kernels=FUSED_KERNELS)
         if repeats:
-            part += kept(f"repeated {name}", shape.repeated_width, split="tensor", kernels=FUSED_KERNELS, by="fused")
+            part += kept("repeated_heads", shape.repeated_width, split="tensor", kernels=FUSED_KERNELS, by="fused")
     part += kept("values", shape.value_width, split="tensor", kernels=FUSED_KERNELS)
-    part += kept("summed decay", shape.value_heads, element_type="fp32", split="tensor", kernels=FUSED_KERNELS)
+    part += kept("decay", shape.value_heads, element_type="fp32", split="tensor", kernels=FUSED_KERNELS)
     return part + kept("inverse", shape.value_heads * CHUNK, split="tensor", kernels=FUSED_KERNELS)
 
 
@@ -128,14 +129,14 @@ def _gated_norm(values: int, heads: int) -> Part:
 
     transformers writes it in fp32: the output, the gate and its activation; Megatron-Core keeps them as they are.
     """
-    part = kept("rule output", values, element_type="fp32", split="tensor", by="modules")
-    part += kept("rule output", values, split="tensor", by="fused")
-    part += _tensor("norm root", heads, "fp32")
-    part += kept("rule output normalised", values, split="tensor", weights_of=(), by="modules")
-    part += kept("gate", values, element_type="fp32", split="tensor", by="modules")
-    part += kept("activated output gate", values, element_type="fp32", split="tensor", by="modules")
-    part += kept("scaled output", values, split="tensor") + kept("gate", values, split="tensor", by="fused")
-    return part + kept("projection input", values, split="tensor", weights_of=("linear_attn.out_proj",))
+    part = kept("rule_output", values, element_type="fp32", split="tensor", by="modules")
+    part += kept("rule_output", values, split="tensor", by="fused")
+    part += _tensor("norm_root", heads, "fp32")
+    part += kept("normalised", values, split="tensor", weights_of=(), by="modules")
+    part += kept("output_gate", values, element_type="fp32", split="tensor", by="modules")
+    part += kept("output_gate", values, element_type="fp32", split="tensor", by="modules")
+    part += kept("scaled_output", values, split="tensor") + kept("output_gate", values, split="tensor", by="fused")
+    return part + kept("projection_input", values, split="tensor", weights_of=("linear_attn.out_proj",))
 
 
 def _products(shape: DeltaRule) -> list[Matmul]:

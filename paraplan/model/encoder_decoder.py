@@ -32,7 +32,7 @@ def t5(config: ModelConfig) -> ModelSpec:
     if has_decoder:
         runs += _stack(config, hidden, decoder_layers, is_decoder=True)
     embedding = weight("shared.weight", vocab_size, hidden, tp_dim=0, layer="embedding")
-    embedding += dropout("embedding dropout", rate, hidden * (2 if has_decoder else 1))
+    embedding += dropout("dropout_mask", rate, hidden * (2 if has_decoder else 1))
     # transformers ties the head to the embedding in every T5, whatever tie_word_embeddings says.
     is_language_model = not architecture or architecture.endswith("ForConditionalGeneration")
     return ModelSpec(
@@ -49,13 +49,13 @@ def t5(config: ModelConfig) -> ModelSpec:
 
 
 def _head(config: ModelConfig, hidden: int, vocab_size: int, *, has_decoder: bool, rate: float) -> BlockSpec:
-    part = norm("encoder.final_layer_norm", _NORM, hidden) + dropout("encoder dropout", rate, hidden)
+    part = norm("encoder.final_layer_norm", _NORM, hidden) + dropout("dropout_mask", rate, hidden)
     if has_decoder:
-        part += kept("encoder output", hidden, split="sequence")
-        part += norm("decoder.final_layer_norm", _NORM, hidden) + dropout("decoder dropout", rate, hidden)
+        part += kept("encoder_output", hidden, split="sequence")
+        part += norm("decoder.final_layer_norm", _NORM, hidden) + dropout("dropout_mask", rate, hidden)
     architecture = config.architecture
     if not architecture or architecture.endswith("ForConditionalGeneration"):
-        part += kept("head input", hidden, split="sequence")
+        part += kept("head_input", hidden, split="sequence")
         part += Part(matmuls=(Matmul(name="lm_head", k=hidden, n=vocab_size, split="column"),))
     elif architecture.endswith("ForSequenceClassification"):
         dense = linear("classification_head.dense", hidden, hidden, bias=True)
@@ -89,15 +89,13 @@ def _block(config: ModelConfig, hidden: int, *, is_decoder: bool, is_first: bool
             "layer.0.SelfAttention.relative_attention_bias.weight", buckets, num_heads, tp_dim=1, layer="embedding"
         )
         # The bucket of every pair of positions, a 64-bit index.
-        part += kept("position buckets", pairs=2, element_type="fp32", is_shared_by_batch=True, by="modules")
+        part += kept("position_bias", pairs=2, element_type="fp32", is_shared_by_batch=True, by="modules")
         if is_decoder:  # transformers hands an empty bias to every cross-attention
-            part += kept(
-                "cross-attention bias", pairs=num_heads, kernels=("sdpa",), is_shared_by_batch=True, by="modules"
-            )
+            part += kept("position_bias", pairs=num_heads, kernels=("sdpa",), is_shared_by_batch=True, by="modules")
     part += _attention(heads, "layer.0", "SelfAttention", hidden, rate)
     if is_decoder:
         mask = kept(
-            "causal mask", pairs=1, element_type="mask", kernels=("sdpa",), is_shared_by_batch=True, by="modules"
+            "attention_mask", pairs=1, element_type="mask", kernels=("sdpa",), is_shared_by_batch=True, by="modules"
         )
         part += mask + _attention(heads, "layer.1", "EncDecAttention", hidden, rate)
     part += _feed_forward(config, hidden, f"layer.{2 if is_decoder else 1}", rate)
@@ -119,7 +117,7 @@ def _attention(heads: Heads, layer: str, name: str, hidden: int, rate: float) ->
         dropout=rate,
     )
     part = norm(f"{layer}.layer_norm", _NORM, hidden) + attention(heads, style)
-    return part + dropout(f"{layer} output dropout", rate, hidden)
+    return part + dropout("dropout_mask", rate, hidden)
 
 
 def _feed_forward(config: ModelConfig, hidden: int, layer: str, rate: float) -> Part:
@@ -137,4 +135,4 @@ def _feed_forward(config: ModelConfig, hidden: int, layer: str, rate: float) -> 
     inner = config.count("d_ff")
     part = norm(f"{layer}.layer_norm", _NORM, hidden)
     part += mlp(hidden, inner, MlpStyle(projections, activation, is_gated=bool(gate), inner_dropout=rate))
-    return part + dropout("feed-forward output dropout", rate, hidden)
+    return part + dropout("mlp_output_mask", rate, hidden)

@@ -62,10 +62,10 @@ def _layers(
         dropout=config.fraction("attention_probs_dropout_prob", default=default_rate),
     )
     activation = MlpStyle(layer.mlp, config.text("hidden_act", default="gelu"), bias=True)
-    part = attention(heads, style) + dropout("attention output dropout", rate, hidden)
+    part = attention(heads, style) + dropout("dropout_mask", rate, hidden)
     part += norm(layer.norms[0], "layer", hidden) + norm(layer.norms[1], "layer", hidden)
     part += mlp(hidden, config.count("intermediate_size"), activation)
-    part += dropout("feed-forward output dropout", rate, hidden)
+    part += dropout("mlp_output_mask", rate, hidden)
     block = block_from_part(
         "transformer", part, attention=heads.attention(is_causal=is_causal), tp_limit=heads.num_heads
     )
@@ -85,7 +85,7 @@ def bert(config: ModelConfig) -> ModelSpec:
     types = config.count("type_vocab_size", default=2)
     embedding += weight("token_type_embeddings.weight", types, hidden, layer="embedding")
     embedding += norm("LayerNorm", "layer", hidden)
-    embedding += dropout("embedding dropout", config.fraction("hidden_dropout_prob", default=0.1), hidden)
+    embedding += dropout("dropout_mask", config.fraction("hidden_dropout_prob", default=0.1), hidden)
     head, tied = _bert_head(config, hidden, vocab_size, is_roberta=is_roberta)
     return ModelSpec(
         name=config.name,
@@ -137,10 +137,10 @@ def _bert_head(config: ModelConfig, hidden: int, vocab_size: int, *, is_roberta:
 
 
 def _masked_language_model_head(config: ModelConfig, hidden: int, vocab_size: int, *, tied: bool) -> Part:
-    part = kept("head input", hidden, split="sequence") + linear("transform.dense", hidden, hidden, bias=True)
+    part = kept("head_input", hidden, split="sequence") + linear("transform.dense", hidden, hidden, bias=True)
     activation = "gelu" if config.model_type == "roberta" else config.text("hidden_act", default="gelu")
-    part += kept("head activation", kept_by_activation(activation) * hidden, split="sequence")
-    part += norm("transform.LayerNorm", "layer", hidden) + kept("projection input", hidden, split="sequence")
+    part += kept("head_activation", kept_by_activation(activation) * hidden, split="sequence")
+    part += norm("transform.LayerNorm", "layer", hidden) + kept("projection_input", hidden, split="sequence")
     part += weight("bias", vocab_size, tp_dim=0)
     if not tied:  # transformers ties the two biases together with the matrix
         part += weight("decoder.weight", vocab_size, hidden, tp_dim=0, layer="linear")
@@ -167,7 +167,7 @@ def vit(config: ModelConfig) -> ModelSpec:
     rows = patches / (patches + 1)
     embedding += Part(matmuls=(Matmul(name="patch_embeddings", k=patch_size, n=hidden, rows_per_token=rows),))
     embedding += kept("pixels", patch_size * rows)
-    embedding += dropout("embedding dropout", config.fraction("hidden_dropout_prob"), hidden)
+    embedding += dropout("dropout_mask", config.fraction("hidden_dropout_prob"), hidden)
     if config.architecture.endswith("ForMaskedImageModeling"):
         embedding += weight("mask_token", 1, 1, hidden)
     return ModelSpec(
@@ -195,7 +195,7 @@ def _vit_head(config: ModelConfig, hidden: int, channels: int, *, tokens: int) -
         labels = number_of_labels(config)
         part += _per_sequence(linear("classifier", hidden, labels, bias=True))
         part += Part(matmuls=(Matmul(name="classifier", k=hidden, n=labels, rows_per_token=1 / tokens),))
-        part += kept("head input", hidden)  # a view of all tokens, of which the first is used
+        part += kept("head_input", hidden)  # a view of all tokens, of which the first is used
     elif config.architecture.endswith("ForMaskedImageModeling"):
         stride = config.count("encoder_stride", default=16)
         part += weight("decoder.weight", stride * stride * channels, hidden, 1, 1)

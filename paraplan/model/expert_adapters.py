@@ -91,5 +91,5 @@ def expert_adapter(matmul: Matmul, adapter: AdapterSpec) -> Part:
 def copied_experts(matmul: Matmul) -> Part:
     """Return what is kept where experts are multiplied by a copy in 16 bits that a pass makes."""
     elements = float(matmul.k * matmul.n * matmul.num_experts)
-    copy = SavedTensor(name=f"{matmul.name} in 16 bits", elements_of_copy=elements)
+    copy = SavedTensor(role="copied_weights", elements_of_copy=elements)
     return Part(saved=(copy,), saved_fused=(copy,))

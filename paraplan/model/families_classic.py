@@ -223,7 +223,7 @@ def opt(config: ModelConfig) -> DecoderShape:
 
 
 def _projection_out(hidden: int, width: int) -> Part:
-    return kept("project_out input", hidden, split="sequence") + linear("project_out", hidden, width, bias=False)
+    return kept("projection_input", hidden, split="sequence") + linear("project_out", hidden, width, bias=False)
 
 
 def bloom(config: ModelConfig) -> DecoderShape:
@@ -302,7 +302,7 @@ def falcon(config: ModelConfig) -> DecoderShape:
         head=HeadStyle(width=hidden, tied_by_default=True, norm=("ln_f", "layer", hidden)),
         residual="parallel" if len(norms) == 1 else ("parallel_two_norms" if parallel else "sequential"),
         residual_dropouts=(0.0 if parallel or new else config.fraction("attention_dropout"), rate),
-        shared=kept("ALiBi mask", pairs=num_heads, kernels=("sdpa",), by="modules") if alibi else Part(),
+        shared=kept("attention_mask", pairs=num_heads, kernels=("sdpa",), by="modules") if alibi else Part(),
     )
 
 
@@ -323,7 +323,7 @@ def mpt(config: ModelConfig) -> DecoderShape:
         embedding=EmbeddingStyle("wte", hidden),
         head=HeadStyle(width=hidden, tied_by_default=True, norm=("norm_f", "layer_without_bias", hidden)),
         residual_dropouts=(rate, rate),
-        shared=kept("attention mask", pairs=1, element_type="mask", by="modules"),
+        shared=kept("attention_mask", pairs=1, element_type="mask", by="modules"),
     )
 
 

@@ -151,7 +151,7 @@ def qwen2_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> 
 def gated_mixture(config: ModelConfig, hidden: int, fields: Mixture) -> Part:
     """Return experts beside one shared expert that a gate of its own scales."""
     part = mixture(config, hidden, fields, readers=("mlp.shared_expert_gate",)) + shared_expert_gate(hidden)
-    return part + kept("shared expert output", hidden + 1)
+    return part + kept("shared_expert_output", hidden + 1)
 
 
 def qwen3_moe_layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:

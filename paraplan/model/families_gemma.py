@@ -38,9 +38,9 @@ def _inputs_of_layers(config: ModelConfig, hidden: int, width: int) -> Part:
     total, words = layers * width, config.count("vocab_size_per_layer_input", default=262_144)
     part = weight("embed_tokens_per_layer.weight", words, total, layer="embedding")
     name = "per_layer_model_projection"
-    part += kept("token embeddings", hidden, weights_of=(name,)) + linear(name, hidden, total, bias=False)
+    part += kept("embeddings", hidden, weights_of=(name,)) + linear(name, hidden, total, bias=False)
     part += norm("per_layer_projection_norm", _NORM, width, groups=layers, is_residual=False)
-    return part + kept("inputs of layers", total)
+    return part + kept("layer_gate_inputs", total)
 
 
 def _layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
@@ -120,7 +120,7 @@ def _experts(config: ModelConfig, hidden: int, activation: str) -> Part:
     part = norm("post_feedforward_layernorm_1", _NORM, hidden) + norm("post_feedforward_layernorm_2", _NORM, hidden)
     part += norm("pre_feedforward_layernorm_2", _NORM, hidden)
     part += norm("router.norm", "rms_without_weights", hidden) + weight("router.scale", hidden)
-    part += kept("router input before its scale", hidden, split="sequence")
+    part += kept("router_input", hidden, split="sequence")
     part += weight("router.per_expert_scale", count)
     style = ExpertsStyle(
         num_experts=count,
@@ -136,9 +136,9 @@ def _experts(config: ModelConfig, hidden: int, activation: str) -> Part:
 def _own_input(hidden: int, width: int, activation: str) -> Part:
     """Return what scales the layer's own part of the embedding by a gate and adds it to the residual stream."""
     gate, projection = "per_layer_input_gate", "per_layer_projection"
-    part = kept("gate of the layer's input", hidden, split="sequence", weights_of=(gate,))
+    part = kept("layer_gate_inputs", hidden, split="sequence", weights_of=(gate,))
     part += linear(gate, hidden, width, bias=False)
-    part += kept("gate internals", kept_by_activation(activation) * width, by="modules")
-    part += kept("gate before its activation", width, by="fused") + kept("gate of the input", width, by="modules")
-    part += kept("gated input", width, weights_of=(projection,)) + linear(projection, width, hidden, bias=False)
+    part += kept("layer_gate", kept_by_activation(activation) * width, by="modules")
+    part += kept("layer_gate", width, by="fused") + kept("layer_gate", width, by="modules")
+    part += kept("projection_input", width, weights_of=(projection,)) + linear(projection, width, hidden, bias=False)
     return part + norm("post_per_layer_input_norm", _NORM, hidden)

@@ -118,7 +118,7 @@ def _mistral3(config: ModelConfig, shape: TowerShape, hidden: int) -> TowerShape
     merge, width = config.count("spatial_merge_size", default=2) ** 2, shape.heads.hidden
     bias = config.flag("multimodal_projector_bias", default=False)
     layer = "patch_merger.merging_layer"
-    part = kept("merger input", merge * width, weights_of=(layer,)) + linear(layer, merge * width, width, bias=False)
+    part = kept("projector_input", merge * width, weights_of=(layer,)) + linear(layer, merge * width, width, bias=False)
     part += two_layers(("linear_1", "linear_2"), (width, hidden, hidden), bias=bias)
     projector = norm("norm", "rms", width) + per_token(part, merge)
     return replace(shape, projector=projector, patches_per_token=float(merge))
@@ -130,7 +130,7 @@ def _gemma3(config: ModelConfig, shape: TowerShape, hidden: int) -> TowerShape:
     assert shape.picture is not None
     each = shape.picture / tokens
     part = weight("mm_input_projection_weight", width, hidden) + norm("mm_soft_emb_norm", "rms_in_fp32", width)
-    part += kept("projector input", width, num_readers=1)
+    part += kept("projector_input", width, num_readers=1)
     part += Part(matmuls=(Matmul(name="mm_input_projection", k=width, n=hidden),))
     return replace(shape, projector=per_token(part, each), patches_per_token=each)
 
@@ -148,14 +148,14 @@ def _smolvlm(config: ModelConfig, shape: TowerShape, hidden: int) -> TowerShape:
     """SmolVLM's: the patches of a square side by side, one layer."""
     merge = config.count("scale_factor", default=2) ** 2
     name, width = "modality_projection.proj", merge * shape.heads.hidden
-    part = kept("projector input", width, weights_of=(name,)) + linear(name, width, hidden, bias=False)
+    part = kept("projector_input", width, weights_of=(name,)) + linear(name, width, hidden, bias=False)
     return replace(shape, projector=per_token(part, merge), patches_per_token=float(merge))
 
 
 def _llama4(config: ModelConfig, shape: TowerShape, hidden: int) -> TowerShape:
     """Llama 4's: one layer for each token."""
     width = config.section("vision_config").count("vision_output_dim", default=7680)
-    part = kept("projector input", width, weights_of=("linear_1",)) + linear("linear_1", width, hidden, bias=False)
+    part = kept("projector_input", width, weights_of=("linear_1",)) + linear("linear_1", width, hidden, bias=False)
     return replace(shape, projector=per_token(part, shape.patches_per_token))
 
 
@@ -165,7 +165,7 @@ def _gemma4(config: ModelConfig, shape: TowerShape, hidden: int) -> TowerShape:
     own = config.section("audio_config" if is_sound else "vision_config")
     width = own.count("output_proj_dims", default=1536) if is_sound else shape.heads.hidden
     part = norm("embedding_pre_projection_norm", "rms_without_weights", width)
-    part += kept("projector input", width, num_readers=1, weights_of=(name,)) + linear(name, width, hidden, bias=False)
+    part += kept("projector_input", width, num_readers=1, weights_of=(name,)) + linear(name, width, hidden, bias=False)
     return replace(shape, projector=per_token(part, shape.patches_per_token))
 
 

@@ -38,16 +38,16 @@ def mlp(hidden: int, inner: int, style: MlpStyle, *, keeps_input: bool = True) -
     *inputs, output = style.projections
     part, readers = Part(), tuple(inputs)
     if keeps_input:
-        part += kept("MLP input", hidden, split="sequence", num_readers=len(inputs), weights_of=readers)
+        part += kept("mlp_input", hidden, split="sequence", num_readers=len(inputs), weights_of=readers)
     width = 2 * inner if style.is_gated and len(inputs) == 1 else inner
     for name in inputs:
         part += linear(name, hidden, width, bias=style.bias, split="column", input_first=style.input_first)
     reads_output = style.activation == "relu" and not style.is_gated and style.inner_dropout == 0  # ReLU does itself
     reader = None if reads_output else (output,)
     part += activation_saved(style.activation, inner, is_gated=style.is_gated, weights_of=reader)
-    part += dropout("inner dropout", style.inner_dropout, inner, split="tensor")
+    part += dropout("dropout_mask", style.inner_dropout, inner, split="tensor")
     if style.inner_dropout > 0 and style.activation == "relu":  # kept as ReLU's own output, beside what is left of it
-        part += kept("ReLU output", inner, split="tensor")
+        part += kept("relu_output", inner, split="tensor")
     output_bias = style.bias if style.output_bias is None else style.output_bias
     return part + linear(output, inner, hidden, bias=output_bias, split="row", input_first=style.input_first)
 
@@ -70,16 +70,16 @@ def activation_saved(
     fused_steps = 0 if activation == "relu" else 1
     promoted = _PROMOTED_BY_ACTIVATION.get(activation, 0)
     part = kept(
-        "activation internals", (steps - promoted) * inner, element_type=element_type, split="tensor", by="modules"
+        "activation_internals", (steps - promoted) * inner, element_type=element_type, split="tensor", by="modules"
     )
     for place in range(promoted):
         part += kept("power", inner, element_type="promoted", split="tensor", is_powered=place == 0, by="modules")
-    part += kept("activation input", fused_steps * inner, element_type=element_type, split="tensor", by="fused")
+    part += kept("activation_input", fused_steps * inner, element_type=element_type, split="tensor", by="fused")
     if is_gated:
-        part += kept("up projection", inner, element_type=element_type, split="tensor")
+        part += kept("up_projection", inner, element_type=element_type, split="tensor")
         by: KeptBy = "modules" if fused_steps else "both"
-        part += kept("activated gate", inner, element_type=element_type, split="tensor", by=by)
-    return part + kept("MLP inner output", inner, element_type=element_type, split="tensor", weights_of=weights_of)
+        part += kept("activated_gate", inner, element_type=element_type, split="tensor", by=by)
+    return part + kept("mlp_inner_output", inner, element_type=element_type, split="tensor", weights_of=weights_of)
 
 
 Router = Literal["softmax", "softmax_in_activations", "softmax_of_chosen", "fp32"]
@@ -126,7 +126,7 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     down_shape = (count, inner, hidden) if style.input_first else (count, hidden, inner)
     own_reader = () if style.router == "fp32" else (style.router_name,)
     readers = own_reader + style.readers
-    part = kept("router input", hidden, split="sequence", num_readers=len(readers), weights_of=readers)
+    part = kept("router_input", hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     layer: Layer = "linear" if style.has_linear_router else "other"
     part += linear(style.router_name, hidden, count, bias=style.bias, layer=layer)
     parameters = [
@@ -149,21 +149,21 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     part += Part(parameters=tuple(parameters), matmuls=products)
     if style.router == "fp32":
         reader = (style.router_name,)
-        part += kept("router input in fp32", hidden, element_type="cast", split="sequence", weights_of=reader)
+        part += kept("router_input_in_fp32", hidden, element_type="cast", split="sequence", weights_of=reader)
     if style.router != "softmax_of_chosen":
         narrow = style.router == "softmax_in_activations"
-        part += kept("router probabilities", count, element_type="activation" if narrow else "fp32")
+        part += kept("router_probabilities", count, element_type="activation" if narrow else "fp32")
     # Chosen experts, the order of rows by expert and back: four or five 64-bit indices a row; the row's weight twice.
     indices = 5 if style.bias else 4
-    part += kept("routing indices", 2 * indices * rows, element_type="fp32", by="modules")
-    part += kept("routing weights", 2 * rows, element_type="fp32")
-    own = kept("tokens by expert", rows * hidden, element_type="weights", weights_of=(up.name,))
+    part += kept("routing_indices", 2 * indices * rows, element_type="fp32", by="modules")
+    part += kept("routing_weights", 2 * rows, element_type="fp32")
+    own = kept("tokens_by_expert", rows * hidden, element_type="weights", weights_of=(up.name,))
     own += activation_saved(
         style.activation, rows * inner, is_gated=style.is_gated, element_type="weights", weights_of=("down_proj",)
     )
     # Fused kernels scale rows by their router's weights before the last product, whose output nobody reads again
     # (Yan et al. 2026, arXiv 2603.07685, memory-efficient permutation); a bias after it forbids that.
-    own += kept("expert outputs", rows * hidden, element_type="weights", by="both" if style.bias else "modules")
+    own += kept("expert_outputs", rows * hidden, element_type="weights", by="both" if style.bias else "modules")
     saved, fused = (
         tuple(one.replace(is_of_expert_rows=True) for one in tensors) for tensors in (own.saved, own.saved_fused)
     )

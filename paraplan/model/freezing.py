@@ -258,7 +258,7 @@ def _is_for_weights(tensor: SavedTensor, readers: frozenset[str], *, trains_norm
     """Return whether a tensor is kept for gradients of weights that have none, and no adapter of `readers` reads it."""
     if tensor.weights_of is not None:
         return readers.isdisjoint(tensor.weights_of) and not (trains_norms and tensor.weights_of == ())
-    return tensor.name == "head input" or (tensor.name.endswith(" normalised") and not trains_norms)
+    return tensor.role == "head_input" or (tensor.role == "normalised" and not trains_norms)
 
 
 def _frozen_block(
@@ -361,7 +361,7 @@ def _adapter_part(matmul: Matmul, adapter: AdapterSpec, copies: InputCopy) -> Pa
         is_inner = matmul.split == "row"
         size, split = (k, "tensor") if is_inner else (n, "tensor" if matmul.split == "column" else "sequence")
         vector = Parameter(name=f"{name}.ia3_l", shape=(size,), tp_dim=0 if matmul.split != "none" else None)
-        return Part(parameters=(vector,)) + kept(f"{name} scaled", size, split=split, element_type=wide)  # type: ignore[arg-type]
+        return Part(parameters=(vector,)) + kept("adapter_scaled", size, split=split, element_type=wide)  # type: ignore[arg-type]
     part = Part(
         parameters=(
             Parameter(name=f"{name}.lora_A.weight", shape=(rank, k), tp_dim=1 if matmul.split == "row" else None),
@@ -373,13 +373,14 @@ def _adapter_part(matmul: Matmul, adapter: AdapterSpec, copies: InputCopy) -> Pa
         ),
     )
     if copies not in ("shared", "fused") or adapter.dropout:
-        part += kept(f"{name} adapter input", k, split=entry, element_type=wide)  # type: ignore[arg-type]
+        part += kept("adapter_input", k, split=entry, element_type=wide)  # type: ignore[arg-type]
     if adapter.dropout:
-        part += kept(f"{name} adapter dropout mask", k, split=entry, element_type="mask")  # type: ignore[arg-type]
-    part += kept(f"{name} adapter inner", rank, element_type=wide)
+        part += kept("dropout_mask", k, split=entry, element_type="mask")  # type: ignore[arg-type]
+    part += kept("adapter_inner", rank, element_type=wide)
     if adapter.kind == "dora":
         part += Part(parameters=(Parameter(name=f"{name}.lora_magnitude_vector", shape=(n,), tp_dim=output_dim),))
         output = "tensor" if matmul.split == "column" else "sequence"
-        for what in ("base output", "adapter output"):  # both are scaled by the magnitude (peft/tuners/lora/dora.py)
-            part += kept(f"{name} {what}", n, split=output, element_type=wide)  # type: ignore[arg-type]
+        # The layer's output and the adapter's are both scaled by the magnitude (peft/tuners/lora/dora.py).
+        scaled = kept("adapter_scaled", n, split=output, element_type=wide)  # type: ignore[arg-type]
+        part += scaled + scaled
     return part

@@ -48,10 +48,10 @@ def read_head(config: ModelConfig, style: HeadStyle, vocab_size: int) -> tuple[B
     tied = False
     if not architecture or architecture.endswith(LANGUAGE_MODEL_CLASSES):
         tied = config.flag("tie_word_embeddings", default=style.tied_by_default)
-        part += kept("head input", style.width, split="sequence", num_readers=1)
+        part += kept("head_input", style.width, split="sequence", num_readers=1)
         part += output_projection(style, vocab_size, tied=tied)
         if config.model_type in ("gemma2", "gemma3n_text", "gemma4_text") and config.has("final_logit_softcapping"):
-            part += kept("capped logits", vocab_size, split="tensor")
+            part += kept("capped_logits", vocab_size, split="tensor")
     elif architecture.endswith("ForSequenceClassification"):
         part += linear("score", style.width, number_of_labels(config), bias=False)
     elif architecture.endswith("ForTokenClassification"):

@@ -45,7 +45,7 @@ def read_hybrid(config: ModelConfig) -> ModelSpec:
             hint="give the pattern a letter for each layer",
         )
     vocab_size = config.count("vocab_size")
-    head = norm("norm_f", "rms", hidden) + kept("head input", hidden, split="sequence", num_readers=1)
+    head = norm("norm_f", "rms", hidden) + kept("head_input", hidden, split="sequence", num_readers=1)
     tied = config.flag("tie_word_embeddings", default=False)
     head += output_projection(HeadStyle(width=hidden, tied_by_default=False), vocab_size, tied=tied)
     embedding = weight("embeddings.weight", vocab_size, hidden, tp_dim=0, layer="embedding")
@@ -117,9 +117,9 @@ def _mamba(config: ModelConfig, hidden: int) -> Part:
     chunk, inner = config.count("chunk_size", default=128), heads * width
     convolved = inner + 2 * groups * state
     projected = inner + convolved + heads
-    part = kept("mixer input", hidden, split="sequence", num_readers=1)
+    part = kept("attention_input", hidden, split="sequence", num_readers=1)
     part += linear("in_proj", hidden, projected, bias=False, split="column")
-    part += kept("projected input", projected, split="tensor") + kept("scan output", inner, split="tensor")
+    part += kept("convolution_input", projected, split="tensor") + kept("scan_output", inner, split="tensor")
     part += weight("conv1d", convolved, config.count("conv_kernel", default=4), tp_dim=0)
     for name in ("A_log", "D", "dt_bias"):
         part += weight(name, heads, tp_dim=0)

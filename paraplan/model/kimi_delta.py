@@ -12,6 +12,7 @@ from paraplan.model.attention import EAGER, FUSED_KERNELS
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.delta_rule import CHUNK
 from paraplan.model.part import Part, kept, linear, weight
+from paraplan.model.saved_role import SavedRole
 from paraplan.model.spec import AttentionKernel, ElementType, Matmul
 
 
@@ -46,36 +47,36 @@ def kimi_delta(shape: KimiDelta) -> Part:
     columns = {"q_proj": width, "k_proj": width, "v_proj": width, "b_proj": heads}
     inner = {"forget_gate.f": width, "g": width}  # through `dim` features
     readers = tuple(f"self_attn.{name}" for name in (*columns, *(f"{name}_a_proj" for name in inner)))
-    part = kept("attention input", hidden, split="sequence", num_readers=len(readers), weights_of=readers)
+    part = kept("attention_input", hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     for name, size in columns.items():
         part += linear(f"self_attn.{name}", hidden, size, bias=False, split="column")
     for name, size in inner.items():
         reader = f"self_attn.{name}_b_proj"
         part += linear(f"self_attn.{name}_a_proj", hidden, dim, bias=False)
-        part += kept(f"{name} inner", dim, weights_of=(reader,))
+        part += kept("gate_inner", dim, weights_of=(reader,))
         part += linear(reader, dim, size, bias=False, split="column")
     part += weight("self_attn.conv1d.weight", 3 * width, 1, shape.kernel, tp_dim=0)
     part += weight("self_attn.forget_gate.dt_bias", width, tp_dim=0)
     part += weight("self_attn.forget_gate.A_log", 1, 1, heads, 1, tp_dim=2) + weight("self_attn.o_norm.weight", dim)
-    part += _kept("convolution input", 3 * width) + _kept("convolution output", 3 * width, kernels=EAGER)
+    part += _kept("convolution_input", 3 * width) + _kept("convolution_output", 3 * width, kernels=EAGER)
     part += _kept("beta", heads)
-    part += kept("positive decays", width, element_type="mask", split="tensor", by="modules")
+    part += kept("decay", width, element_type="mask", split="tensor", by="modules")
     # The gate of each feature: an exponential, one more, and the logarithm of that.
-    part += kept("forget gate", 3 * width, element_type="fp32", split="tensor", by="modules")
+    part += kept("decay", 3 * width, element_type="fp32", split="tensor", by="modules")
     part += _in_kernel(shape) + _written_out(shape)
     # The norm's input, normalised, scaled, and the sigmoid that it is multiplied by.
-    part += _kept("gated norm", 4 * width + heads, "fp32") + Part(matmuls=tuple(_products(shape)))
-    part += kept("projection input", width, split="tensor", weights_of=("self_attn.o_proj",))
+    part += _kept("gated_norm", 4 * width + heads, "fp32") + Part(matmuls=tuple(_products(shape)))
+    part += kept("projection_input", width, split="tensor", weights_of=("self_attn.o_proj",))
     return part + linear("self_attn.o_proj", width, hidden, bias=False, split="row")
 
 
 def _kept(
-    name: str,
+    role: SavedRole,
     elements: float,
     element_type: ElementType = "activation",
     kernels: tuple[AttentionKernel, ...] | None = None,
 ) -> Part:
-    return kept(name, elements, element_type=element_type, split="tensor", kernels=kernels)
+    return kept(role, elements, element_type=element_type, split="tensor", kernels=kernels)
 
 
 def _in_kernel(shape: KimiDelta) -> Part:
@@ -83,10 +84,10 @@ def _in_kernel(shape: KimiDelta) -> Part:
 
     (fla/ops/kda/chunk.py, `ChunkKDAFunction`: decays as they come and summed, both in fp32; scores and the inverse.)
     """
-    part = _kept("normalised query, key, and value", 3 * shape.width, kernels=FUSED_KERNELS)
-    part += _kept("query and key roots", 2 * shape.heads, "fp32", kernels=FUSED_KERNELS)
-    part += _kept("decay, and summed", 2 * shape.width, "fp32", kernels=FUSED_KERNELS)
-    return part + _kept("scores and inverse", 2 * shape.heads * CHUNK, kernels=FUSED_KERNELS)
+    part = _kept("normalised_heads", 3 * shape.width, kernels=FUSED_KERNELS)
+    part += _kept("norm_root", 2 * shape.heads, "fp32", kernels=FUSED_KERNELS)
+    part += _kept("decay", 2 * shape.width, "fp32", kernels=FUSED_KERNELS)
+    return part + _kept("inverse", 2 * shape.heads * CHUNK, kernels=FUSED_KERNELS)
 
 
 def _written_out(shape: KimiDelta) -> Part:

@@ -39,18 +39,18 @@ def read_lightning(config: ModelConfig, hidden: int, *, heads: int, dim: int) ->
 def lightning(shape: Lightning) -> Part:
     """Return the fused projection with its activation, products inside and between blocks, norm, gate and output."""
     width, readers = shape.width, ("self_attn.qkv_proj", "self_attn.output_gate")
-    part = kept("attention input", shape.hidden, split="sequence", num_readers=2, weights_of=readers)
+    part = kept("attention_input", shape.hidden, split="sequence", num_readers=2, weights_of=readers)
     part += linear(readers[0], shape.hidden, 3 * width, bias=False, split="column")
-    part += kept("activation input", 3 * width, split="tensor")
-    part += kept("queries, keys and values", 3 * width, split="tensor")
-    part += kept("decayed queries and keys, and values", 3 * width, split="tensor", by="modules")
+    part += kept("activation_input", 3 * width, split="tensor")
+    part += kept("heads", 3 * width, split="tensor")
+    part += kept("decayed_heads", 3 * width, split="tensor", by="modules")
     inside = shape.heads * (shape.block + shape.dim * shape.dim / shape.block)
-    part += kept("scores and states of blocks", inside, split="tensor", in_attention_core=True, by="modules")
+    part += kept("chunks", inside, split="tensor", in_attention_core=True, by="modules")
     part += Part(matmuls=tuple(_products(shape)))
     part += norm("self_attn.norm", "rms", width, is_residual=False)
     part += linear(readers[1], shape.hidden, width, bias=False, split="column")
-    part += kept("output gate", width, split="tensor") + kept("normalised output", width, split="tensor")
-    part += kept("gated output", width, split="tensor", weights_of=("self_attn.out_proj",))
+    part += kept("output_gate", width, split="tensor") + kept("scaled_output", width, split="tensor")
+    part += kept("gated_output", width, split="tensor", weights_of=("self_attn.out_proj",))
     return part + linear("self_attn.out_proj", width, shape.hidden, bias=False, split="row")
 
 

@@ -177,11 +177,11 @@ def saved_of(
         element_type = _ELEMENT_TYPES.get(kind.size, "fp32")
         scale = kind.size / 4 if kind.size not in _ELEMENT_TYPES else 1.0
         linear = scale * (total / seq_length - pairs * seq_length)
-        for name, per_token, per_pair in (("by token", linear, 0.0), ("by pair of tokens", 0.0, scale * pairs)):
+        for per_token, per_pair in ((linear, 0.0), (0.0, scale * pairs)):
             if per_token or per_pair:
                 saved.append(
                     SavedTensor(
-                        name=f"{kind.size}-byte elements kept {name}",
+                        role="traced",
                         elements_per_token=per_token,
                         elements_per_token_pair=per_pair,
                         element_type=element_type,

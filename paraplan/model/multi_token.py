@@ -18,7 +18,7 @@ def with_prediction_layers(model: ModelSpec, num_layers: int) -> ModelSpec:
         return model
     last, hidden = model.runs[-1].block, model.hidden_size
     part = norm("mtp.enorm", "rms", hidden) + norm("mtp.hnorm", "rms", hidden)
-    part += kept("projection input", 2 * hidden, split="sequence") + linear(
+    part += kept("projection_input", 2 * hidden, split="sequence") + linear(
         "mtp.eh_proj", 2 * hidden, hidden, bias=False
     )
     block = last.replace(

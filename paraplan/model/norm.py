@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from paraplan.model.part import KeptBy, Part, kept, weight
+from paraplan.model.saved_role import SavedRole
 from paraplan.model.spec import ActivationSplit, ElementType, NormOutput
 
 NormKind = Literal[
@@ -24,14 +25,14 @@ type."""
 
 # What transformers' code keeps of the norms that torch has no kernel for, each of the input's size:
 # in fp32, and in the activations' type.
-_KEPT_IN_FP32 = {
-    "layer_in_fp32": ("centred, squared", "centred", "normalised"),
-    "rms": ("input in fp32",),
-    "rms_in_fp32": ("input in fp32", "normalised"),
-    "rms_without_weights": ("input in fp32",),
-    "rms_t5": ("input in fp32",),
+_KEPT_IN_FP32: dict[NormKind, tuple[SavedRole, ...]] = {
+    "layer_in_fp32": ("centred_squares", "centred", "normalised"),
+    "rms": ("norm_input_in_fp32",),
+    "rms_in_fp32": ("norm_input_in_fp32", "normalised"),
+    "rms_without_weights": ("norm_input_in_fp32",),
+    "rms_t5": ("norm_input_in_fp32",),
 }
-_KEPT_AS_ACTIVATION = {"rms": ("normalised",), "rms_t5": ("normalised",)}
+_SCALED_AS_ACTIVATION = ("rms", "rms_t5")
 
 _OUTPUTS: dict[NormKind, NormOutput] = {
     "layer_in_fp32": "residual",
@@ -70,11 +71,10 @@ def norm(
     if kind == "layer":
         part += weight(f"{name}.bias", *(shape or (size,)))
     stream: ElementType = "residual" if is_residual else "activation"
-    return part + _saved(name, kind, size * groups, groups, split, keeps_input=keeps_input, stream=stream)
+    return part + _saved(kind, size * groups, groups, split, keeps_input=keeps_input, stream=stream)
 
 
 def _saved(
-    name: str,
     kind: NormKind,
     elements: int,
     groups: int,
@@ -86,15 +86,15 @@ def _saved(
     has_kernel = kind not in _KEPT_IN_FP32
     by: KeptBy = "both" if has_kernel else "fused"
     statistics = 2 if kind.startswith("layer") else 1
-    part = kept(f"{name} input", elements, element_type="promoted", split=split, by=by) if keeps_input else Part()
-    part += kept(f"{name} statistics", groups * statistics, element_type="fp32", split=split, by=by)
+    part = kept("norm_input", elements, element_type="promoted", split=split, by=by) if keeps_input else Part()
+    part += kept("norm_statistics", groups * statistics, element_type="fp32", split=split, by=by)
     if has_kernel:
         return part
-    for what in _KEPT_IN_FP32[kind]:
-        is_powered = what == "input in fp32"
-        part += kept(f"{name} {what}", elements, element_type="fp32", split=split, is_powered=is_powered, by="modules")
-    for what in _KEPT_AS_ACTIVATION.get(kind, ()):
-        part += kept(f"{name} {what}", elements, element_type=stream, split=split, by="modules")
+    for role in _KEPT_IN_FP32[kind]:
+        is_powered = role == "norm_input_in_fp32"
+        part += kept(role, elements, element_type="fp32", split=split, is_powered=is_powered, by="modules")
+    if kind in _SCALED_AS_ACTIVATION:
+        part += kept("normalised", elements, element_type=stream, split=split, by="modules")
     if kind == "rms_t5":
-        part += kept(f"{name} input", elements, split=split, absent_in_fp32=True, by="modules")
-    return part + kept(f"{name} reciprocal root", groups, element_type="fp32", split=split, by="modules")
+        part += kept("norm_input", elements, split=split, absent_in_fp32=True, by="modules")
+    return part + kept("norm_statistics", groups, element_type="fp32", split=split, by="modules")

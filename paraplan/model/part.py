@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from paraplan.model.saved_role import SavedRole
 from paraplan.model.spec import (
     ActivationSplit,
     AttentionKernel,
@@ -42,12 +43,11 @@ class Part:
         saved, fused = (tuple(one.replace(module=module) for one in each) for each in (self.saved, self.saved_fused))
         return replace(self, saved=saved, saved_fused=fused)
 
-    def read_by(self, tensor: str, layers: tuple[str, ...]) -> Part:
+    def read_by(self, role: SavedRole, layers: tuple[str, ...]) -> Part:
         """Return the part with layers that a kept tensor is kept for too."""
         saved, fused = (
             tuple(
-                one.replace(weights_of=(*(one.weights_of or ()), *layers)) if one.name == tensor else one
-                for one in each
+                one.replace(weights_of=(*(one.weights_of or ()), *layers)) if one.role == role else one for one in each
             )
             for each in (self.saved, self.saved_fused)
         )
@@ -55,7 +55,7 @@ class Part:
 
 
 def kept(
-    name: str,
+    role: SavedRole,
     elements: float = 0.0,
     *,
     pairs: float = 0.0,
@@ -73,7 +73,7 @@ def kept(
 ) -> Part:
     """Return a part that keeps one tensor: `elements` per token and `pairs` per pair of query and key token."""
     tensor = SavedTensor(
-        name=name,
+        role=role,
         elements_per_token=elements,
         elements_per_token_pair=pairs,
         element_type=element_type,
@@ -118,6 +118,6 @@ def linear(
     return part + Part(matmuls=(Matmul(name=name, k=k, n=n, split=split),))
 
 
-def dropout(name: str, rate: float, elements: float, *, split: ActivationSplit = "sequence") -> Part:
+def dropout(role: SavedRole, rate: float, elements: float, *, split: ActivationSplit = "sequence") -> Part:
     """Return the mask of a dropout, one byte an element, nothing where the rate is 0."""
-    return kept(f"{name} mask", elements, element_type="mask", split=split) if rate > 0 else Part()
+    return kept(role, elements, element_type="mask", split=split) if rate > 0 else Part()

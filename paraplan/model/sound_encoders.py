@@ -28,9 +28,9 @@ def _convolution(
     outputs, inputs, *kernel = shape
     before, after = places
     part = weight(f"{name}.weight", *shape) + (weight(f"{name}.bias", outputs) if bias else Part())
-    part += kept(f"{name} input", inputs * groups * before, weights_of=(name,))
+    part += kept("convolution_input", inputs * groups * before, weights_of=(name,))
     product = Matmul(name=name, k=inputs * prod(kernel), n=outputs // groups, rows_per_token=after * groups)
-    return part + Part(matmuls=(product,)) + kept(f"{name} output", outputs * after)
+    return part + Part(matmuls=(product,)) + kept("convolution_output", outputs * after)
 
 
 def _whisper(
@@ -63,7 +63,7 @@ def qwen2_5_omni(config: ModelConfig) -> TowerShape:
     entry = _convolution("conv1", (hidden, config.count("num_mel_bins", default=128), 3), (2.0, 2.0))
     entry += _convolution("conv2", (hidden, hidden, 3), (2.0, 1.0))
     entry += weight("audio_bos_eos_token.weight", 2, output, layer="embedding")
-    projection = kept("projector input", hidden, weights_of=("proj",)) + linear("proj", hidden, output, bias=True)
+    projection = kept("projector_input", hidden, weights_of=("proj",)) + linear("proj", hidden, output, bias=True)
     return _whisper(
         config,
         entry=entry,
@@ -107,7 +107,7 @@ def gemma4(config: ModelConfig) -> TowerShape:
     entry += _convolution("layer1.conv", (second, first, 3, 3), (2.0 * pitches / 2, pitches / 4), bias=False)
     entry += weight("layer1.norm.weight", second) + linear("input_proj", first // 4 * second, hidden, bias=False)
     output = config.count("output_proj_dims", default=1536)
-    after = kept("output projection input", hidden, weights_of=("output_proj",))
+    after = kept("projection_input", hidden, weights_of=("output_proj",))
     after += linear("output_proj", hidden, output, bias=True)
     activation = config.text("hidden_act", default="silu")
     layer = Part()
@@ -115,10 +115,10 @@ def gemma4(config: ModelConfig) -> TowerShape:
         style = MlpStyle((f"{name}.ffw_layer_1", f"{name}.ffw_layer_2"), activation)
         layer += mlp(hidden, 4 * hidden, style)
     kernel = config.count("conv_kernel_size", default=5)
-    layer += kept("convolution block input", hidden, weights_of=("lconv1d.linear_start",))
-    layer += linear("lconv1d.linear_start", hidden, 2 * hidden, bias=False) + kept("halves", 2 * hidden)
+    layer += kept("convolution_input", hidden, weights_of=("lconv1d.linear_start",))
+    layer += linear("lconv1d.linear_start", hidden, 2 * hidden, bias=False) + kept("convolution_output", 2 * hidden)
     layer += _convolution("lconv1d.depthwise_conv1d", (hidden, 1, kernel), (1.0, 1.0), bias=False, groups=hidden)
-    layer += kept("activation input", hidden) + kept("convolution block output", hidden)
+    layer += kept("activation_input", hidden) + kept("convolution_output", hidden)
     layer += linear("lconv1d.linear_end", hidden, hidden, bias=False)
     layer += linear("self_attn.relative_k_proj", hidden, hidden, bias=False) + weight(
         "self_attn.per_dim_scale", head_dim

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from paraplan.model.saved_role import SavedRole
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.records import Record
 
@@ -132,7 +133,7 @@ class SavedTensor(Record):
     it, None where nobody said that.
     """
 
-    name: str
+    role: SavedRole
     elements_per_token: float = 0.0
     elements_per_token_pair: float = 0.0
     element_type: ElementType = "activation"

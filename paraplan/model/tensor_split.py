@@ -64,7 +64,7 @@ def _with_key_heads(block: BlockSpec, tp: int) -> BlockSpec:
         factor = tp / core.num_kv_heads
         return tuple(
             one.replace(elements_per_token=one.elements_per_token * factor)
-            if one.elements_per_token == widths.get(one.name)
+            if one.elements_per_token == widths.get(one.role)
             else one
             for one in tensors
         )

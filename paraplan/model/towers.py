@@ -29,8 +29,6 @@ from paraplan.model.spec import (
 
 TOWER, PROJECTOR = "tower.", "projector."
 """How the names of their parameters begin."""
-LAYER_INPUTS = "tower layer inputs"
-"""What full recompute keeps of a tower."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def _media(work: TowerSpec, tokens: int, seq_length: int) -> tuple[BlockSpec, Bl
         for name, k, n in (("scores", each.core.qk_head_dim, reach), ("values", reach, each.core.v_head_dim)):
             if rows:
                 cores.append(Matmul(name=f"attention {name}", k=k, n=n, rows_per_token=rows, of_activations=True))
-    inputs = SavedTensor(name=LAYER_INPUTS, elements_per_token=work.layer_input_elements * share)
+    inputs = SavedTensor(role="layer_inputs", elements_per_token=work.layer_input_elements * share)
     tower, projector = (_scaled(block, share, picture) for block in (work.tower, work.projector))
     tower = tower.replace(
         matmuls=(*tower.matmuls, *cores),

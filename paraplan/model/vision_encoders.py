@@ -51,10 +51,10 @@ def per_token(part: Part, patches: float) -> Part:
 def two_layers(names: tuple[str, str], widths: tuple[int, int, int], *, bias: bool, activation: str = "gelu") -> Part:
     """Return two linear layers with an activation between."""
     entry, inner, output = widths
-    part = kept("projector input", entry, num_readers=1, weights_of=names[:1])
+    part = kept("projector_input", entry, num_readers=1, weights_of=names[:1])
     part += linear(names[0], entry, inner, bias=bias)
-    part += kept("projector activation input", inner)
-    part += kept("projector inner output", inner, weights_of=names[1:])
+    part += kept("activation_input", inner)
+    part += kept("projector_inner_output", inner, weights_of=names[1:])
     return part + linear(names[1], inner, output, bias=bias)
 
 
@@ -169,7 +169,7 @@ def internvl(config: ModelConfig) -> TowerShape:
     kind: NormKind = "rms" if is_rms else "layer"
     style = MlpStyle(("mlp.fc1", "mlp.fc2"), config.text("hidden_act", default="gelu"), bias=True)
     scales = weight("lambda_1", hidden) + weight("lambda_2", hidden)
-    scales += kept("layer outputs", 2 * hidden, by="modules")
+    scales += kept("layer_outputs", 2 * hidden, by="modules")
     names = tuple(f"attention.{name}" for name in ("q_proj", "k_proj", "v_proj", "projection_layer"))
     return TowerShape(
         heads=_heads(config, hidden),
@@ -202,7 +202,7 @@ def llama4(config: ModelConfig) -> TowerShape:
     patches += norm("layernorm_pre", "layer", hidden)
     merge = round(1 / config.fraction("pixel_shuffle_ratio", default=0.5) ** 2)
     entry, output = (config.count(f"projector_{name}_dim", default=4096) for name in ("input", "output"))
-    adapter = kept("adapter input", inner, num_readers=1) + kept("adapter activation", 3 * entry)
+    adapter = kept("projector_input", inner, num_readers=1) + kept("projector_inner_output", 3 * entry)
     adapter += linear("vision_adapter.mlp.fc1", inner, entry, bias=False)
     adapter += linear("vision_adapter.mlp.fc2", entry, output, bias=False)
     return TowerShape(
@@ -306,8 +306,8 @@ def glm4v(config: ModelConfig) -> TowerShape:
     patches = _volume(config, hidden, 14, bias=True) + norm("post_conv_layernorm", "rms", hidden)
     patches += weight("embeddings.position_embedding.weight", count, hidden, layer="embedding")
     merger = _patches("downsample", output, (hidden, merge, merge), bias=True)
-    merger += kept("merger input", output, num_readers=1) + linear("merger.proj", output, output, bias=False)
-    merger += norm("merger.post_projection_norm", "layer", output) + kept("merger activation input", output)
+    merger += kept("projector_input", output, num_readers=1) + linear("merger.proj", output, output, bias=False)
+    merger += norm("merger.post_projection_norm", "layer", output) + kept("activation_input", output)
     names = tuple(f"merger.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
     merger += mlp(output, inner, MlpStyle(names, activation, is_gated=True))
     style = MlpStyle(_GATED, activation, is_gated=True)

@@ -15,7 +15,7 @@ from paraplan.model.freezing import FrozenStorage, freeze
 from paraplan.model.reader import read_fields
 from paraplan.model.saved import saved_bytes
 from paraplan.model.spec import ModelSpec
-from paraplan.model.towers import LAYER_INPUTS, is_of_tower, with_media
+from paraplan.model.towers import is_of_tower, with_media
 from paraplan.model.trainable import parse_trainable
 
 needs_transformers = pytest.mark.skipif(
@@ -140,7 +140,7 @@ def test_towers_of_transformers_compute_and_keep_the_same(family: str) -> None:
     # One token of a class is in every product but the first.
     assert flops == pytest.approx(traced.flops_per_token(patches) * patches, rel=2.5 * class_token / patches + 1e-9)
     kept = saved_bytes(
-        [one for one in tower.saved if one.name != LAYER_INPUTS], seq_length=tokens, micro_batch_size=1, kernel="sdpa"
+        [one for one in tower.saved if one.role != "layer_inputs"], seq_length=tokens, micro_batch_size=1, kernel="sdpa"
     )
     expected = sum(
         saved_bytes(block.saved, seq_length=patches, micro_batch_size=1, kernel="sdpa")

@@ -197,7 +197,7 @@ class KernelTimes(MatmulTimes):
         if (
             self.training.attention == "sdpa"
             and self.training.precision != "fp32"
-            and any(one.name == "attention dropout mask" for one in block.saved)
+            and any(one.role == "attention_dropout_mask" for one in block.saved)
         ):
             speed = self.gpu.shared.attention_speed(self.framework.kernels.flash_generation, uses_sdpa=True)
             seconds = seconds * speed.dropout_slowdown[backward]

@@ -8,7 +8,6 @@ from paraplan.cost.blocks.kernels import KernelTimes
 from paraplan.cost.blocks.saved_tensors import Shardings, kept_sizes
 from paraplan.cost.plan_table import Floats, RecomputeCode
 from paraplan.model.spec import ModelSpec
-from paraplan.model.towers import LAYER_INPUTS
 
 
 def media_bytes(model: ModelSpec, times: KernelTimes) -> Floats:
@@ -18,8 +17,8 @@ def media_bytes(model: ModelSpec, times: KernelTimes) -> Floats:
         if not block.has_backward:
             continue
         sizes = kept_sizes(block, times.training, shardings, fused_kernels=times.framework.kernels.fused, is_first=True)
-        whole = sum((size for tensor, size in sizes if tensor.name != LAYER_INPUTS), np.zeros_like(total))
-        inputs = [size for tensor, size in sizes if tensor.name == LAYER_INPUTS]
+        whole = sum((size for tensor, size in sizes if tensor.role != "layer_inputs"), np.zeros_like(total))
+        inputs = [size for tensor, size in sizes if tensor.role == "layer_inputs"]
         total = total + np.where(_runs_again(shardings), inputs[0], whole) if inputs else total + whole
     return total
 

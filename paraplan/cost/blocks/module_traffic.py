@@ -12,6 +12,7 @@ import numpy as np
 
 from paraplan.cost.blocks.saved_tensors import Shardings, kept_sizes
 from paraplan.cost.plan_table import Floats
+from paraplan.model.saved_role import SavedRole
 from paraplan.model.spec import BlockSpec, SavedTensor
 from paraplan.plan.training import TrainingSpec
 
@@ -22,10 +23,26 @@ _WIDENED_SCORES = (25.5, 29.0)
 narrowed, and back over the same."""
 _PLAIN_SCORES = (6.0, 5.0)
 """The same without another type, for each byte of a score."""
-_OF_ACTIVATION = ("activated gate", "power", "activation internals", "MLP inner output")
-"""What an activation keeps: all that it moves is counted by the first of these that a block has."""
-_NAMED_WITH_OTHERS = ("up projection", "value", "attention output", "softmax statistics")
 
+
+class _Activation(NamedTuple):
+    """Bytes that an activation moves for each byte of an element in a forward and a backward pass, and its kernels."""
+
+    forward: float
+    backward: float
+    num_kernels: int
+
+
+_ACTIVATIONS: dict[SavedRole, _Activation] = {
+    "activated_gate": _Activation(5.0, 9.0, 6),
+    "power": _Activation(19.0, 30.0, 20),  # GELU by its formula, three powers and products of them
+    "activation_internals": _Activation(2.0, 3.0, 2),
+    "mlp_inner_output": _Activation(2.0, 3.0, 2),
+}
+"""What an activation keeps: all that it moves is counted by the first of these that a block has."""
+_COUNTED_WITH_OTHERS: frozenset[SavedRole] = frozenset(
+    {"up_projection", "value", "attention_output", "softmax_statistics", "norm_statistics", "normalised", "centred"}
+)
 
 LLAMA_KERNELS = 142
 """Kernels that a Llama block starts in both passes under autocast: the block that hosts were timed with."""
@@ -33,7 +50,6 @@ KERNEL_START_S = 0.0003 / 39
 """Seconds of the host to start one small kernel, as adapters and loops have: those of a Llama block of transformers, 39
 by operation (16 of its norms, 10 of rotations, 5 of the MLP, 4 projections, 2 of attention, 2 sums), over the 0.3 ms
 that it takes."""
-_KERNELS_OF_ACTIVATION = {"activated gate": 6, "power": 20, "activation internals": 2, "MLP inner output": 2}
 _KERNELS_OF_MATMUL, _KERNELS_OF_BIAS = 8, 2
 """A product and two of gradients, copies of both operands and of gradients in another type; sums for a bias."""
 _KERNELS_OF_SUMS = 12
@@ -78,13 +94,12 @@ def module_traffic(
     if block.is_traced:
         total = sum(size for _, size in kept_sizes(block, training, shardings, fused_kernels=False, is_first=True))
         return Traffic(plain + total * _UNKNOWN[backward], mixed)
-    activation = next((name for name in _OF_ACTIVATION if any(_has_elements(one, name) for one in block.saved)), None)
-    powers = 0
+    activation, powers = _activation_of(block), 0
     for tensor, size in kept_sizes(block, training, shardings, fused_kernels=False, is_first=True):
-        powers += tensor.name == "power"
+        powers += tensor.role == "power"
         if attention_core_alone and not tensor.in_attention_core:
             continue
-        if tensor.name in _OF_ACTIVATION and (tensor.name != activation or powers > 1):
+        if tensor.role in _ACTIVATIONS and (tensor.role != activation or powers > 1):
             continue
         elements = _elements(tensor, shardings)
         one = _of_tensor(tensor, widths, is_autocast=shardings.is_autocast, backward=backward)
@@ -111,18 +126,20 @@ def num_kernels(block: BlockSpec) -> float:
         return LLAMA_KERNELS
     products = sum(_KERNELS_OF_MATMUL for one in block.matmuls if one.num_experts == 1)
     biases = sum(_KERNELS_OF_BIAS for one in block.parameters if one.name.endswith("bias") and "norm" not in one.name)
-    activation = next((name for name in _OF_ACTIVATION if any(_has_elements(one, name) for one in block.saved)), "")
-    total = _KERNELS_OF_SUMS + products + biases + _KERNELS_OF_ACTIVATION.get(activation, 0)
+    activation = _activation_of(block)
+    total = _KERNELS_OF_SUMS + products + biases + (_ACTIVATIONS[activation].num_kernels if activation else 0)
     for one in block.saved:
-        is_norm_of_torch = one.name.endswith(" input") and one.element_type == "promoted"
-        total += 22 * one.name.endswith((" input in fp32", " centred, squared")) + 3 * is_norm_of_torch
-        total += 2 * (one.element_type == "mask" and not one.elements_per_token_pair)
+        is_norm_of_torch = one.role == "norm_input" and one.element_type == "promoted"
+        total += 22 * (one.role in ("norm_input_in_fp32", "centred_squares")) + 3 * is_norm_of_torch
+        is_dropout = one.element_type == "mask" and not one.elements_per_token_pair
+        total += 2 * (is_dropout or one.role == "router_input_in_fp32")
         total += 12 * (one.is_turned and (one.kernels is None or "sdpa" in one.kernels))
     return total
 
 
-def _has_elements(tensor: SavedTensor, name: str) -> bool:
-    return tensor.name == name and tensor.elements_per_token > 0
+def _activation_of(block: BlockSpec) -> SavedRole | None:
+    roles = {one.role for one in block.saved if one.elements_per_token > 0}
+    return next((role for role in _ACTIVATIONS if role in roles), None)
 
 
 def _widths(block: BlockSpec, training: TrainingSpec, shardings: Shardings) -> _Widths:
@@ -144,42 +161,37 @@ def _of_tensor(
     tensor: SavedTensor, widths: _Widths, *, is_autocast: bool, backward: bool
 ) -> tuple[Floats | float, Floats | float] | None:
     """Return the bytes of plain and of mixed operations for each element, None where no rule knows the tensor."""
-    name, activation = tensor.name, widths.activation
-    each = {"weights": widths.weights}.get(tensor.element_type, activation)
+    role, activation = tensor.role, widths.activation
+    each = widths.weights if tensor.element_type == "weights" else activation
     if tensor.element_type == "mask":
         return 2.0 * activation + 1.0, 0.0
     if tensor.elements_per_token_pair:
-        return _of_scores(tensor, activation, is_autocast=is_autocast, backward=backward)
+        return 0.0, _of_scores(tensor, activation, is_autocast=is_autocast, backward=backward)
     if tensor.num_readers is not None:
         return _of_norm_output(tensor.num_readers, widths, backward=backward)
-    if name.endswith(" input in fp32"):
+    if role == "router_input_in_fp32":  # cast, and its gradient cast back
+        return 0.0, activation + 4.0
+    if role == "norm_input_in_fp32":
         given = widths.residual if tensor.split == "sequence" else np.full_like(widths.residual, activation)
         return 0.0, _written_out_norm(given, widths, backward=backward)
-    if name.endswith(" centred, squared"):  # Cohere's norm, written out too
+    if role == "centred_squares":  # Cohere's norm, written out too
         return 0.0, 200.0 if backward else 86.0
-    if name.endswith(" input") and tensor.element_type == "promoted":  # torch's own norm
+    if role == "norm_input" and tensor.element_type == "promoted":  # torch's own norm
         read, written = widths.residual, widths.norm
         return 0.0, read + written + (read if backward else 0.0)
-    if name in ("query", "key"):
+    if role in ("query", "key"):
         return (0.0, _turned(widths, backward=backward)) if tensor.is_turned else (0.0, 0.0)
-    if name == "activated gate":
-        return (9.0 if backward else 5.0) * each, 0.0
-    if name == "power":  # GELU by its formula, three powers and products of them
-        return (30.0 if backward else 19.0) * _gelu_width(widths), 0.0
-    if name in ("activation internals", "MLP inner output"):
-        return (3.0 if backward else 2.0) * each, 0.0
-    return (0.0, 0.0) if name in _NAMED_WITH_OTHERS or _is_small(tensor) else None
+    if role in _ACTIVATIONS:
+        width = _gelu_width(widths) if role == "power" else each
+        return (_ACTIVATIONS[role].backward if backward else _ACTIVATIONS[role].forward) * width, 0.0
+    return (0.0, 0.0) if role in _COUNTED_WITH_OTHERS else None
 
 
-def _is_small(tensor: SavedTensor) -> bool:
-    return tensor.name.endswith((" statistics", " reciprocal root", " normalised", " centred"))
-
-
-def _of_scores(tensor: SavedTensor, activation: float, *, is_autocast: bool, backward: bool) -> tuple[float, float]:
-    if tensor.name.startswith("probabilities") and "back" not in tensor.name:
-        widens = activation < 4 and (tensor.element_type == "fp32" or is_autocast)
-        return 0.0, _WIDENED_SCORES[backward] if widens else activation * _PLAIN_SCORES[backward]
-    return 0.0, 0.0
+def _of_scores(tensor: SavedTensor, activation: float, *, is_autocast: bool, backward: bool) -> float:
+    if tensor.role != "probabilities":
+        return 0.0
+    widens = activation < 4 and (tensor.element_type == "fp32" or is_autocast)
+    return _WIDENED_SCORES[backward] if widens else activation * _PLAIN_SCORES[backward]
 
 
 def _of_norm_output(readers: int, widths: _Widths, *, backward: bool) -> tuple[Floats, Floats]:
@@ -219,7 +231,8 @@ def _of_stream(block: BlockSpec, widths: _Widths, *, backward: bool) -> tuple[Fl
     width = max((one.n for one in block.matmuls if one.split == "row"), default=0)
     if not width:
         return 0.0, 0.0
-    sums = 2.0 if any(one.name.startswith("MLP") for one in block.saved) or len(block.matmuls) > 4 else 1.0
+    has_mlp = any(one.role in ("mlp_input", "mlp_inner_output") for one in block.saved) or len(block.matmuls) > 4
+    sums = 2.0 if has_mlp else 1.0
     wide, narrow = widths.residual, widths.activation
     differs = wide > narrow
     if backward:

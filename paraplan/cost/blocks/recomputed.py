@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,17 +13,15 @@ from paraplan.model.spec import BlockSpec, Matmul, SavedTensor
 from paraplan.plan.stack import RecomputedOps
 from paraplan.plan.training import TrainingSpec
 
-_ACTIVATIONS = ("MLP inner output", "activated gate")
+_ACTIVATIONS = ("mlp_inner_output", "activated_gate")
 _UP_PROJECTED = ("query", "key", "value")
 _UP_PROJECTIONS = ("q_b_proj", "kv_b_proj")
-_ROUTED = ("router probabilities", "routing weights", "tokens by expert", "activation input", "up projection")
+_ROUTED = ("router_probabilities", "routing_weights", "tokens_by_expert", "activation_input", "up_projection")
 """What a block with experts keeps of them, beside what `modules` drops."""
 _ATTENTION_PRODUCTS = ("attn.", "q_proj", "k_proj", "v_proj", "o_proj", "qkv")
-_KERNEL_OUTPUTS = ("attention output", "softmax statistics")
-_AFTER_LAST = re.compile(
-    r"^(post_feedforward|output\.LayerNorm|post_mlp|final_layer_norm)|^feed-forward output|gate output"
-)
-"""Tensors that are saved after a block's last product."""
+_KERNEL_OUTPUTS = ("attention_output", "softmax_statistics")
+_NORMS_AFTER_LAST = ("post_feedforward", "output.LayerNorm", "post_mlp", "final_layer_norm")
+"""How the weights of norms begin that follow a block's last product."""
 _MOVED_PER_DROPPED_BYTE = 3.0
 """A gated activation reads two tensors and writes one; a norm reads and writes one, and is counted the same."""
 
@@ -45,7 +42,7 @@ def kept_by_ops(
     """
     kept = entry_bytes.astype(float) if ops == "torch" else np.zeros_like(shardings.tp)
     for tensor, size in kept_sizes(block, training, shardings, fused_kernels=fused_kernels, is_first=is_first):
-        is_kept = tensor.name in _KERNEL_OUTPUTS if ops == "torch" else not _is_dropped(block, tensor, ops)
+        is_kept = tensor.role in _KERNEL_OUTPUTS if ops == "torch" else not _is_dropped(block, tensor, ops)
         if is_kept:
             kept = kept + size
     if ops != "torch":
@@ -72,7 +69,7 @@ def ops_again_s(
         return np.asarray(forward_s - times.products_s(block, attention) - times.attention_s(block))
     dropped = np.zeros_like(times.shardings.tp)
     for tensor, size in kept_sizes(block, times.training, times.shardings, fused_kernels=fused_kernels, is_first=True):
-        if _is_dropped(block, tensor, ops) and tensor.name not in _UP_PROJECTED:
+        if _is_dropped(block, tensor, ops) and tensor.role not in _UP_PROJECTED:
             dropped = dropped + size
     again = [one for one in block.matmuls if one.name.endswith(_UP_PROJECTIONS)]
     return np.asarray(times.moved_s(_MOVED_PER_DROPPED_BYTE * dropped) + times.products_s(block, again))
@@ -88,7 +85,8 @@ def unread_product(block: BlockSpec) -> Matmul | None:
         not block.matmuls
         or block.before_freezing is not None
         or _has_experts(block)
-        or any(_AFTER_LAST.search(one.name) for one in block.saved)
+        or any(one.name.startswith(_NORMS_AFTER_LAST) for one in block.parameters)
+        or any(one.role == "mlp_output_mask" for one in block.saved)
     ):
         return None
     return block.matmuls[-1]
@@ -112,8 +110,8 @@ def _has_experts(block: BlockSpec) -> bool:
 
 
 def _is_dropped(block: BlockSpec, tensor: SavedTensor, ops: RecomputedOps) -> bool:
-    if ops == "experts" and tensor.name in _ROUTED and _has_experts(block):
+    if ops == "experts" and tensor.role in _ROUTED and _has_experts(block):
         return True
     is_latent = any(one.name.endswith("kv_b_proj") for one in block.matmuls)
-    is_projected = is_latent and tensor.name in _UP_PROJECTED
-    return tensor.num_readers is not None or tensor.name in _ACTIVATIONS or is_projected
+    is_projected = is_latent and tensor.role in _UP_PROJECTED
+    return tensor.num_readers is not None or tensor.role in _ACTIVATIONS or is_projected

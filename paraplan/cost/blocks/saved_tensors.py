@@ -9,11 +9,14 @@ import numpy as np
 
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, first_rows
+from paraplan.model.saved_role import SavedRole
 from paraplan.model.spec import BlockSpec, Parameter, SavedTensor
 from paraplan.plan.training import TrainingSpec
 
 _FIXED_BYTES = {"fp32": 4.0, "mask": 1.0}
-_ONLY_INPUTS = ("MLP inner output", "tokens by expert", "query latent", "key and value latent")
+_ONLY_INPUTS: frozenset[SavedRole] = frozenset(
+    {"mlp_inner_output", "tokens_by_expert", "query_latent", "key_value_latent"}
+)
 """Tensors that nothing but linear layers read, beside the outputs of norms."""
 
 
@@ -203,7 +206,7 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
             size = tensor_bytes(block, narrow, training, shardings, is_first=True)
         if tensor.element_type == "promoted" and shardings.is_autocast:
             promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
-        if tensor.name == "up projection" and block.before_freezing is not None:
+        if tensor.role == "up_projection" and block.before_freezing is not None:
             size = 3 * size
         largest = np.maximum(largest, size)
     return np.maximum(largest, promoted)
@@ -218,7 +221,7 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, shardings: S
     """
     outputs = [
         SavedTensor(
-            name=matmul.name,
+            role="gradient",
             elements_per_token=matmul.n * matmul.rows_per_token,
             element_type="weights" if matmul.num_experts > 1 else "activation",
             split="tensor" if matmul.split == "column" and not matmul.gathers else "none",
@@ -230,7 +233,7 @@ def output_gradient_bytes(block: BlockSpec, training: TrainingSpec, shardings: S
             heads = _normed_heads(block, parameter)
             outputs.append(
                 SavedTensor(
-                    name=parameter.name,
+                    role="gradient",
                     elements_per_token=parameter.num_elements * (heads or 1),
                     element_type="fp32" if block.norm_output == "residual" else block.norm_output,
                     split="tensor" if heads else "sequence",
@@ -309,18 +312,18 @@ def _8bit_share(tensor: SavedTensor) -> float:
 
     Attention's backward pass reads its output in 16 bits, beside which the next layer keeps its own; a router reads 16.
     """
-    if tensor.name == "attention output":
+    if tensor.role == "attention_output":
         return 1.5
-    is_input = tensor.num_readers is not None or tensor.name in _ONLY_INPUTS
-    return 0.5 if is_input and tensor.name != "router input" else 1.0
+    is_input = tensor.num_readers is not None or tensor.role in _ONLY_INPUTS
+    return 0.5 if is_input and tensor.role != "router_input" else 1.0
 
 
 def _key_copies(block: BlockSpec, tensor: SavedTensor, shardings: Shardings) -> Floats | float:
     """Return how often the heads of kept keys and values are repeated for the ranks of context parallelism."""
     core = block.attention
-    if core is None or tensor.name not in ("key", "value") or (shardings.head_ranks == 1).all():
+    if core is None or tensor.role not in ("key", "value") or (shardings.head_ranks == 1).all():
         return 1.0
-    heads = tensor.elements_per_token / (core.qk_head_dim if tensor.name == "key" else core.v_head_dim)
+    heads = tensor.elements_per_token / (core.qk_head_dim if tensor.role == "key" else core.v_head_dim)
     own = np.maximum(heads // shardings.tp, 1).astype(np.int64)
     return np.asarray(shardings.head_ranks / np.gcd(own, shardings.head_ranks))
 
@@ -357,6 +360,6 @@ def as_run(block: BlockSpec, framework: FrameworkProfile) -> BlockSpec:
     """Return `block` with what a framework's blocks keep beside fused kernels."""
     kept = block.saved_fused
     if framework.kernels.writes_out_gates:
-        names = {one.name for one in kept}
-        kept += tuple(one for one in block.saved if one.name == "activated gate" and one.name not in names)
+        roles = {one.role for one in kept}
+        kept += tuple(one for one in block.saved if one.role == "activated_gate" and one.role not in roles)
     return block if kept is block.saved_fused else block.replace(saved_fused=kept)
