@@ -222,13 +222,13 @@ def with_dropout() -> nn.Module:
 def test_one_pass_of_a_piece_shows_all_that_is_asked_of_it(ranks: RankHarness) -> None:
     """One part by two seeds; both parts, and both together, with weights as they are and shaken.
 
-    Dropout is looked for in evaluation too, and whether it can be held fixed in training.
+    With shaken weights, and in later checks, gradients are compared too. Dropout is looked for in evaluation too, and
+    whether it can be held fixed in training.
     """
-    again = 3 + 1
-    assert (
-        ranks.run(losses_of_two_steps, [plain, with_dropout], size=2)
-        == [[[2 + 3 + 3 + 1, again], [4 + (2 + 3) + (2 + 3) + 1, 2 + again]]] * 2
-    )
+    losses = gradients = 3
+    again = losses + gradients + 1
+    first, random = 2 + losses + losses + gradients + 1, 4 + (2 + losses) + (2 + losses) + gradients + 1
+    assert ranks.run(losses_of_two_steps, [plain, with_dropout], size=2) == [[[first, again], [random, 2 + again]]] * 2
 
 
 def memory_after_a_step() -> tuple[int, int, int]:

@@ -117,6 +117,20 @@ class Reshaping(Base):
         return super().run(nn.functional.dropout(self.norm(hidden), 0.1, self.training))
 
 
+class Counted(Base):
+    """Counts its passes in a buffer."""
+
+    passes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def run(self, hidden: torch.Tensor, *beside: object) -> torch.Tensor:
+        self.passes += 1
+        return super().run(hidden, *beside)
+
+
 class ReadOnly(OrderedDict[str, int]):
     """A table that refuses to be written, as diffusers' configurations are."""
 
@@ -189,6 +203,12 @@ def test_what_a_loss_depends_on_from_one_pass_to_the_next_is_named_where_a_step_
     said = train(Warming, halves, batch_coupling="refuse")
     assert "the loss depends on the forward passes before it, for which the model keeps num_calls" in said
     assert train(Logging, halves) == pytest.approx(plainly(Logging), rel=1e-6)
+
+
+def test_a_buffer_that_counts_passes_is_told_where_a_step_has_several() -> None:
+    said = train(Counted, ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2), batch_coupling="refuse")
+    assert "passes: there are 2 in a step, one for each micro-batch" in said
+    assert len(train(Counted, ParallelPlan(micro_batch_size=BATCH), batch_coupling="refuse")) == NUM_STEPS
 
 
 @pytest.mark.ranks

@@ -458,12 +458,17 @@ def balance(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
     return ignored(logits, targets) + 10 * VOCABULARY * (shares.mean(0) * chosen.mean(0)).sum()
 
 
+def varied(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Add the square of a mean over the batch, which is near a mean with other weights."""
+    return ignored(logits, targets) + 0.1 * logits.softmax(-1).flatten(0, 1).mean(0).square().sum()
+
+
 def over_the_deviation(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
     return plain_mean(logits, targets) / logits.std()
 
 
 TWO_STAGES = ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2)
-COMPARING = {"contrastive": contrastive, "balance": balance, "over_the_deviation": over_the_deviation}
+COMPARING = {"contrastive": contrastive, "balance": balance, "varied": varied, "over_the_deviation": over_the_deviation}
 
 
 def refusal(engine: Engine, batch: tuple[torch.Tensor, Targets]) -> str:
@@ -513,6 +518,38 @@ def test_noise_in_evaluation_is_no_comparison_of_sequences(caplog: pytest.LogCap
     caplog.clear()
     prepared(plain_mean, cut_into(2), Noisy(), count_targets=lambda given: float(len(given["mask"]))).step(*batch_of(2))
     assert not caplog.records
+
+
+class _LessItsMean(torch.autograd.Function):
+    """Couples the sequences of a batch in the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] - gradients[0].mean(0, keepdim=True)
+
+
+def less_its_mean(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    return ignored(_LessItsMean.apply(logits), targets)  # type: ignore[no-untyped-call]
+
+
+def slightly_balanced(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Add a term that moves the loss by less than rounding does, and its gradients by more."""
+    shares = logits.softmax(-1).flatten(0, 1)
+    return ignored(logits, targets) + 0.01 * (shares.mean(0) * shares.mean(0)).sum()
+
+
+BY_GRADIENTS = {"in the backward pass": less_its_mean, "by a small term": slightly_balanced}
+
+
+@pytest.mark.parametrize("name", BY_GRADIENTS)
+def test_what_shows_in_gradients_alone_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = told(caplog, BY_GRADIENTS[name], cut_into(2))
+    assert said.startswith("this model compares samples: the gradient of ")
+    assert " off in 2 parts, and the loss is alike" in said
 
 
 def test_what_lies_behind_zeros_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -596,6 +633,10 @@ def losses_on_ranks(sharded: Sequence[str]) -> tuple[dict[str, Any], list[Any], 
         name: refusal(prepared(loss, plan, **strict), share_of(batch_of(2), plan)) for name, loss in COMPARING.items()
     }
     refused["stages"] = refusal(prepared(balance, TWO_STAGES, **strict), batch_of(2))
+    for place, divided_by in enumerate((plan, cut_into(1, dp=2, zero_stage=3), TWO_STAGES)):
+        for name, loss in BY_GRADIENTS.items():
+            batch = share_of(batch_of(2), divided_by)
+            refused[f"{name} {place}"] = refusal(prepared(loss, divided_by, **strict), batch)
     return losses, metrics, refused
 
 
@@ -650,5 +691,6 @@ def test_ranks_have_losses_gradients_metrics_and_refusals_of_one_process(ranks: 
             name, _, masked = case.split()
             assert_same(found, plain(name, int(masked)), case)
         assert metrics == [[pytest.approx(expected_metrics(), rel=1e-5)] * 4] * 2
-        for said in refused.values():
-            assert said.startswith("UnsupportedPlanError: this model compares samples: loss ")
+        for name, said in refused.items():
+            kind = "the gradient of " if name.startswith(tuple(BY_GRADIENTS)) else "loss "
+            assert said.startswith(f"UnsupportedPlanError: this model compares samples: {kind}"), name

@@ -7,38 +7,46 @@ DistributedDataParallel does.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import FailedElsewhereError
 from paraplan.runtime.batch_norm import batch_norms
+from paraplan.runtime.checks.batch_parts import (
+    FEWEST_SEQUENCES,
+    BatchParts,
+    halves,
+    joined,
+    num_sequences_of,
+    rows_apart,
+    turned,
+)
 from paraplan.runtime.checks.fixed_noise import FixedNoise
+from paraplan.runtime.checks.gaps import Gaps
 from paraplan.runtime.checks.trials import (
     Piece,
     gathered_numbers,
-    joined,
     modes,
     not_compiled,
     nothing_changed,
-    num_sequences_of,
 )
-from paraplan.runtime.data.batches import MicroBatch, TargetCounter, is_of_batch
+from paraplan.runtime.data.batches import MicroBatch, TargetCounter
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import half_type, without_autocast
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.step.loss import Number, read_loss
-from paraplan.runtime.torch_private import pytree
 
 Coupling = Literal["warn", "refuse", "gather"]
 
@@ -46,20 +54,22 @@ Coupling = Literal["warn", "refuse", "gather"]
 # far that goes shows where parts are all the same; more than the last is no rounding.
 _LEAST = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 _MOST = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# Of gradients it is some 1e-6 in fp32; how far it goes shows where the same sequences stand in another order.
+_LEAST_GRADIENT = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+_MOST_GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.3}
 _OF_ROUNDING = 8.0
-_FEWEST_SEQUENCES = 8  # of which a batch consists that shows what compares them
 _SLACK = 1.5
 _OF_ERROR = 0.02  # of what the loss is off: what it may be off as a mean over other targets
 _ROUNDING = 1e-7
 _TELLING = 1e-3  # how far losses of parts are apart in which their counts show
 _COUNT = "return (loss_sum, count) from loss_fn, or give job.prepare(count_targets=...)"
 COMPARES = "this model compares samples"
+_BY_PARTS = (
+    "parts are computed by themselves, as DDP does; batch_coupling='gather' compares those of the global batch, "
+    "'refuse' ends the training here"
+)
 _CAUSES = (
-    (
-        COMPARES,
-        "parts are computed by themselves, as DDP does; batch_coupling='gather' compares those of the global batch, "
-        "'refuse' ends the training here",
-    ),
+    (COMPARES, _BY_PARTS),
     ("loss_fn returns a sum, and is taken for a mean over its micro-batch", _COUNT),
     ("the mean of loss_fn goes over other targets than are counted", _COUNT),
 )
@@ -80,6 +90,11 @@ class Losses:
             math.fsum(one for one, count in zip(self.sums, self.counts, strict=True) if count) / total if total else 0.0
         )
 
+    @property
+    def means(self) -> list[float]:
+        """The loss of each, 0 of one that counts nothing."""
+        return [one / by if by else 0.0 for one, by in zip(self.sums, self.counts, strict=True)]
+
 
 class BatchCoupling:
     """Compares losses of parts of real batches with those of the same sequences at once. Every rank calls it."""
@@ -97,8 +112,10 @@ class BatchCoupling:
         self._plan = plan
         self._mesh = mesh
         self._counter = counter
+        self.batch = BatchParts(plan, mesh)
         stored = {one.dtype for one in part.module.parameters() if one.is_floating_point()}
         self._are_counted = False
+        self._num_runs = plan.pp if plan.pipeline_schedule not in (None, "gpipe") else 1  # that a schedule needs
         self._has_halves = any(dtype in stored for dtype in (torch.bfloat16, torch.float16))
         # Where nothing but the context casts, trials do without: rounding of 16 bits hides small terms.
         self._is_exact = (
@@ -106,90 +123,148 @@ class BatchCoupling:
         )
         self._dtype = torch.bfloat16 if self._has_halves or half_type(precision) else torch.float32
 
-    def parts(self, pieces: Sequence[MicroBatch], *, start: int, most: int) -> list[Piece]:
-        """Return parts of the global batch, from number `start` on, the same on all ranks; at most `most` of one size.
-
-        Where ranks have sequences of other lengths, each takes parts of its own share: its micro-batches, or the halves
-        of one.
-        """
-        own = [(one.inputs, one.targets) for one in pieces if one.num_sequences]
-        size = num_sequences_of((pieces[0].inputs, pieces[0].targets))
-        rows = gathered_numbers([float(len(own)), float(size)], self._mesh)
-        held = {self._mesh.grid.coordinates(rank)["dp"]: int(count) for rank, (count, _) in enumerate(rows)}
-        fewest = min(held.values())
-        if len(held) > 1 and self.are_alike(pieces[0]):
-            turns = [(place, turn) for turn in range(max(held.values())) for place in sorted(held)]
-            places = [(place, turn) for place, turn in turns if turn < held[place]]
-            chosen = [places[(start + one) % len(places)] for one in range(min(most, len(places)))]
-            return [self.fetched(pieces[index], place) for place, index in chosen]
-        if fewest > 1:
-            return [own[(start + one) % fewest] for one in range(min(most, fewest))]
-        if len(held) == 1 or not fewest or min(size for _, size in rows) < 2:
-            return own[:1] if fewest else []
-        return [_cut(own[0], 0, size // 2), _cut(own[0], size // 2, 2 * (size // 2))]
-
-    def most(self, size: int, count: int, *, is_first: bool) -> int:
-        """Return how many parts of `size` sequences are looked at, in a step of `count` micro-batches."""
-        in_step = 2 * count // self._plan.pp if is_first else 2
-        return max(2, -(-_FEWEST_SEQUENCES // size), in_step)
-
-    def measure(self, parts: Sequence[Piece], *, is_random: bool) -> str | None:
+    def measure(self, parts: Sequence[Piece], *, is_random: bool, gradients: bool) -> str | None:
         """Return what is to be said of the loss of `parts` together, None where it is made up of theirs.
 
-        `is_random` says that passes draw random numbers.
+        `is_random` says that passes draw random numbers; `gradients` has those of some parts compared too, in which
+        small terms show, and what couples sequences in the backward pass alone.
         """
         if len(parts) < 2:
             return None
-        if self._mesh.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._mesh.world.device)
         with self._in_training(parts[0], is_random=is_random):
+            self._forget_peak()
             apart = self.losses(parts)
             if not self._has_room(parts):
+                parts = halves(parts)
+                apart = self.losses(parts)
+            words = self._judged(parts, apart) if len(parts) > 1 else None
+            if words is None and gradients and len(parts) > 1:
+                fewest = max(2, -(-FEWEST_SEQUENCES // num_sequences_of(parts[0])))
+                words = self._judged_by_gradients(parts[:fewest], is_random=is_random)
+            return words
+
+    def _judged_by_gradients(self, parts: Sequence[Piece], *, is_random: bool) -> str | None:
+        self._forget_peak()
+        apart = self._gradients(parts, is_random=is_random)
+        if not self._has_room(parts):
+            parts = halves(parts)
+            if len(parts) < 2:
                 return None
-            return self._judged(parts, apart)
+            apart = self._gradients(parts, is_random=is_random)
+        whole = reduce(joined, parts)
+        together = self._gradients([whole], is_random=is_random)
+        gaps, least = _gaps(apart, together), _LEAST_GRADIENT[self._dtype]
+        if not self._anywhere(any(gap > least for gap in gaps.values())):
+            return None
+        noise = _gaps(self._gradients([whole], is_random=is_random, turn=1), together)
+        most = _MOST_GRADIENT[self._dtype]
+        over = {name: gap / min(max(least, _OF_ROUNDING * noise[name]), most) for name, gap in gaps.items()}
+        worst = max(over, key=over.__getitem__, default="")
+        rows = gathered_numbers([over.get(worst, 0.0), gaps.get(worst, 0.0)], self._mesh)
+        rank = max(range(len(rows)), key=lambda one: rows[one])
+        if not rows[rank][0] > 1.0:
+            return None
+        name = worst if rows[rank] == [over.get(worst), gaps.get(worst)] else f"a parameter of rank {rank}"
+        return (
+            f"{COMPARES}: the gradient of {name} is {rows[rank][1]:.1e} off in {len(parts)} parts, and the loss is "
+            f"alike; {_BY_PARTS}"
+        )
+
+    def _gradients(self, parts: Sequence[Piece], *, is_random: bool, turn: int = 0) -> dict[str, torch.Tensor]:
+        """Return this rank's part of the gradients of the loss of `parts`, each in a pass of its own.
+
+        The rows of each part are turned by `turn`.
+        """
+        execution, reductions = self._part.execution, self._part.reductions
+        found: dict[str, torch.Tensor] = {}
+        counts = [float(self._counter.count(*one)) for one in parts]
+        copies = self._num_runs * self._mesh.size("dp")
+        total, first = math.fsum(counts), 0
+        for one, count in zip(parts, counts, strict=True):
+            size = num_sequences_of(one)
+            numbers = torch.arange(first, first + size).roll(turn).tolist()
+            first += size
+            row = MicroBatch(*turned(one, turn), num_sequences=size, weight=count / total / copies if total else 0.0)
+            self._forget_gradients()
+            with nothing_changed(self._part.module), not_compiled(), execution.loss.replaced(total=total * copies):
+                for reduction in reductions:
+                    reduction.begin()
+                seed_generators(0)
+                with FixedNoise(numbers) if is_random else nullcontext():
+                    execution.train([row] * self._num_runs)
+                for reduction in reductions:
+                    reduction.complete()
+            for name, held in self._part.parameters.items():
+                if held.grad is not None:
+                    gradient = held.grad.to_local() if isinstance(held.grad, DTensor) else held.grad
+                    found[name] = found[name].add_(gradient) if name in found else gradient.clone()
+        self._forget_gradients()
+        return found
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._part.parameters.values():
+            parameter.grad = None
+
+    def _forget_peak(self) -> None:
+        if self._mesh.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._mesh.world.device)
 
     def _judged(self, parts: Sequence[Piece], apart: Losses | None) -> str | None:
         together = self.losses([reduce(joined, parts)])
         error = _gap(apart, together)
         if not self._anywhere(error > _LEAST[self._dtype]):
             # Losses of parts that differ, and add up as they are counted: no weights change over what their mean goes.
-            means = () if apart is None else [one / by for one, by in zip(apart.sums, apart.counts, strict=True) if by]
+            means = () if apart is None else [one for one, by in zip(apart.means, apart.counts, strict=True) if by]
             self._are_counted |= len(means) > 1 and _relative(min(means), max(means)) > _TELLING
             return None
         # The same part several times: what is another loss there is rounding, or no mean.
         same = self.losses([reduce(joined, [parts[0]] * len(parts))])
-        rounding = 0.0 if apart is None or same is None else _relative(same.mean, _first(apart).mean)
+        rounding = 0.0 if apart is None or same is None else _relative(same.mean, apart.means[0])
         allowed = min(max(_LEAST[self._dtype], _OF_ROUNDING * rounding), _MOST[self._dtype])
         if not self._anywhere(error > allowed):
             return None
-        # A mean over some targets of A and of B has, with A twice, those of A twice.
-        pair = [self.losses([reduce(joined, chosen)]) for chosen in (parts[:2], [parts[0], *parts[:2]])]
+        # Of three pieces, a mean over some targets of each has in any two of them what shows in the other two pairs.
+        counting = sorted(parts, key=lambda one: not float(self._counter.count(*one)))
+        three = counting[:3] if len(parts) > 2 else [*rows_apart(counting[0]), counting[1]]
+        alone = self.losses(three)
+        pairs = [self.losses([joined(one, other)]) for one, other in itertools.combinations(three, 2)]
         numbers = [0.0] * 4
-        if apart is not None and together is not None and same is not None:
-            numbers = [error / allowed, apart.mean, together.mean, float(self._cause(apart, same, pair, len(parts)))]
-        _, of_parts, whole, cause = max(gathered_numbers(numbers, self._mesh), key=lambda row: row[0])
+        if apart is not None and together is not None and same is not None and alone is not None:
+            cause = self._cause(apart, same, alone, [math.nan if one is None else one.mean for one in pairs])
+            numbers = [error / allowed, apart.mean, together.mean, float(cause)]
+        _, of_parts, whole, number = max(gathered_numbers(numbers, self._mesh), key=lambda row: row[0])
         name = "the whole batch" if len(parts) >= self._plan.dp * self._plan.num_microbatches else "them together"
         losses = f"loss {whole:.8g} of {name}, {of_parts:.8g} in {len(parts)} parts"
-        return f"{_CAUSES[int(cause)][0]}: {losses}; {_CAUSES[int(cause)][1]}"
+        return f"{_CAUSES[int(number)][0]}: {losses}; {_CAUSES[int(number)][1]}"
 
-    def _cause(self, apart: Losses, same: Losses, pair: Sequence[Losses | None], count: int) -> int:
-        """Return which of `_CAUSES` shows in losses of parts, of the first one `count` times, and of A B and A A B."""
-        first, second = (one / by if by else 0.0 for one, by in zip(apart.sums[:2], apart.counts[:2], strict=True))
-        most = _MOST[self._dtype]
+    def _cause(self, apart: Losses, same: Losses, alone: Losses, pairs: Sequence[float]) -> int:
+        """Return which of `_CAUSES` shows in losses of parts, of the first one in the place of each, and of pieces.
+
+        `pairs` are the losses of two of the pieces each.
+        """
+        first, most = apart.means[0], _MOST[self._dtype]
         if _relative(same.mean, first) > most:
-            return 1 if _relative(same.mean, count * first) <= most else 0
-        both, twice = (math.nan if one is None else one.mean for one in pair)
-        if self._are_counted or batch_norms(self._part.module) or second == both:
+            return 1 if _relative(same.mean, len(apart.sums) * first) <= most else 0
+        if self._are_counted or batch_norms(self._part.module):
             return 0
-        ratio = (both - first) / (second - both)
-        off = abs(twice - (2 * first + ratio * second) / (2 + ratio)) if ratio >= 0.0 else math.inf
-        counted = math.fsum(apart.sums[:2]) / (math.fsum(apart.counts[:2]) or 1.0)
-        return 2 if off + _ROUNDING * abs(both) <= _OF_ERROR * abs(both - counted) else 0
+        means = alone.means
+        ratios = [
+            (pair - means[0]) / (other - pair) if other != pair else math.nan
+            for pair, other in zip(pairs, means[1:], strict=False)
+        ]
+        if not all(ratio >= 0.0 for ratio in ratios):
+            return 0
+        if len(means) < 3:
+            return 2
+        expected = (ratios[0] * means[1] + ratios[1] * means[2]) / (sum(ratios) or 1.0)
+        counted = Losses(alone.sums[1:], alone.counts[1:]).mean
+        off = abs(pairs[2] - expected)
+        return 2 if off <= _OF_ERROR * abs(pairs[2] - counted) + _ROUNDING * abs(counted) else 0
 
     def check_gathered(self, pieces: Sequence[MicroBatch]) -> None:
         """Raise `UnsupportedPlanError` where the loss from gathered outputs is not that of the whole batch."""
         copies = self._mesh.size("dp")
-        parts = self.parts(pieces, start=0, most=copies)
+        parts = self.batch.take(pieces, start=0, most=copies)
         if len(parts) != copies:
             return
         loss = self._part.execution.loss
@@ -261,14 +336,13 @@ class BatchCoupling:
                 failures.append(execution.loss.explained(error))
             return torch.zeros((), device=self._mesh.world.device)
 
-        times = self._plan.pp if self._plan.pipeline_schedule not in (None, "gpipe") else 1
         with nothing_changed(self._part.module), not_compiled(), execution.loss.replaced(noted):
             for one in earlier:
-                execution.evaluate([MicroBatch(*one, num_sequences=num_sequences_of(one))] * times)
+                execution.evaluate([MicroBatch(*one, num_sequences=num_sequences_of(one))] * self._num_runs)
             found.clear()
             seed_generators(seed)
             with FixedNoise(numbers):
-                execution.evaluate([MicroBatch(*piece, num_sequences=len(numbers))] * times)
+                execution.evaluate([MicroBatch(*piece, num_sequences=len(numbers))] * self._num_runs)
             if seen is not None:
                 seen()
         if self._anywhere(bool(failures)):
@@ -293,36 +367,6 @@ class BatchCoupling:
     def _anywhere(self, mine: bool) -> bool:
         return any(row[0] for row in gathered_numbers([float(mine)], self._mesh))
 
-    def are_alike(self, piece: MicroBatch) -> bool:
-        """Whether all ranks have sequences of the same lengths."""
-        leaves = [leaf for leaf in pytree.tree_leaves((piece.inputs, piece.targets)) if isinstance(leaf, torch.Tensor)]
-        own = [float(size) for leaf in leaves for size in leaf.shape]
-        width = gathered_numbers([float(len(own))], self._mesh)
-        if any(row != width[0] for row in width):
-            return False
-        rows = gathered_numbers(own, self._mesh)
-        return all(row == rows[0] for row in rows)
-
-    def fetched(self, piece: MicroBatch, place: int) -> Piece:
-        """Return this micro-batch of rank `place` of dp."""
-        group = self._mesh.group("dp")
-
-        def sent(leaf: Any) -> Any:
-            if group is None or not is_of_batch(leaf):
-                return leaf
-            shape = torch.tensor(leaf.shape, device=leaf.device)
-            dist.broadcast(shape, group=group, group_src=place)
-            value = leaf.detach().contiguous()
-            if self._mesh.coordinate("dp") != place:
-                value = leaf.new_empty(shape.tolist())
-            dist.broadcast(
-                value.view(torch.uint8) if value.dtype == torch.bool else value, group=group, group_src=place
-            )
-            return value
-
-        inputs, targets = pytree.tree_map(sent, (piece.inputs, piece.targets))
-        return inputs, targets
-
     def _has_room(self, parts: Sequence[Piece]) -> bool:
         """Whether all parts at once fit into the memory of a GPU, on every rank, by what the last pass took."""
         device = self._mesh.world.device
@@ -332,10 +376,6 @@ class BatchCoupling:
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return not self._anywhere(_SLACK * len(parts) * taken > free)
-
-
-def _first(losses: Losses) -> Losses:
-    return Losses(losses.sums[:1], losses.counts[:1])
 
 
 def _gap(one: Losses | None, other: Losses | None) -> float:
@@ -348,6 +388,8 @@ def _relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-3)
 
 
-def _cut(piece: Piece, start: int, end: int) -> Piece:
-    inputs, targets = pytree.tree_map(lambda leaf: leaf[start:end] if is_of_batch(leaf) else leaf, piece)
-    return inputs, targets
+def _gaps(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    gaps = Gaps()
+    for name in found | expected:
+        gaps.add(name, found.get(name), expected.get(name))
+    return gaps.relative()

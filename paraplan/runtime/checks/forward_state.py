@@ -41,10 +41,11 @@ class ForwardState:
         written = [name for name in before if name in after and not _same(after[name], before[name])]
         self._written = list(dict.fromkeys([*self._written, *written]))
 
-    def named(self) -> str | None:
-        """Return one of the buffers that are written from a batch (statistics, not counters), None without any."""
+    def named(self, *, counters: bool = False) -> str | None:
+        """Return one of the buffers that are written from a batch, or one of `counters`; None without any."""
         held = state_of(self._module)
-        return next((name for name in self._written if name in held and held[name].is_floating_point()), None)
+        known = (name for name in self._written if name in held)
+        return next((name for name in known if held[name].is_floating_point() is not counters), None)
 
     def share(self) -> None:
         """Give all replicas the buffers of the first one."""

@@ -110,8 +110,8 @@ class PlanCheck:
             check_same_batch((pieces[0].inputs, pieces[0].targets), self._mesh)
         self._called.add(call)
         coupling, count = self._coupling, len(pieces)
-        most = coupling.most(sizes[0] // count or 1, count, is_first=is_first)
-        parts = coupling.parts(pieces, start=0 if is_first else self._num_steps, most=most)
+        most = coupling.batch.most(sizes[0] // count or 1, count, is_first=is_first)
+        parts = coupling.batch.take(pieces, start=0 if is_first else self._num_steps, most=most)
         if parts and is_first:
             self._look_at_state(parts)
         if not is_first:  # passes of the first check are alike on all ranks: blocks are compared in what follows it
@@ -130,15 +130,17 @@ class PlanCheck:
 
     def _measure(self, call: Call, pieces: Sequence[MicroBatch], parts: Sequence[Piece], *, is_first: bool) -> None:
         is_divided = self._plan.dp * len(pieces) > 1
-        is_common = self._plan.dp == 1 or self._coupling.are_alike(pieces[0])
+        is_common = self._plan.dp == 1 or self._coupling.batch.are_alike(pieces[0])
+        verified = parts if is_common or self._verification is None else [self._coupling.batch.fetched(pieces[0], 0)]
         if is_divided and self._policy == "gather":
             self._coupling.check_gathered(pieces)
         for is_shaken in (False, True)[: 1 + is_first]:
             with shaken_weights(self._module) if is_shaken else nullcontext():
                 if is_divided and self._policy != "gather":
-                    self._tell(self._coupling.measure(parts, is_random=self._is_random))
+                    gradients = call == "step" and (is_shaken or not is_first)
+                    self._tell(self._coupling.measure(parts, is_random=self._is_random, gradients=gradients))
                 if call == "step" and self._verification is not None:
-                    self._verify(self._verification, parts if is_common else [self._coupling.fetched(pieces[0], 0)])
+                    self._verify(self._verification, verified)
 
     def _verify(self, verification: Verification, parts: Sequence[Piece]) -> None:
         if self._has_verified:
@@ -204,6 +206,12 @@ class PlanCheck:
             self._tell(
                 f"the model writes {name.removeprefix('model.')} from its batch: from each part of one, and replicas "
                 "take what the first has written"
+            )
+        counter = state.named(counters=True)
+        if name is None and counter is not None and self._plan.num_microbatches > 1:
+            self._tell(
+                f"the model counts its forward passes in {counter.removeprefix('model.')}: there are "
+                f"{self._plan.num_microbatches} in a step, one for each micro-batch"
             )
         self._tell(self._kept_between_passes(parts, min(written, default=None)))
 

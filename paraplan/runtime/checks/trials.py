@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.checks.attributes import LARGEST_STATE, Attributes
-from paraplan.runtime.data.batches import is_of_batch
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.seeds import kept_python_numbers
 from paraplan.runtime.structure.weights import is_quantized
@@ -56,20 +55,6 @@ def check_same_numbers(state: int, mesh: Mesh, *, has_drawn: bool) -> None:
                 "which hold parts of one copy of the model, draw different ones",
                 hint="draw them by torch, or seed both alike on all ranks: random.seed(0), numpy.random.seed(0)",
             )
-
-
-def joined(first: Piece, second: Piece) -> Piece:
-    """Return both pieces as one batch."""
-
-    def both(one: Any, other: Any) -> Any:
-        return torch.cat([one, other]) if is_of_batch(one) else one
-
-    return _pair(pytree.tree_map(both, first, second))
-
-
-def num_sequences_of(piece: Piece) -> int:
-    """Return the sequences of a piece."""
-    return next((int(leaf.shape[0]) for leaf in pytree.tree_leaves(piece) if is_of_batch(leaf)), 1)
 
 
 def global_sequences(sizes: Sequence[int], mesh: Mesh) -> int:
@@ -171,8 +156,3 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
         return found
     frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
     return found | {name: one for name, one in frozen.items() if one.numel() <= LARGEST_STATE and not is_quantized(one)}
-
-
-def _pair(pair: Any) -> Piece:
-    first, second = pair
-    return first, second

@@ -19,7 +19,9 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.attributes import LARGEST_STATE, Attributes
+from paraplan.runtime.checks.batch_parts import num_sequences_of
 from paraplan.runtime.checks.forward_state import WeightSums, weight_sums, written_weights
+from paraplan.runtime.checks.gaps import Gaps
 from paraplan.runtime.checks.references import Reference, RunningReference, Whole
 from paraplan.runtime.checks.trials import (
     Piece,
@@ -27,7 +29,6 @@ from paraplan.runtime.checks.trials import (
     modes,
     not_compiled,
     nothing_changed,
-    num_sequences_of,
 )
 from paraplan.runtime.data.batches import MicroBatch, TargetCounter, is_of_batch
 from paraplan.runtime.mesh import Mesh
@@ -36,8 +37,6 @@ from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.step.loss import StepLoss
 from paraplan.runtime.torch_private import pytree
-
-_LARGEST_SCALE = 1e-3  # a gradient below this share of the largest one is measured by that
 
 
 @dataclass(frozen=True)
@@ -161,27 +160,21 @@ class Verification:
 
         None where the gradients of the reference could not be had.
         """
-        tolerance = _TOLERANCES.get(self._precision, _HALF)
-        gradients: dict[str, tuple[float, float]] = {}
-        largest = 0.0
+        tolerance, gaps = _TOLERANCES.get(self._precision, _HALF), Gaps()
 
         def compare(name: str, expected: torch.Tensor | None) -> None:
-            nonlocal largest
             held = self._part.parameters.get(name)
-            size = 0.0 if expected is None or not expected.numel() else float(expected.abs().max())
-            largest = max(largest, size)
             if held is None or not held.requires_grad:
+                gaps.measure(expected)
                 return
             gradient = torch.zeros_like(held) if held.grad is None else held.grad
-            found = self._whole(name, gradient.detach()).float()
-            off = found if expected is None else found - expected.float().to(found.device)
-            gradients[name] = float(off.abs().max()) if off.numel() else 0.0, size
+            gaps.add(name, self._whole(name, gradient.detach()), expected)
 
         if not self._reference.compare(compare):
             return None
         errors = {"the loss": abs(found_loss - expected_loss) / max(abs(expected_loss), 1e-3) / tolerance.loss}
-        for name, (off, size) in gradients.items():
-            errors[f"the gradient of {name}"] = off / max(size, _LARGEST_SCALE * largest, 1e-30) / tolerance.gradient
+        for name, gap in gaps.relative().items():
+            errors[f"the gradient of {name}"] = gap / tolerance.gradient
         return errors | self._buffer_errors(buffers, tolerance)
 
     def _buffer_errors(self, expected: Mapping[str, torch.Tensor], tolerance: Tolerance) -> dict[str, float]:
