@@ -405,6 +405,23 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = LINEAR
             "linear_conv_kernel_dim": (2, 4),
         },
     ),
+    "bailing_hybrid": (
+        ("BailingHybridForCausalLM", "BailingHybridModel"),
+        _LATENT
+        | _SHARED
+        | {
+            "num_hidden_layers": (4, 5),
+            "n_routed_experts": (None,),
+            "num_experts": (8, 16),
+            "n_group": (2, 4),
+            "topk_group": (2,),
+            "tie_word_embeddings": (False,),
+            "layer_group_size": (2, 3),
+            "head_dim": (16, 24),
+            "short_conv_kernel_size": (2, 4),
+            "kda_safe_gate": _FLAG,
+        },
+    ),
     "youtu": (("YoutuForCausalLM", "YoutuModel"), _LATENT),
     "gpt_oss": (
         ("GptOssForCausalLM", "GptOssModel"),
@@ -497,10 +514,11 @@ def random_config(model_type: str, seed: int) -> dict[str, Any]:
     if model_type == "gemma4_text":
         fields["layer_types"] = ["sliding_attention", "full_attention"] * 2
         fields["layer_types"] += ["full_attention"] * (fields["num_hidden_layers"] - 4)
-    if model_type == "kimi_linear":
+    if model_type in ("kimi_linear", "bailing_hybrid"):
         del fields["n_routed_experts"]
     if "kv_lora_rank" in fields:
-        fields.pop("head_dim", None)
+        if model_type != "bailing_hybrid":
+            fields.pop("head_dim", None)
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     if model_type == "falcon" and fields["new_decoder_architecture"]:
         fields["parallel_attn"] = True  # transformers builds these other choices, but cannot run them

@@ -1,11 +1,11 @@
-"""Attention over shared pieces: projections, the attention core by kernel, latent (MLA) projections."""
+"""Attention over shared pieces: projections and the attention core by kernel."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 from paraplan.model.norm import NormKind, norm
-from paraplan.model.part import KeptBy, Part, kept, linear, weight
+from paraplan.model.part import KeptBy, Part, kept, linear
 from paraplan.model.saved_role import SavedRole
 from paraplan.model.spec import Attention, AttentionKernel, ElementType
 
@@ -66,8 +66,8 @@ class AttentionStyle(NamedTuple):
     `splits_by_copy`, keys and values copied out of a fused projection, repeated for every query head where
     `repeats_kv` says so; `is_windowed`, a window shorter than the sequence, which torch's attention takes as a mask.
     `shares` says what has no projection of its own: values, which the keys' projection makes too, or both, which are
-    those of a layer before. `key_bias` is False where keys alone have no bias. `norms_values` puts a norm without
-    weights behind values.
+    those of a layer before. `has_head_gates` scales each head's output by a gate of its own (Ling 3). `key_bias` is
+    False where keys alone have no bias. `norms_values` puts a norm without weights behind values.
     """
 
     projections: tuple[str, ...]
@@ -90,6 +90,7 @@ class AttentionStyle(NamedTuple):
     repeats_kv: bool = False
     is_windowed: bool = False
     is_gated: bool = False
+    has_head_gates: bool = False
     shares: Shares = "nothing"
     norms_values: bool = False
     dropout: float = 0.0
@@ -167,7 +168,8 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
     reader = style.projections[-1:]  # fused kernels read their own output too
     part += kept("attention_output", output_width, split="tensor", kernels=FUSED_KERNELS)
     if not style.is_gated:
-        part += kept("attention_output", output_width, split="tensor", kernels=EAGER, weights_of=reader)
+        reads_it = None if style.has_head_gates else reader
+        part += kept("attention_output", output_width, split="tensor", kernels=EAGER, weights_of=reads_it)
     if style.copies_output:
         copying: tuple[AttentionKernel, ...] = ("flash",) if style.is_windowed else FUSED_KERNELS
         part += kept("projection_input", output_width, split="tensor", kernels=copying, weights_of=reader, by="modules")
@@ -289,102 +291,3 @@ def _qk_norms(heads: Heads, style: AttentionStyle) -> Part:
                 split="tensor",
             )
     return part
-
-
-class Indexer(NamedTuple):
-    """What chooses the `top_k` tokens that a query attends to (DeepSeek-AI 2025, DeepSeek-V3.2, section 2.1).
-
-    Where `is_shared`, a layer takes the choice of the layer before it and has none of its own.
-    """
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-    is_shared: bool = False
-
-    def scores(self) -> Attention:
-        """Return the record of its scores: one key head for all, and a sum over heads in place of values."""
-        return Attention(num_heads=self.num_heads, num_kv_heads=1, qk_head_dim=self.head_dim, v_head_dim=1)
-
-
-class LatentHeads(NamedTuple):
-    """Shapes of multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
-
-    `query_rank` is None where queries are projected in one step.
-    """
-
-    hidden: int
-    num_heads: int
-    query_rank: int | None
-    kv_rank: int
-    nope_head_dim: int
-    rope_head_dim: int
-    v_head_dim: int
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Features of one query or key head: the part without and the part with rotary positions."""
-        return self.nope_head_dim + self.rope_head_dim
-
-    def attention(self) -> Attention:
-        """Return the record of the attention core: keys and values are expanded to all heads."""
-        return Attention(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            qk_head_dim=self.qk_head_dim,
-            v_head_dim=self.v_head_dim,
-        )
-
-
-def latent_attention(heads: LatentHeads, style: AttentionStyle) -> Part:
-    """Return projections through low ranks and the core. Tensor parallelism leaves the low-rank projections whole."""
-    first = "self_attn.q_proj" if heads.query_rank is None else "self_attn.q_a_proj"
-    readers = (first, "self_attn.kv_a_proj_with_mqa")
-    part = kept("attention_input", heads.hidden, split="sequence", num_readers=2, weights_of=readers)
-    query_width = heads.num_heads * heads.qk_head_dim
-    if heads.query_rank is None:
-        part += linear("self_attn.q_proj", heads.hidden, query_width, bias=False, split="column")
-    else:
-        part += linear("self_attn.q_a_proj", heads.hidden, heads.query_rank, bias=style.output_bias)
-        part += norm("self_attn.q_a_layernorm", "rms", heads.query_rank, is_residual=False)
-        part += kept("query_latent", heads.query_rank, split="sequence", weights_of=("self_attn.q_b_proj",))
-        part += linear("self_attn.q_b_proj", heads.query_rank, query_width, bias=False, split="column")
-    part += linear(
-        "self_attn.kv_a_proj_with_mqa", heads.hidden, heads.kv_rank + heads.rope_head_dim, bias=style.output_bias
-    )
-    part += norm("self_attn.kv_a_layernorm", "rms", heads.kv_rank, is_residual=False)
-    part += kept("key_value_latent", heads.kv_rank, split="sequence", weights_of=("self_attn.kv_b_proj",))
-    expanded = heads.num_heads * (heads.nope_head_dim + heads.v_head_dim)
-    part += linear("self_attn.kv_b_proj", heads.kv_rank, expanded, bias=False, split="column")
-    part += attention_core(heads.attention(), style)
-    # The values are a view of the expansion, so that the keys' part of it stays too.
-    nope_width = heads.num_heads * heads.nope_head_dim
-    part += kept("before_rotation", nope_width, split="tensor", kernels=FUSED_KERNELS, by="modules")
-    if heads.qk_head_dim == heads.v_head_dim <= LARGEST_FLASH_HEAD and not style.masks_each_layer:
-        # Flash attention gives its output the order of the queries, which were put together head by head: the output
-        # projection reads a copy in the order of tokens. The other kernel, for unequal sizes and masks, has that order.
-        width = heads.num_heads * heads.v_head_dim
-        part += kept(
-            "output_by_token",
-            width,
-            split="tensor",
-            kernels=FUSED_KERNELS,
-            weights_of=("self_attn.o_proj",),
-            by="modules",
-        )
-    return part + linear(
-        "self_attn.o_proj", heads.num_heads * heads.v_head_dim, heads.hidden, bias=style.output_bias, split="row"
-    )
-
-
-def index_projections(heads: LatentHeads, indexer: Indexer) -> Part:
-    """Return the projections of an indexer. transformers runs it without gradients, so that nothing is kept.
-
-    Tensor parallelism leaves it whole.
-    """
-    assert heads.query_rank is not None  # it reads the queries' latent
-    part = linear("self_attn.indexer.wq_b", heads.query_rank, indexer.num_heads * indexer.head_dim, bias=False)
-    part += linear("self_attn.indexer.wk", heads.hidden, indexer.head_dim, bias=False)
-    part += weight("self_attn.indexer.k_norm.weight", indexer.head_dim)
-    part += weight("self_attn.indexer.k_norm.bias", indexer.head_dim)
-    return part + linear("self_attn.indexer.weights_proj", heads.hidden, indexer.num_heads, bias=False)

@@ -7,17 +7,10 @@ from itertools import groupby
 from math import gcd
 from typing import Literal, NamedTuple
 
-from paraplan.model.attention import (
-    AttentionStyle,
-    Heads,
-    Indexer,
-    LatentHeads,
-    attention,
-    index_projections,
-    latent_attention,
-)
+from paraplan.model.attention import AttentionStyle, Heads, attention
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.heads import HeadStyle, read_head
+from paraplan.model.latent_attention import Indexer, LatentHeads, index_projections, latent_attention
 from paraplan.model.norm import NormKind, norm, norm_output
 from paraplan.model.part import Part, dropout, kept, linear, weight
 from paraplan.model.spec import Attention, BlockRun, BlockSpec, ModelSpec

@@ -6,20 +6,21 @@ Layers for multi-token prediction that checkpoints bring are no part of the clas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 from paraplan.errors import ModelError
-from paraplan.model.attention import AttentionStyle, Indexer, LatentHeads
+from paraplan.model.attention import AttentionStyle
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.decoder import DecoderShape, EmbeddingStyle, LayerKind, Mixer
 from paraplan.model.families import GATED, QKV, TWO_NORMS, Choice, Flag, choose, rotary_positions
 from paraplan.model.families_experts import Mixture, are_sparse, mixture
 from paraplan.model.feed_forward import MlpStyle, mlp
 from paraplan.model.heads import HeadStyle
-from paraplan.model.kimi_delta import kimi_delta, read_kimi_delta
+from paraplan.model.kimi_delta import KimiDelta, kimi_delta, read_kimi_delta, read_ling_delta
+from paraplan.model.latent_attention import Indexer, LatentHeads
 from paraplan.model.part import Part
 
 
@@ -37,8 +38,11 @@ class LatentFamily(NamedTuple):
     mlp_bias: Choice = False
     tied: bool = False
     index_heads: int | None = None
-    has_kimi_delta: bool = False
-    """Most layers have Kimi Delta Attention, and none has rotary positions."""
+    delta: Callable[[ModelConfig, int], KimiDelta] | None = None
+    """The shapes of Kimi Delta Attention, which most layers then have."""
+    rotary: bool = True
+    has_head_gates: bool = False
+    """The output of each head is scaled by a gate of its own."""
     names: Mapping[str, str] = MappingProxyType({})
     """What checkpoints call fields, and transformers' classes call them."""
 
@@ -65,7 +69,8 @@ def latent_shape(config: ModelConfig, family: LatentFamily) -> DecoderShape:
         heads=heads,
         attention=AttentionStyle(
             projections=QKV,
-            rotary=not family.has_kimi_delta,
+            rotary=family.rotary,
+            has_head_gates=family.has_head_gates,
             output_bias=config.flag("attention_bias", default=False),
             dropout=config.fraction("attention_dropout"),
             masks_each_layer=family.index_heads is not None,
@@ -84,8 +89,8 @@ def _layers(config: ModelConfig, family: LatentFamily, hidden: int) -> tuple[Lay
     dense = mlp(hidden, config.count("intermediate_size"), MlpStyle(GATED, activation, is_gated=True, bias=bias))
     indexers = _indexers(config, family)
     mixer = None
-    if family.has_kimi_delta:
-        shape = read_kimi_delta(config, hidden)
+    if family.delta is not None:
+        shape = family.delta(config, hidden)
         mixer = Mixer(kimi_delta(shape), shape.heads)
     mixers = [mixer if is_linear else None for is_linear in _are_linear(config, family)]
     part = mixture(config, hidden, family.mixture) if family.mixture is not None else Part()
@@ -99,9 +104,12 @@ def _layers(config: ModelConfig, family: LatentFamily, hidden: int) -> tuple[Lay
 
 
 def _are_linear(config: ModelConfig, family: LatentFamily) -> list[bool]:
-    """Return which layers have linear attention: by `layer_types`, by numbers from 1, else all but every fourth."""
+    """Return which layers have linear attention: by `layer_types`, by numbers from 1, else all but every so manieth.
+
+    That is the last one of each `layer_group_size` of Ling 3, every fourth after the first of Kimi Linear.
+    """
     count = config.layers("num_hidden_layers")
-    if not family.has_kimi_delta:
+    if family.delta is None:
         return [False] * count
     types = config.names("layer_types")
     own = config.section("linear_attn_config")
@@ -115,6 +123,9 @@ def _are_linear(config: ModelConfig, family: LatentFamily) -> list[bool]:
     if own.has("kda_layers"):
         places = own.indices("kda_layers")
         return [index + 1 in places for index in range(count)]
+    if config.model_type == "bailing_hybrid":
+        group = config.count("layer_group_size", default=6)
+        return [(index + 1) % group != 0 for index in range(count)]
     return [not index or index % 4 != 0 for index in range(count)]
 
 
@@ -150,6 +161,13 @@ _SHARED = Mixture(
     dense_layers=3,
 )
 _V3 = LatentFamily(_SHARED)
+_KIMI_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
 
 LATENT: dict[str, LatentFamily] = {
     "deepseek_v2": LatentFamily(
@@ -199,14 +217,16 @@ LATENT: dict[str, LatentFamily] = {
             dense_layers=1,
         ),
         ranks=(None, 512),
-        has_kimi_delta=True,
-        names={
-            "model_max_length": "max_position_embeddings",
-            "num_expert_group": "n_group",
-            "num_experts": "num_local_experts",
-            "num_experts_per_token": "num_experts_per_tok",
-            "num_shared_experts": "n_shared_experts",
-        },
+        delta=read_kimi_delta,
+        rotary=False,
+        names=_KIMI_NAMES,
+    ),
+    "bailing_hybrid": LatentFamily(
+        _SHARED._replace(num_experts=(("num_local_experts",), 512), dense_layers=2),
+        ranks=(None, 512),
+        delta=read_ling_delta,
+        has_head_gates=True,
+        names=_KIMI_NAMES,
     ),
 }
-"""Families by `model_type`; Kimi K2 is DeepSeek-V3 under a name of its own."""
+"""Families by `model_type`; Kimi K2 is DeepSeek-V3 under a name of its own, bailing_hybrid is Ling 3."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from paraplan.errors import ModelError
 from paraplan.model.attention import EAGER, FUSED_KERNELS
-from paraplan.model.config_file import ModelConfig
+from paraplan.model.config_file import OWN_CODE_HINT, ModelConfig
 from paraplan.model.delta_rule import CHUNK
 from paraplan.model.part import Part, kept, linear, weight
 from paraplan.model.saved_role import SavedRole
@@ -17,17 +18,43 @@ from paraplan.model.spec import AttentionKernel, ElementType, Matmul
 
 
 class KimiDelta(NamedTuple):
-    """Shapes of a layer: as many heads of queries, keys and values, `dim` features each."""
+    """Shapes of a layer: as many heads of queries, keys and values, `dim` features each.
+
+    `has_low_rank_gates` says that both gates go through `dim` features; those of Ling 3 have one product each.
+    """
 
     hidden: int
     heads: int
     dim: int
     kernel: int
+    has_low_rank_gates: bool = True
 
     @property
     def width(self) -> int:
         """Features of all heads."""
         return self.heads * self.dim
+
+
+def read_ling_delta(config: ModelConfig, hidden: int) -> KimiDelta:
+    """Return the shapes of Ling 3: heads as those of attention.
+
+    A file that transformers wrote has the width of rotary positions for `head_dim`, and `linear_head_dim` beside it.
+    Raises ModelError for Ling and Ring 2.5, of the same model_type.
+    """
+    of_2_5 = next((name for name in ("group_norm_size", "linear_silu") if config.has(name)), None)
+    if of_2_5 is not None:
+        raise ModelError(
+            f"{config.source}: {of_2_5}={config.fields[of_2_5]!r} is of Ling and Ring 2.5, whose lightning attention "
+            "no reader describes: model_type='bailing_hybrid' is Ling 3 in transformers, with Kimi Delta Attention",
+            hint=OWN_CODE_HINT,
+        )
+    return KimiDelta(
+        hidden=hidden,
+        heads=config.count("linear_num_heads", "num_attention_heads"),
+        dim=config.count("linear_head_dim", "head_dim", default=128),
+        kernel=config.count("linear_conv_kernel_dim", "short_conv_kernel_size", default=4),
+        has_low_rank_gates=False,
+    )
 
 
 def read_kimi_delta(config: ModelConfig, hidden: int) -> KimiDelta:
@@ -45,29 +72,42 @@ def kimi_delta(shape: KimiDelta) -> Part:
     """Return projections, the convolution over time, both gates, the chunked rule, and the norm before the output."""
     hidden, width, heads, dim = shape.hidden, shape.width, shape.heads, shape.dim
     columns = {"q_proj": width, "k_proj": width, "v_proj": width, "b_proj": heads}
-    inner = {"forget_gate.f": width, "g": width}  # through `dim` features
-    readers = tuple(f"self_attn.{name}" for name in (*columns, *(f"{name}_a_proj" for name in inner)))
+    gates = ("forget_gate.f", "g")
+    suffix = "_a_proj" if shape.has_low_rank_gates else "_proj"
+    readers = tuple(f"self_attn.{name}" for name in (*columns, *(f"{name}{suffix}" for name in gates)))
     part = kept("attention_input", hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     for name, size in columns.items():
         part += linear(f"self_attn.{name}", hidden, size, bias=False, split="column")
-    for name, size in inner.items():
-        reader = f"self_attn.{name}_b_proj"
-        part += linear(f"self_attn.{name}_a_proj", hidden, dim, bias=False)
-        part += kept("gate_inner", dim, weights_of=(reader,))
-        part += linear(reader, dim, size, bias=False, split="column")
+    for name in gates:
+        reader, entry = f"self_attn.{name}_proj", hidden
+        if shape.has_low_rank_gates:
+            reader, entry = f"self_attn.{name}_b_proj", dim
+            part += linear(f"self_attn.{name}_a_proj", hidden, dim, bias=False)
+            part += kept("gate_inner", dim, weights_of=(reader,))
+        part += linear(reader, entry, width, bias=False, split="column")
     part += weight("self_attn.conv1d.weight", 3 * width, 1, shape.kernel, tp_dim=0)
-    part += weight("self_attn.forget_gate.dt_bias", width, tp_dim=0)
-    part += weight("self_attn.forget_gate.A_log", 1, 1, heads, 1, tp_dim=2) + weight("self_attn.o_norm.weight", dim)
+    part += weight("self_attn.forget_gate.dt_bias", width, tp_dim=0) + weight("self_attn.o_norm.weight", dim)
     part += _kept("convolution_input", 3 * width) + _kept("convolution_output", 3 * width, kernels=EAGER)
-    part += _kept("beta", heads)
-    part += kept("decay", width, element_type="mask", split="tensor", by="modules")
-    # The gate of each feature: an exponential, one more, and the logarithm of that.
-    part += kept("decay", 3 * width, element_type="fp32", split="tensor", by="modules")
+    part += _kept("beta", heads) + _forget_gate(shape)
     part += _in_kernel(shape) + _written_out(shape)
     # The norm's input, normalised, scaled, and the sigmoid that it is multiplied by.
     part += _kept("gated_norm", 4 * width + heads, "fp32") + Part(matmuls=tuple(_products(shape)))
     part += kept("projection_input", width, split="tensor", weights_of=("self_attn.o_proj",))
     return part + linear("self_attn.o_proj", width, hidden, bias=False, split="row")
+
+
+def _forget_gate(shape: KimiDelta) -> Part:
+    """Return the decays of heads, and what transformers' code keeps of the gate of each feature.
+
+    Kimi's: an exponential, one more, the logarithm of that, and where they count. Ling's: a sigmoid and its input.
+    """
+    name = "self_attn.forget_gate.A_log"
+    if not shape.has_low_rank_gates:
+        part = weight(name, shape.heads, tp_dim=0)
+        return part + kept("decay", 2 * shape.width, element_type="fp32", split="tensor", by="modules")
+    part = weight(name, 1, 1, shape.heads, 1, tp_dim=2)
+    part += kept("decay", shape.width, element_type="mask", split="tensor", by="modules")
+    return part + kept("decay", 3 * shape.width, element_type="fp32", split="tensor", by="modules")
 
 
 def _kept(

@@ -13,6 +13,8 @@ from math import gcd
 from typing import Any
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+_KINDS = ("hybrid_override_pattern", "layers_block_type")
+"""Fields that name each layer's kind, by a letter or a word, and are what a file without a number of layers has."""
 _STACKS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_global_key_value_heads")
@@ -96,7 +98,8 @@ class Smaller:
 def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
     """Return the fields of a configuration, as transformers names them, of a smaller model of the same structure."""
     small = dict(fields)
-    depth = _first(fields, (*_LAYERS, *_STACKS)) or to.depth
+    kinds = next((len(fields[name]) for name in _KINDS if fields.get(name)), None)
+    depth = _first(fields, (*_LAYERS, *_STACKS)) or kinds or to.depth
     for name in (*_LAYERS, *_STACKS):
         if _is_count(fields.get(name)):
             small[name] = min(fields[name], to.num_layers)
@@ -119,7 +122,10 @@ def shrink_fields(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
 def _fewer_layers(fields: Mapping[str, Any], depth: int, count: int) -> dict[str, Any]:
     """Return the lists that say something of each of `depth` layers, or name some by index, for `count` layers."""
     lists = {name: value for name, value in fields.items() if isinstance(value, list)}
-    small = {name: _every_kind(value, count) for name, value in lists.items() if len(value) == depth}
+    small: dict[str, Any] = {name: _every_kind(value, count) for name, value in lists.items() if len(value) == depth}
+    small |= {
+        name: "".join(_every_kind(list(fields[name]), count)) for name in _KINDS if isinstance(fields.get(name), str)
+    }
     named = {
         name: value
         for name, value in lists.items()

@@ -53,6 +53,14 @@ def test_names_of_checkpoints_are_those_of_the_class() -> None:
     assert any(one.name.startswith("mlp.shared_experts") and one.shape[0] == 128 for one in block.parameters)
 
 
+def test_ling_3_has_attention_in_the_last_layer_of_each_group_and_ling_2_5_is_refused() -> None:
+    fields = {"model_type": "bailing_hybrid", "num_hidden_layers": 12, "head_dim": 32, "first_k_dense_replace": 1}
+    has_attention = [block.attention is not None for block in model(**fields).blocks]
+    assert has_attention == ([False] * 5 + [True]) * 2
+    with pytest.raises(ModelError, match=r"Ling and Ring 2\.5"):
+        model(**fields, group_norm_size=4)
+
+
 def test_types_of_another_number_of_layers_are_refused() -> None:
     with pytest.raises(ModelError, match="names 3 layers"):
         model(layer_types=["linear_attention"] * 3)

@@ -67,7 +67,8 @@ def _split_elements(model: ModelSpec, tp: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_text", "qwen3_next", "olmo2", "phi3", "glm4", "minimax", "kimi_linear", "deepseek_v3"]
+    "family",
+    ["qwen3_5_text", "qwen3_next", "olmo2", "phi3", "glm4", "minimax", "kimi_linear", "deepseek_v3", "bailing_hybrid"],
 )
 def test_ranks_hold_what_the_plan_of_transformers_leaves_them(family: str) -> None:
     fields: dict[str, Any] = random_config(family, 0)
@@ -106,10 +107,10 @@ def test_shared_heads_of_keys_are_kept_once_a_rank_and_their_projections_gathere
             assert after == before
             continue
         sizes = [
-            {one.name: one.elements_per_token for one in run.block.saved_fused if one.kernels == ("flash", "sdpa")}
+            {one.role: one.elements_per_token for one in run.block.saved_fused if one.kernels == ("flash", "sdpa")}
             for run in (before, after)
         ]
-        heads = {"query": 24, "attention output": 24, "softmax statistics": 24 / 256}
+        heads = {"query": 24, "attention_output": 24, "softmax_statistics": 24 / 256}
         assert sizes[0] == {name: count * 256 for name, count in (heads | {"key": 4, "value": 4}).items()}
         assert sizes[1] == {name: count * 256 for name, count in (heads | {"key": 8, "value": 8}).items()}
         assert after.block.gathered_per_token == projected_width(before.block) == (2 * 24 + 2 * 4) * 256

@@ -18,7 +18,7 @@ from training_cases import HIDDEN, Transformer
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.split.search import refined
+from paraplan.runtime.split.search import refinements
 
 BATCH = 4
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
@@ -156,7 +156,9 @@ def test_scans_that_cannot_be_split_say_so(ranks: RankHarness) -> None:
 
 
 def test_pieces_of_pieces_of_a_projection_are_found_in_it() -> None:
-    assert refined((64, 96, 8), (64, 16, 16)) == (64, 64, 16, 16, 8)
-    assert refined((4, 4, 8), (2, 2, 4)) == (2, 2, 4, 2, 2, 4)
-    assert refined((4, 4, 8), (3, 5)) == (4, 4, 3, 5)  # which does not end where the first four do
-    assert refined((4, 4), (3, 3)) == (4, 4)
+    assert refinements((64, 96, 8), (64, 16, 16)) == [(64, 64, 16, 16, 8)]
+    assert refinements((4, 4, 8), (2, 2, 4))[0] == (2, 2, 4, 2, 2, 4)
+    assert refinements((4, 4, 8), (3, 5)) == [(4, 4, 3, 5)]  # which does not end where the first four do
+    assert refinements((4, 4), (3, 3)) == [(4, 4)]
+    # A gate as long as the states, and both as the values beside them: only what follows tells which run is meant.
+    assert (32, 32, 16, 16, 4) in refinements((32, 32, 32, 4), (32, 16, 16))

@@ -74,12 +74,14 @@ class BlockSplit:
 class _Trial:
     """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason.
 
+    `other_segments` are cuts that would do as well by what was known, to be tried where those taken lead nowhere.
     `keeping` are the row layers tried so far that return all tokens under sequence parallelism, `read` those by whose
     weights the code multiplies itself; None before the others are known.
     """
 
     adapters: Adapters = field(default_factory=Adapters)
     segments: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    other_segments: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     roles: dict[str, LayerRole] = field(default_factory=dict)
     first_words: dict[str, str] = field(default_factory=dict)
@@ -185,10 +187,14 @@ def _learn(trial: _Trial, error: SplitError, meta_model: nn.Module, name: str, s
         if len(segments) == 1 and segments[0] < 0:
             count = -segments[0]
             segments = (outputs // count,) * count if outputs % count == 0 else None
+        known = trial.segments.get(source, (outputs,))
+        choices = [] if segments is None else [segments]
         if segments is not None and sum(segments) < outputs:
-            segments = refined(trial.segments.get(source, (outputs,)), segments)
-        if segments is not None and sum(segments) == outputs and segments != trial.segments.get(source):
-            trial.segments[source] = segments
+            choices = refinements(known, segments)
+        choices = [one for one in choices if sum(one) == outputs and one != known]
+        if choices:
+            trial.segments[source] = choices[0]
+            trial.other_segments[source] = choices[1:] + trial.other_segments.get(source, [])
             return
     if error.is_mixed and error.meets_tokens and (rows := _rows(trial)) and rows[-1] not in trial.keeping:
         trial.keeping.add(rows[-1])  # whose tokens the code that follows needs all
@@ -196,29 +202,35 @@ def _learn(trial: _Trial, error: SplitError, meta_model: nn.Module, name: str, s
     if error.is_mixed and source not in trial.whole and source:
         trial.whole[source] = error.message
         return
+    if trial.other_segments.get(source):
+        trial.segments[source] = trial.other_segments[source].pop(0)
+        return
     raise UnsupportedPlanError(
         f"{name} ({type(meta_model).__name__}) cannot be split: {trial.first_words[source]}",
         hint=f"use a tp that divides them, not {size}, or tp=1",
     ) from None
 
 
-def refined(segments: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `segments` with `parts` in place of every run of them that is as long, and ends where some of these do."""
-    found: list[int] = []
-    place = 0
+def refinements(segments: tuple[int, ...], parts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return `segments` with `parts` in place of runs of them that are as long and end where some of `parts` do.
+
+    The first has them in place of every such run. Runs that overlap are not known apart: each then comes by itself.
+    """
     bounds = set(accumulate(parts))
+    runs: dict[int, int] = {}
+    for place in range(len(segments)):
+        ends: list[int] = []
+        for stop, end in enumerate(accumulate(segments[place:]), place + 1):
+            ends.append(end)
+            if end == sum(parts) and bounds.issuperset(ends):
+                runs[place] = stop
+    every: list[int] = []
+    place = 0
     while place < len(segments):
-        run = next(
-            (
-                ends
-                for stop in range(place + 1, len(segments) + 1)
-                if (ends := [*accumulate(segments[place:stop])])[-1] == sum(parts) and bounds.issuperset(ends)
-            ),
-            None,
-        )
-        found += [segments[place]] if run is None else parts
-        place += 1 if run is None else len(run)
-    return tuple(found)
+        every += parts if place in runs else segments[place : place + 1]
+        place = runs.get(place, place + 1)
+    single = [(*segments[:start], *parts, *segments[stop:]) for start, stop in runs.items()]
+    return list(dict.fromkeys([tuple(every), *single]))
 
 
 def _rows(trial: _Trial) -> list[str]:
