@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -33,11 +33,17 @@ MODULES_BACKWARD_HOST = 2.4
 """How many times as long as for a forward pass the host needs for the backward pass of transformers' modules."""
 
 MODULES_RERUN_HOST = (1.65, 6.2, 2.9)
-"""The same for a block that runs again under recompute `selective`, `selective_ops` and `full`: hooks see every tensor
-that is saved, and modes every operation."""
+"""The same for a block that runs again under recompute `selective`, `selective_ops` and `full` by torch's checkpoints
+that are not reentrant: hooks see every tensor that is saved, and modes every operation."""
 
 MODULES_COMPILED_HOST = 0.5
 """The share of all this that torch.compile leaves, which compiles hooks and modes as well."""
+
+Checkpoints = Literal["reentrant", "whole", "early"]
+"""reentrant: an autograd function that runs all of a block again, without hooks. The others are torch's checkpoints
+whose hooks see every tensor that is saved (`use_reentrant=False`). early: they stop where the backward pass has all
+that it reads, before a block's last product (`early_stop` in torch/utils/checkpoint.py, the default since 2.1), and so
+does what torch.compile or XLA make of any, in which nothing is left that nobody reads. whole: told not to stop."""
 
 _HALF = 2.0
 _PURE_STORAGE: dict[str, Any] = {
@@ -94,10 +100,8 @@ class KernelProfile(_Group):
     compiles_checkpointed: bool = True
     """Under recompute `full` blocks are compiled as well. Where flash attention breaks their graph they are not: of a
     checkpointed function torch.compile makes one graph or none (tests/cost/test_compiled_checkpoint.py)."""
-    stops_rerun_early: bool = False
-    """A block that runs again stops where its backward pass has all that it reads, before its last product: torch's
-    checkpoints that are not reentrant do (`early_stop` in torch/utils/checkpoint.py, the default since 2.1), and so
-    does what torch.compile or XLA make of others, in which nothing is left that nobody reads."""
+    checkpoints: Checkpoints = "reentrant"
+    """What runs a block again."""
     collective_host_s: float = 0.0
     """Seconds of the host to start one collective of tensor parallelism, where `host_s_per_block` holds none."""
     default_attention: AttentionKind = "flash"

@@ -108,7 +108,9 @@ def _turned_s(workload: Workload, table: PlanTable) -> list[Floats]:
 
 def _rerun_host(workload: Workload, table: PlanTable) -> Floats:
     """Return how many times as long as for a forward pass the host needs for a block that runs again."""
-    times = MODULES_RERUN_HOST if workload.block_kernels.starts_modules else (1.0, 1.0, 1.0)
+    kernels = workload.block_kernels
+    has_hooks = kernels.starts_modules and kernels.checkpoints != "reentrant"
+    times = MODULES_RERUN_HOST if has_hooks else (1.0, 1.0, 1.0)
     return np.asarray((1.0, *times))[table.recompute]
 
 

@@ -100,8 +100,8 @@ def test_recompute_costs_about_a_third_more_compute(workload: MakeWorkload) -> N
     framework = made.framework.changed(data_parallel={"sharding": sharding})
     plan = ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute="full")
     early, whole = (
-        evaluate_plan(replace(made, framework=framework.changed(kernels={"stops_rerun_early": stops})), plan).step
-        for stops in (True, False)
+        evaluate_plan(replace(made, framework=framework.changed(kernels={"checkpoints": kind})), plan).step
+        for kind in ("early", "whole")
     )
     assert whole.recompute_s == pytest.approx(whole.compute_s / 3, rel=0.15)
     assert early.compute_s == whole.compute_s

@@ -221,7 +221,7 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
         "head_copied_parameters": _copied_parameters(model.head, shardings),
         "head_saved_bytes": saved_bytes(model.head, training, shardings, fused_kernels=fused),
         "head_output_gradient_bytes": output_gradient_bytes(model.head, training, shardings),
-        "head_s": times.block_s(model.head)
+        "head_s": times.block_s(model.head) * (2.0 if training.loss == "cut" else 1.0)  # which makes logits twice
         + times.block_s(model.head, backward=True)
         + times.loss_s(model.vocab_size or 0),
         "boundary_bytes": boundary,

@@ -95,7 +95,7 @@ def unread_product(block: BlockSpec) -> Matmul | None:
 def unread_s(block: BlockSpec, times: KernelTimes, *, is_compiled: bool) -> Floats:
     """Return the seconds of the product with which recomputation of all stops early, 0 where it does not."""
     # Products in 8 bits are operations of their own, which save what they read when they have ended.
-    stops = times.framework.kernels.stops_rerun_early and times.training.linear_precision == "16bit"
+    stops = times.framework.kernels.checkpoints == "early" and times.training.linear_precision == "16bit"
     last = unread_product(block) if is_compiled or stops else None
     return np.zeros_like(times.shardings.tp) if last is None else times.products_s(block, [last])
 
