@@ -60,6 +60,8 @@ class LossImplementation(Record):
     """Labels are inputs of the model, which returns its loss and fp32 logits."""
     compiled: str | None = None
     """The loss that torch.compile makes of it."""
+    without_logits: str = "cut"
+    """The loss that takes its place where no logits are kept (`--loss cut`)."""
     source: str
     """Where the values come from."""
 

@@ -35,7 +35,7 @@ def told_profile(framework: FrameworkProfile, training: TrainingSpec, *, on_gpu:
         storage=_storage(stack),
         kernels=_kernels(stack, training),
         data_parallel=_data_parallel(stack),
-        loss=_loss(stack, framework),
+        loss=_loss(training, framework),
         experts=_experts(stack, framework),
     )
     made = told.for_training(training, on_gpu=on_gpu)
@@ -81,13 +81,16 @@ def _data_parallel(stack: StackSettings) -> dict[str, Any]:
     )
 
 
-def _loss(stack: StackSettings, framework: FrameworkProfile) -> dict[str, Any]:
+def _loss(training: TrainingSpec, framework: FrameworkProfile) -> dict[str, Any]:
+    stack = training.stack
     losses, own = implementations().losses, framework.loss.implementation
     chosen = losses[own.compiled] if stack.compiled_loss and own.compiled else own
     if stack.engine_loss:
         chosen = losses["transformer_engine"]
     if stack.model_loss:  # of transformers' models, whoever shards them
         chosen = losses["transformers"]
+    if training.loss == "cut":
+        chosen = losses[chosen.without_logits]
     changes: dict[str, Any] = {}
     if chosen is not own:
         changes = {"implementation": chosen, "logit_bytes": None}

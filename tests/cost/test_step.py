@@ -166,3 +166,25 @@ def test_an_offloaded_optimizer_takes_as_long_as_its_bytes_in_the_hosts_memory(w
     stepped_s = parameters * 36 / 202e9  # of two sockets, by all eight ranks together
     assert fused_s.optimizer_s == pytest.approx(copied_s + stepped_s, rel=0.01)
     assert looped_s.optimizer_s == pytest.approx(copied_s + 6 * stepped_s, rel=0.01)
+
+
+def test_checkpoints_that_are_not_reentrant_cost_the_host_hooks(workload: MakeWorkload) -> None:
+    made = workload("qwen2.5-0.5b", seq_length=128)  # which the host bounds
+    plan = ParallelPlan(dp=8, num_microbatches=8, recompute="full")
+    reentrant, whole = (
+        evaluate_plan(replace(made, framework=made.framework.changed(kernels={"checkpoints": kind})), plan).step
+        for kind in ("reentrant", "whole")
+    )
+    assert whole.recompute_s > 1.5 * reentrant.recompute_s
+    assert whole.compute_s == reentrant.compute_s
+
+
+def test_a_loss_without_logits_makes_them_twice_and_moves_none(workload: MakeWorkload) -> None:
+    made = workload("gemma-2-2b", seq_length=4096)
+    plan = ParallelPlan(dp=8, num_microbatches=8)
+    cut = Workload.of(made.model, made.training.replace(loss="cut"), made.cluster)
+    once = replace(cut, training=made.training)  # the same kernels, of logits that are made once
+    both = [evaluate_plan(one, plan).step.compute_s for one in (cut, once)]
+    head_flops = 2 * 8 * 4096 * 256_000 * 2304
+    assert both[0] - both[1] > head_flops / made.cluster.gpu.peak_flops_per_s["bf16"]
+    assert both[0] - both[1] < 3 * head_flops / made.cluster.gpu.peak_flops_per_s["bf16"]
