@@ -32,6 +32,7 @@ from paraplan.model.named import Fields, named_config
 from paraplan.model.reader import read_fields
 from paraplan.model.shapes import Activation, TransformerShapes, model_from_shapes
 from paraplan.model.spec import BlockSpec, ModelSpec
+from paraplan.plan.allocators import grows_segments, tool_allocator
 from paraplan.plan.parallel import Offload, ParallelPlan, Recompute
 from paraplan.plan.stack import StackSettings
 from paraplan.plan.stages import running_split
@@ -129,7 +130,7 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
 
 def stack_of_run(run: MeasuredRun, framework: FrameworkProfile) -> StackSettings:
     """Return what a run states of the software, beside what its framework has."""
-    own, precision = framework.kernels, run.grad_dtype.lower()
+    own, precision, tool = framework.kernels, run.grad_dtype.lower(), tool_allocator(run.framework)
     is_half = precision.startswith(("bf16", "fp16"))
     is_whole = precision.startswith("fp32") and "reduce" not in precision
     # Published runs are older than torch 2.11, whose sdpa takes other kernels on some GPUs; our runtime's are not.
@@ -156,6 +157,7 @@ def stack_of_run(run: MeasuredRun, framework: FrameworkProfile) -> StackSettings
             "recomputed_ops": "experts" if re.search(EXPERTS_RECOMPUTE, run.nonstandard_features.lower()) else None,
             "optimizer_step": framework.storage.optimizer_step if is_plain else None,
             "context_bytes": run.context_bytes,
+            "expandable_segments": (tool is not None and grows_segments(tool, run.num_gpus)) or None,
             "deterministic": bool(run.deterministic),
         }
         | (fine_tuning_stack(run) if is_fine_tuning(run) else stated_kernels(run))

@@ -11,6 +11,7 @@ from paraplan.api.estimates import Estimate, estimate
 from paraplan.api.executors import executor_of_target
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
+from paraplan.interop.allocator import with_allocator
 from paraplan.interop.recognized import Tool as Tool
 from paraplan.interop.recognized import tool_of
 from paraplan.interop.setup import Given, Setup
@@ -110,20 +111,17 @@ def import_plan(
         text = with_sourced(text, read_beside)
     tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words))
     if tool == "megatron-lm":
-        return ImportedPlan(read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given))
-    if tool == "deepspeed":
-        return ImportedPlan(read_deepspeed(text, source=words, given=given))
-    if tool == "transformers":
-        return ImportedPlan(read_transformers(text, source=words, given=given))
-    if tool == "torchtitan":
+        setup = read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given)
+    elif tool == "torchtitan":
         setup = read_torchtitan(text, source=str(path), given=given, name=function, read_file=read_beside)
-        return ImportedPlan(setup)
-    if tool == "peft":
-        return ImportedPlan(read_peft(text, source=words, given=given))
-    read = _READERS[tool]
-    return ImportedPlan(read(text, source=words, given=given, read_file=read_beside))
+    elif tool in _OF_ONE_FILE:
+        setup = _OF_ONE_FILE[tool](text, source=words, given=given)
+    else:
+        setup = _READERS[tool](text, source=words, given=given, read_file=read_beside)
+    return ImportedPlan(with_allocator(setup, text))
 
 
+_OF_ONE_FILE = {"deepspeed": read_deepspeed, "transformers": read_transformers, "peft": read_peft}
 _READERS = {
     "accelerate": read_accelerate,
     "trl": read_trl,

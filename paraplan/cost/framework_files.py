@@ -10,6 +10,7 @@ from typing import Any
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.errors import ProfileError, near_names
 from paraplan.hardware.profile_json import read_object, validated
+from paraplan.plan.allocators import tool_allocator
 from paraplan.resources import profiles_folder
 
 GROUPS = (
@@ -58,7 +59,8 @@ class FrameworkCatalog:
                 f"there is no framework {name_or_path!r}",
                 hint=near_names(name_or_path, {*self.names(), *self._known_aliases()}, listed=self.names()),
             )
-        profile, asked = self.bundled(name), name_or_path.strip().lower()
+        asked = name_or_path.strip().lower()
+        profile = _with_tool_allocator(self.bundled(name), asked)
         return profile.replace(export_target=asked) if asked in profile.alias_targets else profile
 
     def find(self, text: str) -> FrameworkProfile | None:
@@ -124,6 +126,11 @@ class FrameworkCatalog:
 def load_framework(name_or_path: str) -> FrameworkProfile:
     """Return a framework profile by name, alias or path. Raises `ProfileError` as `FrameworkCatalog.load` does."""
     return FrameworkCatalog().load(name_or_path)
+
+
+def _with_tool_allocator(profile: FrameworkProfile, text: str) -> FrameworkProfile:
+    grows = tool_allocator(text)
+    return profile if grows is None else profile.changed(storage={"expandable_segments": grows})
 
 
 def framework_of_target(target: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paraplan.model.quantizers import DEFAULT_QUANTIZER
+from paraplan.plan.allocators import ExpandableSegments
 from paraplan.records import Record, Source
 
 
@@ -37,6 +38,8 @@ class StorageProfile(Record):
     """How the optimizer visits parameters: foreach copies all of them, for_loop one at a time, fused none."""
     quantizer: str = DEFAULT_QUANTIZER
     """What stores frozen weights in fewer bits where a training names nothing else (`profiles/quantizers.json`)."""
+    expandable_segments: ExpandableSegments = "no"
+    """Whether torch's allocator grows its segments: what is freed then serves larger requests too."""
     context_bytes: int | None = None
     """The CUDA context where the software has another than `CostConstants` names."""
     sources: tuple[Source, ...] = Field(min_length=1)

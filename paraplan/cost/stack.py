@@ -47,6 +47,8 @@ def told_profile(framework: FrameworkProfile, training: TrainingSpec, *, on_gpu:
 
 def _storage(stack: StackSettings) -> dict[str, Any]:
     changes: dict[str, Any] = _stated(context_bytes=stack.context_bytes)
+    if stack.expandable_segments is not None:
+        changes["expandable_segments"] = "yes" if stack.expandable_segments else "no"
     if stack.gradient_bytes is not None:
         changes |= {
             "gradient_bytes": stack.gradient_bytes,

@@ -83,6 +83,8 @@ class StackSettings(Record):
     (bitsandbytes/autograd/_functions.py, MatMul4Bit; its commit 9e75374 of July 2024)."""
     pads_vocabulary: bool = True
     """The vocabulary is padded as the framework pads it."""
+    expandable_segments: bool | None = None
+    """torch's allocator grows its segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."""
     context_bytes: int | None = Field(default=None, ge=0)
     """The CUDA context."""
     deterministic: bool = False

@@ -147,3 +147,18 @@ def test_compiled_blocks_are_fused_and_all_else_stays() -> None:
     assert compiled.kernels.traffic_per_saved_byte < plain.kernels.traffic_per_saved_byte
     assert isinstance(compiled, FrameworkProfile)
     assert compiled.changed(kernels=plain.kernels.model_dump()) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "grows"),
+    [
+        ("axolotl", "yes"),
+        ("axolotl fsdp", "yes"),
+        ("llama-factory", "several_processes"),
+        ("trl", "no"),
+        ("fsdp", "no"),
+    ],
+)
+def test_tools_that_have_the_allocator_grow_its_segments_do_so_whatever_shards_beneath(name: str, grows: str) -> None:
+    assert load_framework(name).storage.expandable_segments == grows
+    assert load_framework("torchtitan").storage.expandable_segments == "yes"

@@ -21,6 +21,7 @@ from paraplan.cost.memory.overheads import held_by_collectives_bytes
 from paraplan.cost.memory.parts import FP32, HALF, StageMemory
 from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.plan_table import Floats, Mask, OffloadCode
+from paraplan.plan.allocators import grows_segments
 
 _KEPT_LOSS_BYTES = HALF + FP32
 """torch's cross-entropy keeps log-probabilities in 16 bits and a copy of these in fp32 (ATen/native/LossNLL.cpp)."""
@@ -72,14 +73,30 @@ def index_scores(rank: RankMemory, num_heads: int) -> StageMemory:
 def cached_bytes(rank: RankMemory, peak: StageMemory) -> Floats:
     """Return what torch's allocator takes from the GPU before its rounding: the peak, or more where blocks do not fit.
 
-    The caching allocator does not merge segments, so a larger request allocates a new one.
+    The caching allocator does not merge segments, so a larger request allocates a new one, unless segments grow.
     In the first step sizes grow: tensors of blocks, of the loss, then flat copies of gradients. They stand side by
     side, although never all are live, and beside them what collectives still read. Frameworks on other allocators hold
     their peak.
     """
     beside = loss_backward_bytes(rank) + rank.bucket_bytes + rank.flat_step_bytes
     held = held_by_collectives_bytes(rank.workload, rank.table, rank.costs, rank.stage)
+    if grows_segments(rank.framework.storage.expandable_segments, rank.workload.cluster.num_gpus):
+        return np.asarray(np.maximum(peak.total_bytes, _by_stream_bytes(rank)) + held)
     return np.asarray(np.maximum(peak.total_bytes, block_backward(rank).total_bytes + beside) + held)
+
+
+def _by_stream_bytes(rank: RankMemory) -> Floats:
+    """Return what segments that grow hold: each stream has its own, as large as the most that was ever in it.
+
+    FSDP gathers on one stream and reduces on another (torch/distributed/fsdp/_fully_shard/_fsdp_state.py); all else
+    is on a third.
+    """
+    in_backward = block_backward(rank).total_bytes - rank.gathered_blocks_bytes
+    in_loss = loss_backward(rank).total_bytes - rank.gathered_head_bytes
+    gathered = np.maximum.reduce([rank.gathered_blocks_bytes, rank.gathered_head_bytes, rank.gathered_embedding_bytes])
+    largest = np.maximum.reduce([rank.block_parameters, rank.head_alone, rank.embedding_alone])
+    reduced = np.where(rank.table.zero_stage >= 1, largest * rank.full_bytes, 0.0)
+    return np.asarray(np.where(rank.is_fsdp, np.maximum(in_backward, in_loss) + gathered + reduced, 0.0))
 
 
 def host_bytes(rank: RankMemory) -> Floats:

@@ -1,0 +1,48 @@
+"""What tools set for torch's allocator, by name (`profiles/allocators.json`)."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Literal
+
+from paraplan.hardware.profile_json import read_object, validated
+from paraplan.records import Record
+from paraplan.resources import profiles_folder
+
+ExpandableSegments = Literal["no", "several_processes", "yes"]
+"""Whether torch's allocator grows its segments (`expandable_segments:True`), or does so where there are several
+processes."""
+
+
+class ToolAllocator(Record):
+    """What one tool sets where nobody else has."""
+
+    name: str
+    """A word of texts that name the tool."""
+    expandable_segments: ExpandableSegments
+    """Whether segments grow."""
+    source: str
+    """Where the value comes from."""
+
+
+class _ToolAllocators(Record):
+    tools: tuple[ToolAllocator, ...]
+
+
+def tool_allocator(text: str) -> ExpandableSegments | None:
+    """Return whether a tool that `text` names has torch's allocator grow its segments, None where it sets nothing."""
+    words = text.lower()
+    found = (tool for tool in _tools() if re.search(rf"(?<![a-z0-9_]){tool.name}(?![a-z0-9_])", words))
+    return next((tool.expandable_segments for tool in found), None)
+
+
+def grows_segments(how: ExpandableSegments, num_processes: int) -> bool:
+    """Return whether segments grow in so many processes."""
+    return how == "yes" or (how == "several_processes" and num_processes > 1)
+
+
+@cache
+def _tools() -> tuple[ToolAllocator, ...]:
+    path = profiles_folder() / "allocators.json"
+    return validated(_ToolAllocators, read_object(path), where=str(path)).tools
