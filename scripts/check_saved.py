@@ -63,15 +63,18 @@ def without_windows(model: ModelSpec) -> ModelSpec:
     return model.replace(runs=tuple(runs))
 
 
-def linear_written_out(model: ModelSpec) -> ModelSpec:
-    """Return the model as transformers' own code runs linear attention, under every attention kernel.
+def written_out(model: ModelSpec) -> ModelSpec:
+    """Return the model as transformers' own code runs linear attention, under every attention kernel, and experts.
 
     A trace counts the convolution, over padded tokens too, and no systems of equations.
     """
     length = SIZES["seq_length"]
     runs = []
     for run in model.runs:
-        block = run.block
+        dense = (
+            one.replace(rows_per_token=one.dense_rows_per_token or one.rows_per_token) for one in run.block.matmuls
+        )
+        block = run.block.replace(matmuls=tuple(dense))
         if any(one.name.startswith("delta rule") for one in block.matmuls):
             kept = (one for one in block.saved if one.kernels is None or "eager" in one.kernels)
             # Kimi's code sums scores feature by feature.
@@ -92,7 +95,7 @@ def compare(path: Path, kernel: Literal["sdpa", "eager"]) -> tuple[float, float]
     from paraplan.model.trace import trace_module
 
     batch, traced_length = SIZES["micro_batch_size"], SIZES["seq_length"]
-    ours = linear_written_out(read_config(path, seq_length=traced_length))
+    ours = written_out(read_config(path, seq_length=traced_length))
     factory: Callable[[], Any] = partial(build, path, kernel)
     traced = trace_module(factory, source=path.stem, micro_batch_size=batch, seq_length=traced_length)
     length = ours.max_seq_length if ours.model_type == "vit" else traced_length

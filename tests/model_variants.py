@@ -358,6 +358,22 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = LINEAR
             "enable_moe_fp32_combine": _FLAG,
         },
     ),
+    "llama4_text": (
+        ("Llama4ForCausalLM", "Llama4TextModel"),
+        _MODERN
+        | {
+            "num_hidden_layers": (4, 5),
+            "attention_bias": _FLAG,
+            "head_dim": (16, 32),
+            "use_qk_norm": _FLAG,
+            "intermediate_size_mlp": (96, 160),
+            "num_local_experts": (4, 6),
+            "num_experts_per_tok": (1, 2),
+            "interleave_moe_layer_step": (1, 2),
+            "no_rope_layer_interval": (2, 4),
+            "attention_chunk_size": (None, 512),
+        },
+    ),
     "olmoe": (
         ("OlmoeForCausalLM", "OlmoeModel"),
         _MODERN | {"attention_bias": _FLAG, "num_experts": (4, 6), "num_experts_per_tok": (2, 3)},

@@ -169,6 +169,21 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {},
         _WIDTH,
     ),
+    "llama4": (
+        "Llama4ForConditionalGeneration",
+        _TEXT | _kind("llama4_text") | {"num_local_experts": (4, 6), "intermediate_size_mlp": (96, 160)},
+        _VIT
+        | _kind("llama4_vision_model")
+        | {
+            "hidden_size": (32,),
+            "intermediate_size": (128,),
+            "projector_input_dim": (48,),
+            "projector_output_dim": (48,),
+            "vision_output_dim": (48,),
+        },
+        {},
+        {},
+    ),
     "glm4v": (
         "Glm4vForConditionalGeneration",
         _TEXT | _kind("glm4v_text"),

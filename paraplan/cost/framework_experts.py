@@ -18,6 +18,8 @@ class ExpertsProfile(Record):
     """Who sends tokens to them and back (`profiles/implementations.json`)."""
     consecutive_when_even: bool = False
     """Where an even load is forced, the experts of a token stand side by side, on as few ranks as hold them."""
+    runs_library_code: bool = False
+    """Experts are transformers' modules as they are: those of Llama 4 all compute every token."""
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     """The ZeRO stages beside which experts may go over ranks."""
     over_tensor_ranks: bool = False

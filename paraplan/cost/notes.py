@@ -13,10 +13,23 @@ from paraplan.units import format_bandwidth
 
 
 def workload_notes(workload: Workload) -> tuple[str, ...]:
-    """Return what to know of training, frozen weights, sparse attention and assumed speeds, a sentence each."""
+    """Return what to know of training, frozen weights, sparse attention, experts and speeds, a sentence each."""
     notes = training_notes(workload.model, workload.training) + storage_notes(workload)
-    notes += indexer_notes(workload) + superseded(workload)
+    notes += indexer_notes(workload) + dense_expert_notes(workload) + superseded(workload)
     return notes + task_notes(workload) + assumed_speeds(workload) + assumed_copies(workload)
+
+
+def dense_expert_notes(workload: Workload) -> tuple[str, ...]:
+    """Return in a sentence how many experts compute every token in transformers' own code; none where few do."""
+    products = (one for run in workload.model.runs for one in run.block.matmuls)
+    dense = next((one for one in products if one.dense_rows_per_token is not None), None)
+    if dense is None:
+        return ()
+    return (
+        f"all {dense.num_experts} experts of a layer compute every token in transformers' own code of this family, "
+        f"{dense.num_experts / dense.rows_per_token:.0f} times the work that its router asks for: frameworks with "
+        "experts of their own (megatron-bridge, torchtitan) compute what it chose",
+    )
 
 
 def superseded(workload: Workload) -> tuple[str, ...]:

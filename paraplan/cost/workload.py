@@ -20,6 +20,7 @@ from paraplan.hardware.cpus import one_core_score
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.attention import LARGEST_FLASH_HEAD
+from paraplan.model.dense_experts import as_routed
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
 from paraplan.model.quantizers import quantizer_of, reached_weights
 from paraplan.model.spec import BlockSpec, ModelSpec
@@ -107,6 +108,8 @@ class Workload:
         )
         trainable = training.trainable
         scored = with_media(model, training.media_tokens, training.seq_length)
+        if not profile.experts.runs_library_code:
+            scored = as_routed(scored)
         if profile.tensor_parallel.follows_library_plan:
             scored = as_planned(scored)
         if training.learns_from.kind == "reward":

@@ -15,6 +15,7 @@ from paraplan.model.decoder import LayerKind
 from paraplan.model.families import ATTENTION_BIAS, MODERN, Choice, Flag, ModernFamily, choose, dense_mlp, qk_norms
 from paraplan.model.families import windows as windows_of
 from paraplan.model.families_dense import EXAONE4, rotary_in_windows
+from paraplan.model.families_llama4 import llama4_layers
 from paraplan.model.feed_forward import ExpertsStyle, MlpStyle, Router, experts, mlp, shared_expert_gate
 from paraplan.model.part import Part, kept, weight
 
@@ -329,6 +330,14 @@ EXPERTS: dict[str, ModernFamily] = {
     ),
     "flex_olmo": MODERN["olmo2"]._replace(
         layers=_layers(Mixture((NUM_EXPERTS, 7), (("num_experts_per_tok",), 5), "intermediate_size"))
+    ),
+    "llama4_text": ModernFamily(
+        kv_heads=8,
+        head_dim=128,
+        softmax_in_fp32=False,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        layers=llama4_layers,
     ),
     "exaone_moe": EXAONE4._replace(
         norms=("input_layernorm", "post_attention_layernorm"),

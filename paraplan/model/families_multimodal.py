@@ -198,6 +198,7 @@ MULTIMODAL: dict[str, MultimodalFamily] = {
     "qwen3_omni_moe_thinker": MultimodalFamily(
         "qwen3_omni_moe_text", "qwen3_omni_moe_vision_encoder", audio="qwen3_omni_moe_audio_encoder"
     ),
+    "llama4": MultimodalFamily("llama4_text", "llama4_vision_model", _llama4),
     "glm4v": MultimodalFamily("glm4v_text", "glm4v_vision"),
     "glm4v_moe": MultimodalFamily("glm4v_moe_text", "glm4v_moe_vision"),
 }

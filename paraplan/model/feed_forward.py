@@ -92,13 +92,14 @@ class ExpertsStyle(NamedTuple):
 
     `has_linear_router` says that the router is an nn.Linear, not a parameter of its own. `readers` names other layers
     that read the block's normalised input: those of shared experts. Experts that are not gated have two matrices.
-    `group_share` is the share of groups of experts to which a token may go.
+    `group_share` is the share of groups of experts to which a token may go. `owner` is the module that holds them.
     """
 
     num_experts: int
     experts_per_token: int
     inner: int
     activation: str
+    owner: str = "mlp"
     bias: bool = False
     input_first: bool = False
     router_name: str = "mlp.gate"
@@ -130,12 +131,12 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     layer: Layer = "linear" if style.has_linear_router else "other"
     part += linear(style.router_name, hidden, count, bias=style.bias, layer=layer)
     parameters = [
-        _expert_parameter("mlp.experts.gate_up_proj", up_shape, 2 if style.input_first else 1),
-        _expert_parameter("mlp.experts.down_proj", down_shape, 1 if style.input_first else 2),
+        _expert_parameter(f"{style.owner}.experts.gate_up_proj", up_shape, 2 if style.input_first else 1),
+        _expert_parameter(f"{style.owner}.experts.down_proj", down_shape, 1 if style.input_first else 2),
     ]
     if style.bias:
-        parameters.append(_expert_parameter("mlp.experts.gate_up_proj_bias", (count, width), 1))
-        parameters.append(_expert_parameter("mlp.experts.down_proj_bias", (count, hidden), None))
+        parameters.append(_expert_parameter(f"{style.owner}.experts.gate_up_proj_bias", (count, width), 1))
+        parameters.append(_expert_parameter(f"{style.owner}.experts.down_proj_bias", (count, hidden), None))
     up = Matmul(
         name="gate_up_proj",
         k=hidden,

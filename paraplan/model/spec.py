@@ -67,7 +67,8 @@ class Matmul(Record):
     experts of so large a share of their groups alone (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2). `of_activations`
     says that both factors are activations: gradients of both are computed whatever is frozen, and "column" divides the
     rows, which are of heads. Ranks of tensor parallelism gather the outputs of one that `gathers`, or the gradients of
-    its inputs where "row" divides these.
+    its inputs where "row" divides these. `dense_rows_per_token` are the rows that transformers' own code computes where
+    it gives each token to every expert (Llama 4), None where it computes no others.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Matmul(Record):
     group_share: float = 1.0
     of_activations: bool = False
     gathers: bool = False
+    dense_rows_per_token: float | None = None
 
     @property
     def flops_per_token(self) -> float:

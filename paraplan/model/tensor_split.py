@@ -86,6 +86,7 @@ def projected_width(block: BlockSpec) -> float:
 
 
 _ATTENTION = ("self_attn", "linear_attn", "q_norm", "k_norm", "v_norm")
+_MLPS = ("mlp", "feed_forward")
 _PRODUCTS_OF_STATES = ("delta rule", "lightning")
 
 
@@ -97,7 +98,7 @@ def module_of(block: BlockSpec, name: str) -> BlockModule | None:
     owner = name.partition(".")[0]
     if owner in _ATTENTION or owner.startswith(_PRODUCTS_OF_STATES):
         return "linear_attn" if block.attention is None else "self_attn"
-    return "mlp" if owner == "mlp" and not name.startswith("mlp.experts") else None
+    return "mlp" if owner in _MLPS and not name.startswith(f"{owner}.experts") else None
 
 
 class PlannedModules(NamedTuple):

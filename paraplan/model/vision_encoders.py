@@ -204,7 +204,7 @@ def llama4(config: ModelConfig) -> TowerShape:
     entry, output = (config.count(f"projector_{name}_dim", default=4096) for name in ("input", "output"))
     adapter = kept("projector_input", inner, num_readers=1) + kept("projector_inner_output", 3 * entry)
     adapter += linear("vision_adapter.mlp.fc1", inner, entry, bias=False)
-    adapter += linear("vision_adapter.mlp.fc2", entry, output, bias=False)
+    adapter += linear("vision_adapter.mlp.fc2", output, output, bias=False)
     return TowerShape(
         heads=_heads(config, hidden),
         depth=config.layers("num_hidden_layers", default=34),

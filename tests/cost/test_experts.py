@@ -14,10 +14,12 @@ from paraplan.cost.constants import CostConstants
 from paraplan.cost.estimate import PlanEstimate, evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
+from paraplan.cost.notes import workload_notes
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
-from paraplan.model.reader import read_model
+from paraplan.model.config_file import ModelConfig
+from paraplan.model.reader import read_fields, read_model
 from paraplan.model.spec import Matmul
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stack import StackSettings
@@ -359,3 +361,23 @@ def test_autocast_leaves_experts_in_fp32_where_the_weights_are(workload: MakeWor
 def test_a_model_without_experts_has_none_to_share_out(workload: MakeWorkload) -> None:
     made = replace(workload("llama-3-8b", seq_length=4096), framework=MEGATRON_CORE)
     assert not block_costs(made, PlanTable.of_plans([DP])).expert_parameters.any()
+
+
+def test_all_experts_of_llama_4_compute_every_token_in_transformers_own_code_alone(workload: MakeWorkload) -> None:
+    fields: dict[str, Any] = {"model_type": "llama4_text", "vocab_size": 512, "hidden_size": 512}
+    fields |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_local_experts": 8, "intermediate_size": 1024}
+    base = workload("mixtral-8x7b", seq_length=1024)
+    model = read_fields(ModelConfig("config", fields))
+    frameworks = ("transformers", "torchtitan", "megatron-core")
+    library, *own = (Workload.of(model, base.training, base.cluster, framework=name) for name in frameworks)
+    assert "all 8 experts of a layer compute every token" in " ".join(workload_notes(library))
+    products = [one for one in library.model.runs[0].block.matmuls if one.num_experts > 1]
+    assert [one.dense_rows_per_token for one in products] == [8.0, 8.0]
+    for other in own:
+        block = other.model.runs[0].block
+        assert {one.dense_rows_per_token for one in block.matmuls} == {None}
+        assert other.model.training_flops_per_token(1024) == library.model.training_flops_per_token(1024)
+        for tensors in (block.saved, block.saved_fused):
+            (tokens,) = (one for one in tensors if one.role == "tokens_by_expert")
+            assert tokens.elements_per_token == 512
+        assert not any("all 8 experts" in note for note in workload_notes(other))

@@ -47,7 +47,8 @@ def test_the_table_of_planned_modules_is_that_of_the_plans_of_transformers(famil
     for run in read_fields(ModelConfig(family, fields)).runs:
         styles: dict[BlockModule, set[str | None]] = {}
         for one in run.block.matmuls:
-            name = f"mlp.experts.{one.name}" if one.num_experts > 1 else one.name
+            owner = "feed_forward" if family == "llama4_text" else "mlp"
+            name = f"{owner}.experts.{one.name}" if one.num_experts > 1 else one.name
             module = "mlp" if one.num_experts > 1 else module_of(run.block, name)
             if module is not None and one.split != "none" and not one.of_activations:
                 style = style_of(plan, f"layers.0.{name}") or style_of(plan, f"h.0.{name}")
@@ -68,7 +69,18 @@ def _split_elements(model: ModelSpec, tp: int) -> float:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_5_text", "qwen3_next", "olmo2", "phi3", "glm4", "minimax", "kimi_linear", "deepseek_v3", "bailing_hybrid"],
+    [
+        "qwen3_5_text",
+        "qwen3_next",
+        "olmo2",
+        "phi3",
+        "glm4",
+        "minimax",
+        "kimi_linear",
+        "deepseek_v3",
+        "bailing_hybrid",
+        "llama4_text",
+    ],
 )
 def test_ranks_hold_what_the_plan_of_transformers_leaves_them(family: str) -> None:
     fields: dict[str, Any] = random_config(family, 0)

@@ -105,7 +105,12 @@ def test_words_for_towers_need_one_and_all_of_a_language_model_trains_once() -> 
 
 
 # A tower of transformers by its family: the class, how its config is found, and the patches of one picture.
-_MODULES = {"gemma3": "SiglipVisionModel", "llava": "CLIPVisionModel", "internvl": "InternVLVisionModel"}
+_MODULES = {
+    "gemma3": "SiglipVisionModel",
+    "llava": "CLIPVisionModel",
+    "internvl": "InternVLVisionModel",
+    "llama4": "Llama4VisionModel",
+}
 
 
 @needs_transformers

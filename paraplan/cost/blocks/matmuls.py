@@ -155,8 +155,10 @@ class MatmulTimes:
     def _shape(self, matmul: Matmul) -> tuple[Floats, Floats, Floats]:
         """Return rows, columns and inner size of a matmul on one rank, under each sharding."""
         tp = self._split_ranks(matmul)
-        rows = self.shardings.tokens * matmul.rows_per_token / matmul.num_experts * self._expert_ranks(matmul)
-        if matmul.num_experts > 1:
+        dense = matmul.dense_rows_per_token
+        routed = matmul.rows_per_token if dense is None else dense
+        rows = self.shardings.tokens * routed / matmul.num_experts * self._expert_ranks(matmul)
+        if matmul.num_experts > 1 and dense is None:
             rows = rows * self._load(matmul)
         if matmul.of_activations:
             rows = rows / (tp if matmul.split == "column" else 1.0)
