@@ -213,12 +213,14 @@ def shared_notes(
     compiles: bool = False,
     narrows: bool = False,
     packs: bool = False,
+    losses: tuple[str, ...] = (),
     tells: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Return what a trainer's format has no place for: missing precision and the like, the order of GPUs, compiling.
 
     `compiles` says that the format has a place for torch.compile, `narrows` one for products in 8 bits, `packs` one for
-    packed samples; `tells` are the settings of the software that it names.
+    packed samples; `losses` are those that it has beside the plain one, `tells` the settings of the software that it
+    names.
     """
     notes = []
     if subject.training is None:
@@ -229,6 +231,8 @@ def shared_notes(
         notes.append(f"linear layers in {subject.training.linear_precision}: the plan was made for them")
     if subject.training is not None and subject.training.packs_samples and not packs:
         notes.append(f"samples of {subject.training.sample_length} tokens, packed: the plan was made for them")
+    if subject.training is not None and subject.training.loss not in ("plain", *losses):
+        notes.append(f"--loss {subject.training.loss}: the plan was made for it")
     rest = subject.training.stack.without(tells).text if subject.training is not None else ""
     if rest:
         notes.append(f"{rest}: the plan was made for a stack with these settings")

@@ -11,6 +11,7 @@ from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, steps_of
 from paraplan.interop.sources.deepspeed import deepspeed_setup
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.narrow_products import accelerates_fp8
 from paraplan.plan.training import TrainingPrecision
 
 _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
@@ -235,25 +236,23 @@ def _setup(
         plan["num_microbatches"] = steps
     elif "num_microbatches" not in plan:
         notes.append("gradient accumulation is in the script: none assumed, --global-batch says otherwise")
-    precision, precision_notes = _precision(fields)
-    return Setup(
+    setup = Setup(
         plan=make_plan(fields.source, **plan),
         tool=tool,
         target="accelerate",
         framework=framework,
-        precision=precision,
-        notes=tuple(notes + precision_notes),
+        precision=_precision(fields),
+        notes=tuple(notes),
     )
+    return accelerates_fp8(setup, fields) if fields.value("mixed_precision") == "fp8" else setup
 
 
-def _precision(fields: Fields) -> tuple[TrainingPrecision, list[str]]:
+def _precision(fields: Fields) -> TrainingPrecision:
     words = fields.value("mixed_precision")
     if words in (None, "no", "No", "NO", False):
-        return "fp32", []
+        return "fp32"
     if words == "fp16":
-        return "fp16", []
-    if words == "bf16":
-        return "bf16", []
-    if words == "fp8":
-        return "bf16", ["mixed_precision fp8: priced as bf16"]
+        return "fp16"
+    if words in ("bf16", "fp8"):
+        return "bf16"
     raise fields.error("mixed_precision", "no, fp16, bf16 or fp8")

@@ -12,6 +12,8 @@ from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import quantizer_asked, released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.experts import axolotl_ep, with_ep
+from paraplan.interop.sources.liger import with_axolotls_liger
+from paraplan.interop.sources.narrow_products import axolotls_fp8
 from paraplan.interop.sources.objectives import Objective, objective_of
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind
 from paraplan.model.weight_formats import WeightFormat
@@ -55,8 +57,6 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.Rea
     notes = [*setup.notes, *notes, *found, *objective.notes]
     optimizer, found = trainer.trainer_optimizer(fields, "optimizer")
     notes += found
-    if fields.value("fp8"):
-        notes.append("fp8: priced as bf16")
     setup = setup.replace(
         plan=with_ep(fields, setup.plan, ep),
         says_gpus=setup.says_gpus or ep > 1,
@@ -75,7 +75,8 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.Rea
         task=objective.task,
     )
     notes += [*trainer.tf32_note(fields, setup.precision), *_plugins(fields)]
-    return setup.replace(notes=(*notes, *key_table("axolotl").notes(fields)))
+    setup = axolotls_fp8(with_axolotls_liger(setup.replace(notes=tuple(notes)), fields), fields)
+    return setup.replace(notes=(*setup.notes, *key_table("axolotl").notes(fields)))
 
 
 def _plugins(fields: Fields) -> list[str]:

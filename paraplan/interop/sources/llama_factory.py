@@ -10,7 +10,9 @@ from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import quantizer_asked, released_format
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.megatron_lm import megatron_setup
+from paraplan.interop.sources.narrow_products import llama_factorys_fp8
 from paraplan.interop.sources.objectives import objective_of
 from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
 from paraplan.model.trainable import AdapterKind
@@ -51,8 +53,6 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
     notes = [*setup.notes, *notes, *objective.notes]
     optimizer, found = _optimizer(fields)
     notes += found
-    if fields.flag("fp8"):
-        notes.append("fp8: priced as bf16")
     setup = setup.replace(
         precision=_precision(fields, has_adapters=(fields.text("finetuning_type") or "lora") == "lora"),
         optimizer=optimizer,
@@ -61,14 +61,19 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
         train=train,
         quantizer=quantizer_asked(fields),
         base_weights=_weights(fields, notes) if train is not None else None,
-        loss="liger" if fields.flag("enable_liger_kernel") or trainer.uses_liger(fields) else "plain",
+        loss="plain",
         compiled=fields.flag("torch_compile"),
         seq_length=fields.count("cutoff_len") or _LENGTH,
         model_name=fields.text("model_name_or_path"),
         task=objective.task,
     )
+    # Where its trainers read logits, it leaves Liger's loss out (model/model_utils/liger_kernel.py, require_logits).
+    has_loss = objective.task in (None, "sft")
+    setup = llama_factorys_fp8(setup.replace(notes=tuple(notes)), fields)
+    for key in ("enable_liger_kernel", "use_liger_kernel"):
+        setup = with_trainers_liger(setup, fields, key=key, has_loss=has_loss)
     return setup.replace(
-        notes=(*notes, *trainer.tf32_note(fields, setup.precision), *key_table("llama-factory").notes(fields))
+        notes=(*setup.notes, *trainer.tf32_note(fields, setup.precision), *key_table("llama-factory").notes(fields))
     )
 
 

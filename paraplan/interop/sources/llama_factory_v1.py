@@ -65,6 +65,7 @@ def read_llama_factory_v1(text: str, *, source: str, given: Given, read_file: tr
         train=train,
         base_weights=_weights(fields, notes) if train is not None else None,
         loss="liger" if "liger" in kernels else "plain",
+        stack=setup.stack.replace(fused_kernels="liger" if "liger" in kernels else None),
         seq_length=fields.count("cutoff_len") or _LENGTH,
         model_name=fields.text("model"),
         task=objective.task,

@@ -20,6 +20,7 @@ from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.megatron_lm import megatron_setup, options_of
 from paraplan.interop.sources.objectives import Objective, objective_of
 from paraplan.interop.sources.shell import command_of
@@ -218,20 +219,21 @@ def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup
     precision = _precision(fields)
     notes += trainer.tf32_note(fields, precision)
     is_pure = precision == "bf16" and (train is None or train.startswith("text")) and not setup.keeps_fp32
-    return setup.replace(
+    setup = setup.replace(
         precision="bf16-pure" if is_pure else precision,
         optimizer=optimizer,
         attention=trainer.attention_of(fields.value("attn_impl"), notes),
         packs_samples=fields.is_on("packing"),
         train=train,
         base_weights=_weights(fields, notes) if train is not None else None,
-        loss="liger" if trainer.uses_liger(fields) else "plain",
+        loss="plain",
         compiled=fields.flag("torch_compile"),
         seq_length=_length(fields, objective, notes),
         model_name=fields.text("model") or fields.text("model_id_or_path"),
         task=objective.task,
         notes=(*setup.notes, *objective.notes, *notes),
     )
+    return with_trainers_liger(setup, fields)
 
 
 def _megatron(fields: Fields, given: Given) -> Setup:

@@ -173,13 +173,6 @@ def tf32_note(fields: Fields, precision: TrainingPrecision | None) -> list[str]:
     return ["tf32: matmuls are priced in fp32"] if fields.is_on("tf32") and precision == "fp32" else []
 
 
-def uses_liger(fields: Fields) -> bool:
-    """Return whether the Trainer computes head and loss by Liger's kernel; its configuration may leave that one out."""
-    if not fields.flag("use_liger_kernel"):
-        return False
-    return fields.section("liger_kernel_config").flag("fused_linear_cross_entropy") is not False
-
-
 def quantized_weights(fields: Fields) -> WeightFormat | None:
     """Return the format that `load_in_4bit` and `load_in_8bit` ask bitsandbytes for, None without either."""
     if fields.flag("load_in_8bit"):

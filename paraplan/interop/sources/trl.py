@@ -13,6 +13,7 @@ from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.objectives import Objective, objective_of
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
@@ -67,15 +68,16 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
         packs_samples=bool(fields.flag("packing")) and fields.text("packing_strategy") != "wrapped",
         train=train,
         base_weights=weights if has_adapters else None,
-        loss="liger" if trainer.uses_liger(fields) else loss,
+        loss=loss,
         task=objective.task,
         compiled=fields.flag("torch_compile"),
         offloads_activations=fields.flag("activation_offloading"),
         seq_length=_length(fields, objective, notes),
         model_name=fields.text("model_name_or_path"),
     )
+    setup = with_trainers_liger(setup.replace(notes=(*notes, *found)), fields)
     return setup.replace(
-        notes=(*notes, *found, *trainer.tf32_note(fields, setup.precision), *key_table("trl").notes(fields))
+        notes=(*setup.notes, *trainer.tf32_note(fields, setup.precision), *key_table("trl").notes(fields))
     )
 
 

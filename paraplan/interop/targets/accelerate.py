@@ -62,7 +62,9 @@ def to_accelerate(subject: Subject) -> Exported:
         notes.append("recompute=full: in the script, model.gradient_checkpointing_enable()")
     if subject.training is not None and subject.training.compiled:
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
-    notes += shared_notes(subject, compiles=True)
+    narrow = _narrow_products(subject)
+    config |= narrow
+    notes += shared_notes(subject, compiles=True, narrows=bool(narrow))
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="accelerate", text=text, gaps=tuple(gaps), notes=tuple(notes))
 
@@ -83,6 +85,20 @@ def _distributed_type(plan: ParallelPlan) -> str:
 def _precision(subject: Subject) -> str:
     precision = subject.training.precision if subject.training is not None else "fp32"
     return "no" if precision in ("fp32", "bf16-pure") else precision
+
+
+def _narrow_products(subject: Subject) -> dict[str, object]:
+    """Return the keys of products in 8 bits, nothing where there are none or accelerate has no such recipe."""
+    training = subject.training
+    if training is None:
+        return {}
+    backends: dict[tuple[str, str | None], dict[str, object]] = {
+        ("fp8", "tensorwise"): {"backend": "AO", "enable_fsdp_float8_all_gather": training.fp8_gather},
+        ("fp8", "delayed"): {"backend": "TE"},
+        ("mxfp8", None): {"backend": "TE", "use_mxfp8_block_scaling": True},
+    }
+    found = backends.get((training.linear_precision, training.fp8_recipe))
+    return {} if found is None else {"mixed_precision": "fp8", "fp8_config": found}
 
 
 def accelerate_gaps(subject: Subject) -> list[Gap]:

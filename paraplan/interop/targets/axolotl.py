@@ -28,6 +28,7 @@ from paraplan.interop.targets.adapters import (
 )
 from paraplan.interop.targets.deepspeed import batch_and_zero, deepspeed_gaps
 from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS, PROJECTED
+from paraplan.interop.targets.liger import axolotls_liger, told_kernels
 from paraplan.model.trainable import ALL_LINEAR, Trainable
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
@@ -84,7 +85,10 @@ def to_axolotl(subject: Subject) -> Exported:
         notes.append("DeepEP has to be installed: it sends the rows of experts")
     count = f" --num-processes {plan.world_size}" if plan.world_size > 1 else ""
     notes.append(f"start it with: axolotl train FILE{count}")
-    notes += shared_notes(subject, compiles=True, packs=True)
+    tells = told_kernels(training) | {"expandable_segments"}
+    narrows = training is not None and training.fp8_recipe == "tensorwise"
+    losses = ("liger", "cut", "chunked")
+    notes += shared_notes(subject, compiles=True, packs=True, narrows=narrows, losses=losses, tells=tells)
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="axolotl", text=text, gaps=tuple(gaps), notes=tuple(notes))
 
@@ -112,15 +116,25 @@ def _training(subject: Subject, training: TrainingSpec, notes: list[str]) -> dic
         found["activation_offloading"] = True
     if training.packs_samples:
         found |= {"sample_packing": True, "pad_to_sequence_len": True}
-    if training.loss == "liger":
-        found["plugins"] = ["axolotl.integrations.liger.LigerPlugin"]
-        found["liger_fused_linear_cross_entropy"] = True
-    elif training.loss == "cut":
-        found["plugins"] = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
+    return found | _kernels(training) | _trained(subject, training, notes)
+
+
+def _kernels(training: TrainingSpec) -> dict[str, object]:
+    """Return the keys of losses, fused kernels and products in 8 bits."""
+    found: dict[str, object] = {}
+    plugins = []
+    if liger := axolotls_liger(training):
+        plugins.append("axolotl.integrations.liger.LigerPlugin")
+        found |= liger
+    if training.loss == "cut":
+        plugins.append("axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin")
         found["cut_cross_entropy"] = True
-    elif training.loss == "chunked":
+    found |= {"plugins": plugins} if plugins else {}
+    if training.linear_precision == "fp8" and training.fp8_recipe == "tensorwise":
+        found |= {"fp8": True, "fp8_enable_fsdp_float8_all_gather": training.fp8_gather}
+    if training.loss == "chunked":
         found["chunked_cross_entropy"] = True
-    return found | _trained(subject, training, notes)
+    return found
 
 
 def _trained(subject: Subject, training: TrainingSpec, notes: list[str]) -> dict[str, object]:

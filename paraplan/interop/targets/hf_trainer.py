@@ -19,6 +19,7 @@ from paraplan.interop.exported import (
 )
 from paraplan.interop.targets.accelerate import uses_deepspeed
 from paraplan.interop.targets.deepspeed import BATCH_KEYS, batch_and_zero, deepspeed_gaps
+from paraplan.interop.targets.liger import told_kernels, trainers_liger
 
 OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
@@ -54,8 +55,9 @@ def to_hf_trainer(subject: Subject) -> Exported:
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
     }
-    notes = shared_notes(subject, compiles=True)
+    notes = shared_notes(subject, compiles=True, losses=("liger",), tells=told_kernels(training))
     if training is not None:
+        arguments |= trainers_liger(training)
         arguments |= {"bf16": training.precision == "bf16", "fp16": training.precision == "fp16"}
         if training.compiled:
             arguments["torch_compile"] = True

@@ -107,7 +107,7 @@ def to_torchtune(subject: Subject) -> Exported:
         }
     config["metric_logger"] = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "output/logs"}
     config |= {"log_every_n_steps": 1, "log_peak_memory_stats": True}
-    notes += shared_notes(subject, compiles=True, packs=True)
+    notes += shared_notes(subject, compiles=True, packs=True, losses=tuple(_LOSSES))
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="torchtune", text=text, gaps=tuple(gaps), notes=tuple(notes))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 
 from paraplan.interop.exported import Exported, Gap, Subject, field_gap, remarks, shared_notes, training_gap
-from paraplan.interop.quoting import comment
+from paraplan.interop.quoting import comment, to_yaml
 from paraplan.interop.targets.accelerate import accelerate_gaps, to_accelerate
 from paraplan.interop.targets.adapters import (
     adapter_gap,
@@ -21,13 +21,14 @@ from paraplan.interop.targets.adapters import (
     whole_modules,
 )
 from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS, PROJECTED
+from paraplan.interop.targets.liger import told_kernels, trainers_liger
 from paraplan.plan.task import Task
 from paraplan.plan.training import TrainingSpec
 
 _ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 _BASES = ("bf16", "fp32", "int8", "nf4", "nf4:double", "fp4", "fp4:double")
 _LOSSES = ("plain", "cut", "liger")
-_FILE = "accelerate.yaml"
+_FILE, _KEYS = "accelerate.yaml", "liger.yaml"
 
 
 def to_trl(subject: Subject) -> Exported:
@@ -36,13 +37,18 @@ def to_trl(subject: Subject) -> Exported:
     notes = ["--dataset_name DATASET and the learning rate: the plan says neither"]
     task = subject.training.learns_from if subject.training is not None else Task()
     words = ["trl", task.kind]
-    text = ""
+    text, told = "", trainers_liger(subject.training) if subject.training is not None else {}
     if plan.world_size > 1:
         configured = to_accelerate(subject.model_copy(update={"script": "train.py"}))
         lines = [line for line in configured.text.splitlines() if not line.startswith("#")]
         text = f"cat > {_FILE} <<'END'\n" + "\n".join(lines) + "\nEND\n"
         words += ["--accelerate_config", _FILE]
         notes += [note for note in configured.notes if note.startswith(("deepspeed", "main_process_ip", "tensor"))]
+    if "liger_kernel_config" in told:  # TRL reads objects from files alone
+        text += f"cat > {_KEYS} <<'END'\n{to_yaml(told)}END\n"
+        words += ["--config", _KEYS]
+    elif told:
+        words += ["--use_liger_kernel", "true"]
     model = subject.file.model
     words += ["--model_name_or_path", (model.source or model.name) if model is not None else "MODEL"]
     notes.append("--model_name_or_path: the hub id or the folder of the model")
@@ -54,7 +60,8 @@ def to_trl(subject: Subject) -> Exported:
     words += ["--gradient_checkpointing", str(by_trainer).lower()]
     if subject.training is not None:
         words += _training_words(subject, subject.training, notes)
-    notes += shared_notes(subject, compiles=True, packs=True)
+    tells = told_kernels(subject.training)
+    notes += shared_notes(subject, compiles=True, packs=True, losses=_LOSSES, tells=tells)
     head = "#!/bin/sh\n" + comment(remarks(subject, gaps, notes))
     return Exported(target="trl", text=head + text + shlex.join(words) + "\n", gaps=tuple(gaps), notes=tuple(notes))
 
@@ -80,8 +87,6 @@ def _training_words(subject: Subject, training: TrainingSpec, notes: list[str]) 
         words += ["--activation_offloading", "true"]
     if training.loss == "cut":
         words += ["--loss_type", "chunked_nll"]  # its chunks of tokens and of words leave no logits
-    elif training.loss == "liger":
-        words += ["--use_liger_kernel", "true"]
     adapter = trainable.adapter
     if adapter is None:
         return words
