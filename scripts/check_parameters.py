@@ -22,7 +22,7 @@ from paraplan.model.reader import read_model
 from paraplan.model.spec import ParameterCount
 from paraplan.model.transformers_model import library_factory
 
-EMBEDDING_NAMES = re.compile(r"embed|wte|wpe|shared\.weight|project_in|(^|model\.)per_layer_")
+EMBEDDING_NAMES = re.compile(r"(?<!un)embed|wte|wpe|shared\.weight|project_in|altup_proj|(^|model\.)per_layer_")
 TOWER_NAMES = re.compile(r"(^|\.)(visual|(vision|audio)_\w+|embed_(vision|audio)|multi_modal_projector|connector)\.")
 
 

@@ -221,6 +221,23 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = LINEAR
             "block_size": (32, 64),
         },
     ),
+    "gemma3n_text": (
+        ("Gemma3nForCausalLM", "Gemma3nTextModel"),
+        _MODERN
+        | _GEMMA
+        | {
+            "num_hidden_layers": (5, 10),
+            "sliding_window": (256,),
+            "intermediate_size": (80, 192),
+            "num_kv_shared_layers": (0,),
+            "vocab_size_per_layer_input": (96, 131),
+            "hidden_size_per_layer_input": (8, 16),
+            "laurel_rank": (4, 8),
+            "altup_num_inputs": (2, 4),
+            "altup_correct_scale": _FLAG,
+            "final_logit_softcapping": (30.0,),
+        },
+    ),
     "gemma4_text": (
         ("Gemma4ForCausalLM", "Gemma4TextModel"),
         _MODERN
@@ -530,6 +547,11 @@ def random_config(model_type: str, seed: int) -> dict[str, Any]:
     if model_type == "gemma4_text":
         fields["layer_types"] = ["sliding_attention", "full_attention"] * 2
         fields["layer_types"] += ["full_attention"] * (fields["num_hidden_layers"] - 4)
+    if model_type == "gemma3n_text":
+        count = fields["num_hidden_layers"]
+        fields["activation_sparsity_pattern"] = [0.95, *[0.0] * (count - 1)]
+        fields["intermediate_size"] = [fields["intermediate_size"]] * count
+        fields["num_kv_shared_layers"] = 5 if count > 5 else 0
     if model_type in ("kimi_linear", "bailing_hybrid"):
         del fields["n_routed_experts"]
     if "kv_lora_rank" in fields:

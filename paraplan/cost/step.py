@@ -234,7 +234,8 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     slowest = slowest_gpu_share(workload.constants, table)
     forward, backward, again = (slowest * each for each in _passes(workload, costs, stage, work))
     # With sequence parallelism the boundary is already divided by tp; an all-reduce moves the whole activation.
-    activation = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
+    whole = costs.boundary_bytes[key] * np.where(table.sequence_parallel == 1, table.tp, 1)
+    activation = whole / workload.model.residual_streams
     forward_sends, backward_sends = tensor_parallel_s(
         workload, table, tp, activation, stage.num_blocks, (again, backward)
     )
@@ -253,9 +254,9 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     recompute = np.where(repeats & ~is_full, in_part, recompute)
     transfers = np.where(table.pp > 1, table.virtual, 0)
     splits = framework.pipeline.splits_sends
-    sent = np.minimum(activation / (table.tp if splits else 1), costs.boundary_bytes[key])
+    sent = np.minimum(whole / (table.tp if splits else 1), costs.boundary_bytes[key])
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
-    gathered = tp.all_gather_s(activation) * (table.sequence_parallel == 0) if splits else 0.0
+    gathered = tp.all_gather_s(whole) * (table.sequence_parallel == 0) if splits else 0.0
     sends = transfers * (2.0 * pp.send_s(sent) + 2.0 * gathered)
     context_s = of_block.context_s * stage.num_blocks
     experts = _expert_parallel(workload, of_block, stage, (forward, backward))

@@ -76,6 +76,7 @@ class DecoderShape:
     residual: ResidualLayout = "sequential"
     residual_dropouts: tuple[float, float] = (0.0, 0.0)
     shared: Part = field(default_factory=Part)
+    residual_streams: int = 1
 
 
 def build_decoder(config: ModelConfig, shape: DecoderShape) -> ModelSpec:
@@ -95,6 +96,7 @@ def build_decoder(config: ModelConfig, shape: DecoderShape) -> ModelSpec:
         embedding=_embedding(shape),
         runs=tuple(runs),
         head=head,
+        residual_streams=shape.residual_streams,
     )
 
 

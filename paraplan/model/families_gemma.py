@@ -29,10 +29,10 @@ def gemma4(config: ModelConfig) -> ModelSpec:
     width = config.size("hidden_size_per_layer_input", default=256)
     if not width:
         return build_decoder(config, shape)
-    return build_decoder(config, replace(shape, shared=_inputs_of_layers(config, shape.hidden, width)))
+    return build_decoder(config, replace(shape, shared=inputs_of_layers(config, shape.hidden, width)))
 
 
-def _inputs_of_layers(config: ModelConfig, hidden: int, width: int) -> Part:
+def inputs_of_layers(config: ModelConfig, hidden: int, width: int) -> Part:
     """Return the embedding that has a part for each layer, and the projection of the tokens' own to the same width."""
     layers = config.layers("num_hidden_layers")
     total, words = layers * width, config.count("vocab_size_per_layer_input", default=262_144)
@@ -44,13 +44,9 @@ def _inputs_of_layers(config: ModelConfig, hidden: int, width: int) -> Part:
 
 
 def _layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[LayerKind, ...]:
-    types, window = _types(config), config.count("sliding_window", default=512)
-    own = len(types) - config.size("num_kv_shared_layers", default=0)
-    if own < len(types) and set(types[:own]) != set(types):
-        raise ModelError(
-            f"{config.source}: num_kv_shared_layers={len(types) - own} leaves no layer of each kind of its own keys",
-            hint=f"use a number below {len(types)} that leaves a layer of each kind of layer_types",
-        )
+    types, window = layer_types(config, every=6), config.count("sliding_window", default=512)
+    types = (*types[:-1], "full_attention")  # the last one always does
+    own = layers_with_keys(config, types, default=0)
     general = modern_heads(config, family, hidden)
     style = modern_attention(config, family)._replace(norms_values=True)
     kinds = []
@@ -67,18 +63,30 @@ def _layers(config: ModelConfig, family: ModernFamily, hidden: int) -> tuple[Lay
     return tuple(kinds)
 
 
-def _types(config: ModelConfig) -> tuple[str, ...]:
+def layers_with_keys(config: ModelConfig, types: tuple[str, ...], *, default: int) -> int:
+    """Return the first layer that attends to the keys and values of one before it; raises where there is none."""
+    own = len(types) - config.size("num_kv_shared_layers", default=default)
+    if own < len(types) and set(types[: max(own, 0)]) != set(types):
+        raise ModelError(
+            f"{config.source}: num_kv_shared_layers={len(types) - own} leaves no layer of each kind of its own keys",
+            hint=f"use a number below {len(types)} that leaves a layer of each kind of layer_types",
+        )
+    return own
+
+
+def layer_types(config: ModelConfig, *, every: int) -> tuple[str, ...]:
+    """Return what each layer attends to: a window, or in every so manieth layer all tokens."""
     count, types = config.layers("num_hidden_layers"), config.names("layer_types")
     if not types:
-        types = tuple(_LAYER_TYPES[(index + 1) % 6 == 0] for index in range(count))
+        types = tuple(_LAYER_TYPES[(index + 1) % every == 0] for index in range(count))
     strange = sorted(set(types) - set(_LAYER_TYPES))
     if strange or len(types) != count:
         raise ModelError(
             f"{config.source}: layer_types names {strange[0] if strange else f'{len(types)} layers'}, expected "
             f"{' or '.join(_LAYER_TYPES)} for each of {count} layers",
-            hint="correct 'layer_types' or leave it out: every sixth layer attends to all tokens then",
+            hint=f"correct 'layer_types' or leave it out: one of {every} layers attends to all tokens then",
         )
-    return (*types[:-1], "full_attention")  # the last one always does
+    return types
 
 
 def _shares(config: ModelConfig, *, is_full: bool, reuses: bool) -> Shares:
@@ -111,7 +119,7 @@ def _feed_forward(config: ModelConfig, hidden: int, *, is_wide: bool) -> Part:
     if config.flag("enable_moe_block", default=False):
         part += _experts(config, hidden, activation)
     width = config.size("hidden_size_per_layer_input", default=256)
-    return part + _own_input(hidden, width, activation) if width else part
+    return part + own_input(hidden, width, activation) if width else part
 
 
 def _experts(config: ModelConfig, hidden: int, activation: str) -> Part:
@@ -133,7 +141,7 @@ def _experts(config: ModelConfig, hidden: int, activation: str) -> Part:
     return part + experts(hidden, style)
 
 
-def _own_input(hidden: int, width: int, activation: str) -> Part:
+def own_input(hidden: int, width: int, activation: str) -> Part:
     """Return what scales the layer's own part of the embedding by a gate and adds it to the residual stream."""
     gate, projection = "per_layer_input_gate", "per_layer_projection"
     part = kept("layer_gate_inputs", hidden, split="sequence", weights_of=(gate,))

@@ -14,6 +14,7 @@ from paraplan.model.families_classic import CLASSIC
 from paraplan.model.families_dense import DENSE
 from paraplan.model.families_experts import EXPERTS
 from paraplan.model.families_gemma import gemma4
+from paraplan.model.families_gemma3n import gemma3n
 from paraplan.model.families_latent import LATENT, LatentFamily, latent_shape
 from paraplan.model.families_linear import LINEAR
 from paraplan.model.families_multimodal import MULTIMODAL, TEXT_PARTS, is_described, read_multimodal, thinker
@@ -41,6 +42,7 @@ _TEXT: dict[str, Reader] = {
     **{name: _modern(family) for name, family in (MODERN | DENSE | EXPERTS | LINEAR).items()},
     **{name: _described(describe) for name, describe in CLASSIC.items()},
     **{name: _latent(family) for name, family in LATENT.items()},
+    "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
     "t5": t5,
     **ENCODERS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 _OfStream = Literal["embeddings", "pixels", "rotary_tables", "encoder_output", "layer_inputs", "layer_outputs"]
+_OfStreams = Literal["streams", "stream_weights", "stream_router_input"]
 _OfNorm = Literal["norm_input", "norm_input_in_fp32", "norm_statistics", "centred", "centred_squares", "normalised"]
 _OfProjections = Literal["attention_input", "query_latent", "key_value_latent", "before_rotation", "projection_input"]
 _OfScores = Literal["attention_mask", "position_bias", "scores", "probabilities", "probabilities_copy"]
@@ -23,6 +24,7 @@ _OfAdapter = Literal["adapter_input", "adapter_inner", "adapter_scaled"]
 _OfEnds = Literal["projector_input", "projector_inner_output", "head_input", "head_activation", "capped_logits"]
 SavedRole = (
     _OfStream
+    | _OfStreams
     | _OfNorm
     | _OfProjections
     | _OfScores
@@ -39,5 +41,5 @@ SavedRole = (
     | _OfEnds
     | Literal["gradient", "traced"]
 )
-"""What a kept tensor is to the operations around it. "layer_inputs" are what full recompute keeps of a tower, "traced"
-sums of all that a traced module keeps."""
+"""What a kept tensor is to the operations around it. "layer_inputs" are what full recompute keeps of a tower, "streams"
+residual streams side by side, "traced" sums of all that a traced module keeps."""

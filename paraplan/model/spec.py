@@ -284,6 +284,8 @@ class ModelSpec(Record):
     head: BlockSpec
     towers: tuple[TowerSpec, ...] = ()
     media: tuple[BlockSpec, ...] = ()
+    residual_streams: int = Field(default=1, gt=0)
+    """Residual streams side by side that blocks hand on, of `hidden_size` each: one of nearly all models."""
 
     @property
     def all_parameters(self) -> Iterator[tuple[Parameter, int]]:

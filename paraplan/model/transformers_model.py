@@ -6,6 +6,7 @@ Only classes of the library itself are built. Code that a configuration brings (
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,6 +54,14 @@ def trace_config(config: ModelConfig, *, micro_batch_size: int = 1) -> ModelSpec
         except ModelError as error:
             failed = failed or error
     assert failed is not None
+    missing = re.findall(r"`pip install ([\w-]+)`", str(failed.__cause__)) if _is_import(failed) else []
+    if missing:
+        text = "; or give its text_config as a file of its own" if config.has("text_config") else ""
+        raise ModelError(
+            f"no reader describes model_type={config.model_type!r}, and transformers builds it with "
+            f"{' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
+            hint=f"pip install {' '.join(missing)}{text}",
+        ) from failed
     raise ModelError(
         f"no reader describes model_type={config.model_type!r}, and as transformers builds it paraplan cannot run it "
         f"without values: {failed.message.removeprefix(f'{config.source} failed while ')}",
@@ -96,6 +105,10 @@ def library_factory(
         return module
 
     return build
+
+
+def _is_import(error: ModelError) -> bool:
+    return isinstance(error.__cause__, ImportError)
 
 
 @contextmanager

@@ -131,3 +131,16 @@ def test_frameworks_without_it_are_not_offered_it() -> None:
     assert made("megatron-core", "qwen330ba3b").recomputes == ("none", "selective_ops", "full")
     assert made("paraplan").recomputes == ("none", "selective_ops", "full")
     assert made("huggingface-trainer").recomputes == ("none", "full")
+
+
+@pytest.mark.parametrize("streams", [2, 4])
+def test_full_recompute_keeps_all_residual_streams_which_a_pipeline_sends(streams: int) -> None:
+    fields: dict[str, object] = {"model_type": "gemma3n_text", "vocab_size": 512, "hidden_size": 256}
+    fields |= {"num_hidden_layers": 5, "num_attention_heads": 8, "num_kv_shared_layers": 0, "altup_num_inputs": streams}
+    workload = made("megatron-core")
+    workload = Workload.of(
+        read_fields(ModelConfig("config", fields)), workload.training, workload.cluster, framework="fsdp"
+    )
+    assert kept_per_token(workload, "full") == 2 * streams * 256
+    costs = block_costs(workload, PlanTable.of_plans([ParallelPlan(dp=8, num_microbatches=8)]))
+    assert float(costs.boundary_bytes[costs.key[0]]) == 2 * streams * 256 * S

@@ -92,6 +92,19 @@ def test_what_transformers_cannot_build_is_told(tmp_path: Path, changes: dict[st
 
 
 @needs_transformers
+@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
+def test_packages_that_transformers_needs_are_told_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "text_config": {}}
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ModelError) as refused:
+        read_model(str(path))
+    assert refused.value.message.endswith("which are not installed")
+    assert "timm" in refused.value.message
+    assert "text_config as a file of its own" in str(refused.value.hint)
+
+
+@needs_transformers
 def test_code_of_a_configuration_is_not_executed_for_a_type_that_transformers_knows(tmp_path: Path) -> None:
     (tmp_path / "trap.py").write_text("raise SystemExit('executed')", encoding="utf-8")
     auto_map = {"AutoConfig": "trap.Config", "AutoModelForCausalLM": "trap.Model"}

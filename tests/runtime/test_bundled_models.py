@@ -28,7 +28,18 @@ OF_OWN_CODE = {"ling-mini-2.0"}
 """Bundled models without a class in transformers, which nothing can build."""
 BUNDLED = sorted(bundled_models().keys() - OF_OWN_CODE)
 READ = ["glm", "ernie4_5", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "arcee", "olmo3", "exaone4"]
-READ += ["cohere2", "solar_open", "dots1", "hy_v3", "flex_olmo", "exaone_moe", "youtu", "bailing_hybrid", "llama4_text"]
+READ += [
+    "cohere2",
+    "solar_open",
+    "dots1",
+    "hy_v3",
+    "flex_olmo",
+    "exaone_moe",
+    "youtu",
+    "bailing_hybrid",
+    "llama4_text",
+    "gemma3n_text",
+]
 """Families that are read from their configurations, and of which no model is bundled."""
 
 

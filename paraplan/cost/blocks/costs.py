@@ -206,7 +206,8 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
     model, training, framework = workload.model, workload.kernel_training, workload.framework
     times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
     towers, fused = tower_of(model), framework.kernels.fused
-    boundary = shardings.tokens * model.hidden_size * training.activation_bytes / shardings.sequence_tp
+    width = model.hidden_size * model.residual_streams
+    boundary = shardings.tokens * width * training.activation_bytes / shardings.sequence_tp
     return {
         "embedding_parameters": _parameters(model.embedding, shardings),
         "embedding_frozen_bytes": _frozen_bytes(model.embedding, shardings),
@@ -340,7 +341,8 @@ def _kept_bytes(
         )
         for without in (False, True)
     )
-    width = workload.model.hidden_size * shardings.residual_bytes(training, is_first=is_first)
+    model = workload.model
+    width = model.hidden_size * model.residual_streams * shardings.residual_bytes(training, is_first=is_first)
     entry = shardings.tokens * width / shardings.sequence_tp
     kept = np.select(
         [_is(shardings, RecomputeCode.FULL), _is(shardings, RecomputeCode.SELECTIVE)], [entry, rest], whole

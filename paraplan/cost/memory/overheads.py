@@ -110,4 +110,4 @@ def held_by_collectives_bytes(workload: Workload, table: PlanTable, costs: Block
     gained = 2.0 * blocks * table.num_microbatches * np.maximum(0.0, 1.0 - host_s / np.maximum(gpu_s, host_s))
     ahead = np.minimum(_QUEUED_COMMANDS / commands, gained)
     whole = costs.boundary_bytes[costs.key] * np.where(table.sequence_parallel == 1, table.tp, 1)
-    return np.where(table.tp > 1, 2.0 * ahead * whole, 0.0)
+    return np.where(table.tp > 1, 2.0 * ahead * whole / workload.model.residual_streams, 0.0)

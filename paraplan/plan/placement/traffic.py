@@ -52,7 +52,8 @@ def axis_traffic(plan: ParallelPlan, training: TrainingSpec, model: ModelSpec) -
         cp=3 * 2 * (plan.cp - 1) * activation / plan.tp * layers * plan.num_microbatches
         + rows * (inner == "cp" or is_beyond),
         dp=2 * (sharded - 1) / sharded * parameters * passes + rows * (inner == "dp" or is_beyond),
-        pp=(2 * activation * plan.virtual_pipeline_size * plan.num_microbatches if plan.pp > 1 else 0.0),
+        pp=(2 * activation * model.residual_streams * plan.virtual_pipeline_size * plan.num_microbatches)
+        * (plan.pp > 1),
     )
 
 
