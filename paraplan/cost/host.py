@@ -72,7 +72,7 @@ def _host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: We
         kernels_s=kernels_s,
         forward_s=kernels_s + forward_starts + work.forward_host_s,
         backward_s=backward_s + backward_starts + work.backward_host_s,
-        again_s=again_s + forward_starts,
+        again_s=again_s + forward_starts + work.again_host_s,
         again_in_part_s=again_s,
         idle_s=turned_s,
     )

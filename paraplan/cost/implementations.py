@@ -30,13 +30,13 @@ class ShardingImplementation(Record):
     flat_step_bytes: float = 0.0
     """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
     gather_host_s: float = 0.0
-    """Seconds of the host to gather a block."""
+    """Seconds of the host to gather a block, or a module of it (`gathers_each_weight`)."""
     reduce_host_s: float = 0.0
-    """Seconds of the host to reduce the gradients of a block."""
+    """The same to reduce gradients."""
     host_cpu: str | None = None
     """The CPU that took these seconds, as Linux names it; None: they are taken for any."""
     gathers_each_weight: bool = False
-    """ZeRO-3 gathers and scatters each matmul's weights separately, not those of a block together."""
+    """ZeRO-3 gathers and scatters the weights of each module by itself, not those of a block together."""
     bucket_elements: float = 0.0
     """Parameters of each of two communication buckets, one to reduce gradients and one to gather parameters."""
     prefetch_elements: float = float("inf")

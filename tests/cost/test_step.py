@@ -188,3 +188,19 @@ def test_a_loss_without_logits_makes_them_twice_and_moves_none(workload: MakeWor
     head_flops = 2 * 8 * 4096 * 256_000 * 2304
     assert both[0] - both[1] > head_flops / made.cluster.gpu.peak_flops_per_s["bf16"]
     assert both[0] - both[1] < 3 * head_flops / made.cluster.gpu.peak_flops_per_s["bf16"]
+
+
+def test_deepspeed_gathers_module_by_module_in_every_pass(workload: MakeWorkload) -> None:
+    told = workload("llama-3.2-1b", seq_length=128)  # which the host bounds
+    made = Workload.of(told.model, told.training, told.cluster, framework="deepspeed-zero")
+    plans = [ParallelPlan(dp=8, zero_stage=3, num_microbatches=8, recompute=kind) for kind in ("none", "full")]
+    sharding = made.framework.data_parallel.sharding
+    free = sharding.replace(gather_host_s=0.0, reduce_host_s=0.0)
+    without = replace(made, framework=made.framework.changed(data_parallel={"sharding": free}))
+    added = [
+        evaluate_plan(made, plan).step.step_time_s - evaluate_plan(without, plan).step.step_time_s for plan in plans
+    ]
+    modules, blocks = 7 + 2 + 4, 16
+    passes = 2 * sharding.gather_host_s + sharding.reduce_host_s
+    assert added[0] == pytest.approx(8 * blocks * modules * passes, rel=0.05)
+    assert added[1] == pytest.approx(8 * blocks * modules * (passes + sharding.gather_host_s), rel=0.05)

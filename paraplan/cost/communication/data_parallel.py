@@ -11,10 +11,14 @@ from paraplan.cost.communication.collectives import data_links, expert_links, gr
 from paraplan.cost.pipeline.stages import StageBlocks
 from paraplan.cost.plan_table import Floats, Ints, PlanTable, RecomputeCode
 from paraplan.cost.workload import Workload
+from paraplan.model.spec import ModelSpec
 from paraplan.plan.parallel import Axis
 
 AUTOCAST_BYTES = 6.0
 """What a cast between 16 bits and fp32 moves for each element: it reads one and writes the other."""
+
+
+_CONTAINERS = 4
 
 
 class WeightWork(NamedTuple):
@@ -31,6 +35,8 @@ class WeightWork(NamedTuple):
     gathered: Floats
     forward_host_s: Floats
     backward_host_s: Floats
+    again_host_s: Floats
+    """A forward pass that runs again: hooks of a block find it gathered, those of its modules gather it once more."""
 
     def select(self, rows: Ints) -> WeightWork:
         """Return the work of some of the plans."""
@@ -59,6 +65,8 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     made_bytes = np.where(cast > 0, 4.0, float(workload.training.activation_bytes))
     adds = np.where(keeps_shards, 0.0, 0.0 if profile.fuses_accumulation else 1.0 - once)
     slowdown = workload.host_slowdown(sharding.host_cpu)
+    host_s = slowdown * (_modules_of_block(workload.model) if sharding.gathers_each_weight else 1.0)
+    forward_host_s = gathers * sharding.gather_host_s * host_s
     has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
     narrow, wide = sharding.reduce_traffic
     reduced = reductions * np.where(kept_bytes > 2, wide, narrow) + once * sharding.replica_traffic * has_replicas
@@ -67,9 +75,21 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
         forward=gathers * sharding.gather_traffic,
         backward=again * sharding.gather_traffic + reduced + adds * (made_bytes + 2.0 * kept_bytes),
         gathered=np.where(is_zero_3, sharding.gather_traffic / 2, 0.0),
-        forward_host_s=gathers * sharding.gather_host_s * slowdown,
-        backward_host_s=(again * sharding.gather_host_s + reductions * sharding.reduce_host_s) * slowdown,
+        forward_host_s=forward_host_s,
+        backward_host_s=(again * sharding.gather_host_s + reductions * sharding.reduce_host_s) * host_s,
+        again_host_s=forward_host_s * sharding.gathers_each_weight,
     )
+
+
+def _modules_of_block(model: ModelSpec) -> float:
+    """Return the modules that a block calls in the mean: products and norms, itself, its two parts, an activation."""
+    called = 0.0
+    for run in model.runs:
+        block = run.block.before_freezing or run.block
+        products = sum(one.num_experts == 1 and not one.of_activations for one in block.matmuls)
+        norms = sum(len(one.shape) == 1 and one.name.endswith("weight") for one in block.parameters)
+        called += (products + norms) * run.count
+    return _CONTAINERS + called / max(1, model.num_blocks)
 
 
 class SlotSeconds(NamedTuple):
