@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paraplan.api.estimates import Estimate, estimate
-from paraplan.api.executors import executor_of_target
+from paraplan.api.executors import executor_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.interop.allocator import with_allocator
@@ -16,10 +16,12 @@ from paraplan.interop.recognized import Tool as Tool
 from paraplan.interop.recognized import tool_of
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
+from paraplan.interop.sources.automodel import read_automodel
 from paraplan.interop.sources.axolotl import read_axolotl
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.llama_factory import read_llama_factory
 from paraplan.interop.sources.llama_factory_v1 import read_llama_factory_v1
+from paraplan.interop.sources.megatron_bridge import read_megatron_bridge
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.interop.sources.ms_swift import read_ms_swift
 from paraplan.interop.sources.peft import read_peft
@@ -121,7 +123,13 @@ def import_plan(
     return ImportedPlan(with_allocator(setup, text))
 
 
-_OF_ONE_FILE = {"deepspeed": read_deepspeed, "transformers": read_transformers, "peft": read_peft}
+_OF_ONE_FILE = {
+    "deepspeed": read_deepspeed,
+    "transformers": read_transformers,
+    "peft": read_peft,
+    "megatron-bridge": read_megatron_bridge,
+    "nemo-automodel": read_automodel,
+}
 _READERS = {
     "accelerate": read_accelerate,
     "trl": read_trl,
@@ -211,7 +219,7 @@ def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Al
     found: dict[str, Estimate] = {}
     why: str | None = None
     try:
-        executor = executor_of_target(setup.target, theirs)
+        executor = executor_of(theirs)
         best = Estimate(theirs, search(theirs, num_candidates=1, objective="fastest", executor=executor).best)
         if not now.fits or best.step.step_time_s < now.step.step_time_s:
             found[f"best of {setup.tool}"] = best

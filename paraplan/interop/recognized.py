@@ -25,6 +25,8 @@ Tool = Literal[
     "ms-swift",
     "transformers",
     "torchtitan",
+    "megatron-bridge",
+    "nemo-automodel",
 ]
 
 _TABLES: dict[str, Tool] = {
@@ -37,6 +39,8 @@ _TABLES: dict[str, Tool] = {
     "megatron-swift": "ms-swift",
     "trl": "trl",
     "deepspeed": "deepspeed",
+    "megatron-bridge": "megatron-bridge",
+    "nemo-automodel": "nemo-automodel",
 }
 _LEAST_SHARE = 1 / 3
 """Of a tool's own file it knows more than this of the keys: others only share some with it."""
@@ -64,8 +68,9 @@ def tool_of(text: str, source: str) -> Tool:
     if scores[best] > 0:
         return _TABLES[best]
     raise PlanError(
-        f"{source} is no configuration of DeepSpeed, accelerate, Megatron-LM, peft, TRL, axolotl, LLaMA-Factory, "
-        "ms-swift or torchtitan, and no script with transformers' DistributedConfig: none of their keys is in it",
+        f"{source} is no configuration of DeepSpeed, accelerate, Megatron-LM, Megatron-Bridge, NeMo AutoModel, peft, "
+        "TRL, axolotl, LLaMA-Factory, ms-swift or torchtitan, and no script with transformers' DistributedConfig: none "
+        "of their keys is in it",
         hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
         "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
         "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path, ms-swift's tuner_type",

@@ -25,13 +25,13 @@ class Setup(Record):
 
     `says_gpus` is False where it says neither how many GPUs there are, nor what that follows from.
     `packs_samples`: samples stand one behind the other and are told apart, which tells nothing without their length.
-    `target` is the tool's name in `export.TARGETS`, `framework` a name or alias in `profiles/frameworks`. `notes` tell
-    what was assumed and what has no place in a plan.
+    `target` is the tool's name in `export.TARGETS`, None where nothing is written for it, `framework` a name or alias
+    in `profiles/frameworks`. `notes` tell what was assumed and what has no place in a plan.
     """
 
     plan: ParallelPlan
     tool: str
-    target: str
+    target: str | None
     framework: str
     seq_length: int | None = None
     precision: TrainingPrecision | None = None

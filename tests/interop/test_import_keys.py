@@ -30,6 +30,16 @@ BASES: dict[str, dict[str, object]] = {
     "megatron-swift": {"model": "m", "tuner_type": "full", "max_length": 1024, "micro_batch_size": 1},
     "accelerate": {"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"},
     "deepspeed": {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}},
+    "nemo-automodel": {
+        "step_scheduler": {"global_batch_size": 8, "local_batch_size": 1},
+        "dist_env": {"backend": "nccl"},
+        "distributed": {"strategy": "fsdp2", "tp_size": 1},
+    },
+    "megatron-bridge": {
+        "model": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
+        "train": {"micro_batch_size": 1, "global_batch_size": 8},
+        "ddp": {"overlap_grad_reduce": True},
+    },
     "peft": {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]},
 }
 """A small file of each tool."""
@@ -205,6 +215,8 @@ def test_a_file_is_known_by_its_own_tools_keys(tool: str, tmp_path: Path) -> Non
         "accelerate": "accelerate",
         "deepspeed": "DeepSpeed",
         "peft": "peft",
+        "nemo-automodel": "NeMo AutoModel",
+        "megatron-bridge": "Megatron-Bridge",
     }
     assert setup_of(BASES[tool], tmp_path).tool.split(", ")[0] == names[tool]
 

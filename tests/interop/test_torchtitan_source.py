@@ -273,3 +273,28 @@ def test_a_key_is_read_or_without_effect_or_in_a_note(values: dict[str, object])
         named = {key, key.partition(".")[0]}
         if not named & (silent | set(table.read)) and not is_off(value) and value not in table.neutral.get(key, ()):
             assert key in notes, (key, notes)
+
+
+def test_a_configuration_that_traces_one_of_another_file_begins_with_that(tmp_path: Path) -> None:
+    registry = tmp_path / "torchtitan" / "models" / "llama9" / "config_registry.py"
+    registry.parent.mkdir(parents=True)
+    registry.write_text(
+        "def llama9_1b() -> Trainer.Config:\n"
+        "    return Trainer.Config(training=TrainingConfig(local_batch_size=3, seq_len=128),"
+        " compile=CompileConfig(enable=False))\n"
+    )
+    traced = tmp_path / "torchtitan" / "experiments" / "graph_trainer" / "config_registry.py"
+    traced.parent.mkdir(parents=True)
+    traced.write_text(
+        "from torchtitan.models.llama9.config_registry import llama9_1b\n\n\n"
+        "def traced_1b() -> GraphTrainer.Config:\n"
+        "    config = to_graph_trainer_config(llama9_1b(), model_registry)\n"
+        "    config.compile = GraphTrainerCompileConfig(enable=True)\n"
+        "    return config\n"
+    )
+    setup = import_plan(f"{traced}:traced_1b", num_gpus=2).setup
+    assert (setup.plan.micro_batch_size, setup.seq_length, setup.compiled) == (3, 128, True)
+    assert any("graph_trainer" in note for note in setup.notes)
+    registry.unlink()
+    with pytest.raises(PlanError, match="config_registry"):
+        import_plan(f"{traced}:traced_1b", num_gpus=2)

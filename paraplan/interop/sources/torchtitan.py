@@ -52,7 +52,7 @@ def read_torchtitan(
         given = given.replace(num_gpus=given.num_gpus or named.num_gpus)
     is_python = not _SECTION.search(text)
     if is_python:
-        values, found = python_values(text, source=source, name=name)
+        values, found = python_values(text, source=source, name=name, read_file=read_file)
     else:
         values, found = _toml(text, source), []
     fields = Fields(apply_settings(values, settings), source=source)

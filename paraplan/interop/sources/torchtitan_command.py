@@ -52,8 +52,8 @@ def named_configuration(script: str, *, source: str, read_file: Callable[[str], 
     if "$" in module + function:
         raise PlanError(f"{source}: the shell knows which configuration it trains", hint="name it: FILE.py:NAME")
     for path in (
-        f"torchtitan/models/{module}/config_registry.py",
-        f"torchtitan/experiments/{module}/config_registry.py",
+        f"torchtitan/models/{module.replace('.', '/')}/config_registry.py",
+        f"torchtitan/experiments/{module.replace('.', '/')}/config_registry.py",
     ):
         try:
             text = read_file(path)

@@ -16,21 +16,22 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: lambda left, right: left // right,
 }
 _MOST_DEPTH = 20
+_TRACED = "to_graph_trainer_config"
+"""What makes a configuration of torchtitan's experiment graph_trainer of another: it drops that one's `compile`."""
 _LARGEST = 1 << 62
 
 
-def python_values(text: str, *, source: str, name: str | None) -> tuple[dict[str, object], list[str]]:
+def python_values(
+    text: str, *, source: str, name: str | None, read_file: Callable[[str], str] | None
+) -> tuple[dict[str, object], list[str]]:
     """Return the keys and values of the configuration that the function `name` returns, and notes.
 
     Arguments and attributes of `Trainer.Config` are keys, those of sections in mappings; what only a running program
     knows stays as the words of the file. Raises `PlanError` for broken syntax, and where `name` is not the one
     function, or none.
     """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise PlanError(f"{source} is not Python: {error}", hint="give torchtitan's config_registry.py") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    tree = _parsed(text, source)
+    functions = _functions(tree)
     names = [key for key, node in functions.items() if _returns_config(node)]
     if name is None and len(names) == 1:
         name = names[0]
@@ -39,11 +40,29 @@ def python_values(text: str, *, source: str, name: str | None) -> tuple[dict[str
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         hint = f"name one: paraplan import {source}:{names[0]} ({shown})" if names else "name a config_registry.py"
         raise PlanError(f"{source} {what}", hint=hint)
-    reader = _Reader(functions)
+    reader = _Reader(tree, read_file)
     value = reader.result(functions[name], {}, 0)
     if not isinstance(value, dict) or CLASS in value:
         raise PlanError(f"{source}: {name} returns no Trainer.Config(...) that can be read", hint="give another one")
     return value, list(dict.fromkeys(reader.notes))
+
+
+def _parsed(text: str, source: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise PlanError(f"{source} is not Python: {error}", hint="give torchtitan's config_registry.py") from None
+
+
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def _imported(tree: ast.Module) -> dict[str, str]:
+    """Return the modules of configurations from which names come."""
+    found = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    registries = [node for node in found if str(node.module).endswith(".config_registry")]
+    return {name.asname or name.name: str(node.module) for node in registries for name in node.names}
 
 
 def _returns_config(node: ast.FunctionDef) -> bool:
@@ -51,10 +70,10 @@ def _returns_config(node: ast.FunctionDef) -> bool:
 
 
 class _Reader:
-    """Reads the functions of one file, of which one may begin with what another returns."""
+    """Reads the functions of one file, of which one may begin with what another returns, of another file too."""
 
-    def __init__(self, functions: dict[str, ast.FunctionDef]) -> None:
-        self._functions = functions
+    def __init__(self, tree: ast.Module, read_file: Callable[[str], str] | None) -> None:
+        self._functions, self._imported, self._read_file = _functions(tree), _imported(tree), read_file
         self.notes: list[str] = []
 
     def result(self, function: ast.FunctionDef, arguments: dict[str, object], depth: int) -> object:
@@ -133,8 +152,27 @@ class _Reader:
             places = zip(function.args.args, node.args, strict=False)
             given = {argument.arg: self._value(value, names, depth) for argument, value in places}
             return self.result(function, given | keys, depth + 1)
+        if called in self._imported:
+            return self._of_other_file(called, depth)
+        if called == _TRACED and node.args:
+            traced = self._value(node.args[0], names, depth)
+            self.notes.append("graph_trainer's passes over traced graphs are priced as torch.compile's")
+            return {key: value for key, value in traced.items() if key != "compile"} if isinstance(traced, dict) else {}
         made = called.removesuffix(".Config")
-        if made.endswith("Trainer"):
+        if made.endswith(("Trainer", "TrainerConfig")):  # the class, or a subclass of its configuration
             return keys
         words = [self._value(item, names, depth) for item in node.args]
         return {CLASS: made, **({"arguments": words} if words else {}), **keys}
+
+    def _of_other_file(self, name: str, depth: int) -> object:
+        """Return the configuration that a function of another registry makes, which stands beside or above."""
+        path = self._imported[name].replace(".", "/") + ".py"
+        if self._read_file is None:
+            raise PlanError(f"{name} is of {path}, which is not read here", hint="give that file")
+        tree = _parsed(self._read_file(path), path)
+        if name not in _functions(tree):
+            raise PlanError(f"{path} has no configuration {name}", hint="give the file of the same release")
+        other = _Reader(tree, self._read_file)
+        found = other.result(_functions(tree)[name], {}, depth + 1)
+        self.notes += other.notes
+        return found
