@@ -94,8 +94,6 @@ def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | N
 
     Blocks that `tp` splits can be compiled where their code names no sizes of whole tensors: not `of_any_model`.
     """
-    if plan.tp > 1 and plan.sequence_parallel:
-        return f"tp={plan.tp} with sequence parallelism: torch.compile does not follow code that sees split tokens"
     if plan.tp > 1 and of_any_model:
         return f"tp={plan.tp}: whether torch.compile follows split layers depends on the model's code"
     if plan.recompute == "selective_ops":

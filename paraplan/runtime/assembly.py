@@ -16,6 +16,7 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.checkpoints.adapter_files import count_base
 from paraplan.runtime.data_parallel.block_order import orders_of
+from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.sharded_table import shard_tables
 from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
@@ -180,6 +181,7 @@ def _assemble_whole(
         device=parallel.mesh.world.device,
         replicas=ReplicaGradients(group=parallel.mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=[parameter for parameter in model.parameters() if parameter in unsharded],
+        partial=_partial_gradients(model, split, parallel),
     )
     return RankPart(
         module=model,
@@ -190,6 +192,11 @@ def _assemble_whole(
         reductions=reductions_of(called),
         orders=orders_of(model),
     )
+
+
+def _partial_gradients(model: nn.Module, split: TensorSplit | None, parallel: ParallelContext) -> PartialGradients:
+    names = frozenset() if split is None else split.partial(split.names)
+    return PartialGradients([one for name, one in model.named_parameters() if name in names], parallel.mesh.group("tp"))
 
 
 def _context_split(structure: ModelStructure, parallel: ParallelContext, *, has_values: bool) -> ContextSplit:
@@ -217,6 +224,12 @@ def _tensor_split(structure: ModelStructure, parallel: ParallelContext) -> Tenso
     if split.whole and parallel.mesh.world.rank == 0:
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in split.whole.items())
         _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", parallel.plan.tp, reasons)
+    if split.joined and parallel.mesh.world.rank == 0:
+        _LOGGER.warning(
+            "sequence_parallel=True: these look at tokens in code of their own, and compute with the tokens of all "
+            "ranks: %s",
+            ", ".join(split.joined),
+        )
     return split
 
 

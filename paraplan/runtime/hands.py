@@ -19,7 +19,7 @@ from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.torch_private import step_hooks, version_of
+from paraplan.runtime.torch_private import step_hooks, version_of, versions_of
 
 _LOGGER = logging.getLogger(__name__)
 _EVERY = 100
@@ -50,7 +50,7 @@ class Hands:
         self._is_parallel = has_values and mesh.world.size > 1
         self._is_inside = False
         self._count = self._num_optimized()
-        self._versions: dict[str, int] = {}
+        self._versions: list[int] = []
         self._gradients: dict[str, tuple[int, int, float]] = {}
         self._has_told = False
         if self._is_parallel:
@@ -98,13 +98,17 @@ class Hands:
     def note_weights(self) -> None:
         """Take note of the weights as the engine leaves them."""
         if self._has_parts:
-            self._versions = {name: version_of(_local(one)) for name, one in self._part.parameters.items()}
+            self._versions = self._written()
 
     def has_writes(self) -> bool:
         """Whether a script has written weights of this rank since the engine left them."""
         if not self._has_parts:
             return False
-        return {name: version_of(_local(one)) for name, one in self._part.parameters.items()} != self._versions
+        return self._written() != self._versions
+
+    def _written(self) -> list[int]:
+        """Return how often each weight was written in place."""
+        return versions_of([_local(one) if isinstance(one, DTensor) else one for one in self._part.parameters.values()])
 
     def check_weights(self) -> None:
         """Raise `UsageError` where a script has written weights that ranks hold alike otherwise on each.

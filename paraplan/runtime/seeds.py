@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from paraplan.runtime.torch_private import FakeTensor
+
 
 def seed_generators(seed: int) -> None:
     """Seed the generators of the CPU and, once CUDA is in use, of its devices.
@@ -43,3 +45,41 @@ def kept_python_numbers() -> Callable[[], None]:
             numpy.random.set_state(of_numpy)
 
     return put_back
+
+
+class RandomNumbers:
+    """Whether rank `index` of `size` draws the numbers that all of them draw, or its own for what it alone has."""
+
+    def __init__(self, *, size: int, index: int) -> None:
+        self._size, self._index = size, index
+        self._kept: tuple[torch.device, torch.Tensor, torch.Tensor | None] | None = None
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether this rank draws its own numbers."""
+        return self._kept is not None
+
+    def apart(self, device: torch.device) -> None:
+        """Draw this rank's own numbers on the CPU and on `device` from here on.
+
+        The seed is drawn from the sequence that all ranks share, so that a recomputed block, which starts from the same
+        state, draws the same again.
+        """
+        if self._kept is not None:
+            return
+        drawn = torch.randint(2**48, ())
+        if isinstance(drawn, FakeTensor):  # a run without values
+            return
+        of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._kept = (device, torch.get_rng_state(), of_device)
+        seed_generators(int(drawn) * self._size + self._index)
+
+    def together(self) -> None:
+        """Go on with the numbers that all ranks draw."""
+        if self._kept is None:
+            return
+        device, of_cpu, of_device = self._kept
+        self._kept = None
+        torch.set_rng_state(of_cpu)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)

@@ -15,7 +15,7 @@ from torch import nn
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checks.shaken_weights import shaken_weights
+from paraplan.runtime.structure.shaken_weights import shaken_weights
 
 NUM_STEPS = 3
 

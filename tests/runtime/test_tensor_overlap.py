@@ -15,13 +15,14 @@ from transformers.pytorch_utils import Conv1D
 
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SEQUENCE, SplitTensor
-from paraplan.runtime.split.layers import LayerRole, split_linear
+from paraplan.runtime.split.layers import BlockSplit, LayerRole, SequenceEnds
+from paraplan.runtime.split.regions import split_block
 
 WIDTH, TOKENS = 8, 6
 COLLECTIVES = ("allreduce_", "_reduce_scatter_base_")
 COLUMN = LayerRole(kind="column", segments=(WIDTH,))
 ROW = LayerRole(kind="row", segments=(WIDTH,))
+SPLIT = BlockSplit(roles={"gate": COLUMN, "up": COLUMN, "down": ROW}, whole={}, use_local_output=True)
 
 
 class Operations(TorchDispatchMode):
@@ -46,8 +47,8 @@ class Layers(nn.Module):
         torch.manual_seed(1)
         self.gate, self.up, self.down = linear(), linear(), linear()
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        for name, role in (("gate", COLUMN), ("up", COLUMN), ("down", ROW)):
-            split_linear(self.get_submodule(name), role, group, name=name, sequence_parallel=sequence_parallel)
+        ends = SequenceEnds(0, is_first=False, is_last=False) if sequence_parallel else None
+        split_block(self, SPLIT, group, ends)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden * self.scale
@@ -62,15 +63,11 @@ def _trained(linear: Callable[[], nn.Module], *, overlaps: bool, sequence_parall
     torch.manual_seed(2)
     given = torch.randn(3, TOKENS, WIDTH)
     if sequence_parallel:
-        tokens = Sharding(dim=1, segments=(TOKENS,), size=2)
-        given = SplitTensor(tokens.part(given, group.index), tokens, group, SEQUENCE)
+        given = Sharding(dim=1, segments=(TOKENS,), size=2).part(given, group.index)
     operations = Operations()
     for _ in range(2):  # the second pass adds to what the first has left
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             output = layers(given)
-        if isinstance(output, SplitTensor):
-            output = output.local
-        group.forget()
         operations.names.clear()
         with operations:
             output.float().square().sum().backward()

@@ -17,10 +17,8 @@ from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checks.references import Verify
 from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitTensor
-from paraplan.runtime.split.layers import LayerRole, split_linear
-from paraplan.runtime.split.tensor_parallel import tensor_group
+from paraplan.runtime.split.layers import BlockSplit, LayerRole
+from paraplan.runtime.split.regions import split_block
 
 TWO_PARTS = ParallelPlan(tp=2, micro_batch_size=12)
 TOKENS_SPLIT = TWO_PARTS.replace(sequence_parallel=True)
@@ -86,7 +84,6 @@ def _refusals() -> list[str]:
         (Transformer(ThreeHeads), TWO_PARTS),
         (Transformer(NoLinear), TWO_PARTS),
         (nn.Bilinear(2, 2, 2), TWO_PARTS),
-        (Decoder(2), TOKENS_SPLIT),
         (Transformer(Secretive), TWO_PARTS),
     ]
     said = []
@@ -99,24 +96,37 @@ def _refusals() -> list[str]:
 
 @pytest.mark.ranks
 def test_what_cannot_be_split_says_why_on_every_rank(ranks: RankHarness) -> None:
-    for heads, nothing, no_blocks, tokens, unequal in ranks.run(_refusals, size=2):
+    for heads, nothing, no_blocks, unequal in ranks.run(_refusals, size=2):
         assert "layers.0 (ThreeHeads) cannot be split: tp=2 does not divide" in heads
         assert "3" in heads
         assert "qkv" in heads
         assert "no layer of layers.0 (NoLinear) can be split: none is linear" in nothing
         assert "Bilinear has no repeated blocks to split" in no_blocks
-        assert "layers.0 (Layer) does not work on some of its tokens alone: cumsum works along" in tokens
-        assert "use a plan without sequence parallelism" in tokens
         assert "layers.0 split over tp=2 does not compute what it computes whole: relative error" in unequal
 
 
-def _left_whole() -> list[str]:
+def _said_of(model: nn.Module, plan: ParallelPlan) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("paraplan.runtime.assembly").addHandler(handler)
-    prepared(Transformer(Normed), TWO_PARTS)
+    prepared(model, plan)
     return said
+
+
+def _left_whole() -> list[str]:
+    return _said_of(Transformer(Normed), TWO_PARTS)
+
+
+def _joined() -> list[str]:
+    return _said_of(Decoder(2), TOKENS_SPLIT)
+
+
+@pytest.mark.ranks
+def test_blocks_that_look_at_all_tokens_have_them_under_sequence_parallelism_and_are_named(ranks: RankHarness) -> None:
+    (said,), none = ranks.run(_joined, size=2)  # whose layers sum up along the tokens
+    assert "compute with the tokens of all ranks: layers.0, layers.1" in said
+    assert none == []
 
 
 @pytest.mark.ranks
@@ -158,26 +168,6 @@ def _values_left() -> set[tuple[int, ...]]:
 @pytest.mark.ranks
 def test_the_copies_that_a_split_is_checked_with_leave_no_values(ranks: RankHarness) -> None:
     assert ranks.run(_values_left, size=2, is_fresh=True) == [set(), set()]
-
-
-def _dropped_out() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    job = runtime.init(TWO_PARTS)
-    torch.manual_seed(3)
-    split = SplitTensor(torch.ones(64), Sharding(dim=0, segments=(128,), size=2), tensor_group(job.mesh), "layer")
-    state = torch.get_rng_state()
-    first = F.dropout(split, 0.5).local
-    torch.set_rng_state(state)
-    again = F.dropout(split, 0.5).local
-    assert torch.equal(first, again)  # as recompute needs it
-    return first, F.dropout(torch.ones(64), 0.5), torch.get_rng_state()
-
-
-@pytest.mark.ranks
-def test_ranks_drop_out_of_their_own_parts_differently_and_of_whole_tensors_alike(ranks: RankHarness) -> None:
-    (part, whole, state), (other_part, other_whole, other_state) = ranks.run(_dropped_out, size=2)
-    assert not torch.equal(part, other_part)
-    assert torch.equal(whole, other_whole)
-    assert torch.equal(state, other_state)
 
 
 class Dropping(AttentionLayer):
@@ -226,8 +216,9 @@ def test_the_output_of_a_split_layer_with_a_bias_has_16_bits_under_autocast(kind
     layer = make(8, 4)
     role = LayerRole(kind, (8,) if kind == "column" else (4,))
     alone = TensorGroup(size=2, index=0, handle=None)
-    split_linear(layer, role, alone, name="up", sequence_parallel=False, use_local_output=True)
+    block = nn.Sequential(layer)
+    split_block(block, BlockSplit(roles={"0": role}, whole={}, use_local_output=True), alone, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = layer(torch.ones(2, 3, 4 if kind == "column" else 2))
+        output = block(torch.ones(2, 3, 4 if kind == "column" else 2))
     assert output.shape == (2, 3, 4 if kind == "column" else 8)
     assert output.dtype == torch.bfloat16

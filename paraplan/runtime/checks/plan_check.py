@@ -21,7 +21,6 @@ from paraplan.runtime.checks.attributes import LARGEST_STATE, Attributes
 from paraplan.runtime.checks.batch_coupling import COMPARES, BatchCoupling, Coupling, Losses
 from paraplan.runtime.checks.forward_state import ForwardState, WeightSums, check_weights_stay, weight_sums
 from paraplan.runtime.checks.references import Reference, Whole, changes_the_model
-from paraplan.runtime.checks.shaken_weights import shaken_weights
 from paraplan.runtime.checks.trials import (
     Piece,
     check_same_batch,
@@ -35,6 +34,7 @@ from paraplan.runtime.data.batches import MicroBatch, TargetCounter
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.seeds import python_numbers
+from paraplan.runtime.structure.shaken_weights import shaken_weights
 
 _LOGGER = logging.getLogger(__name__)
 _ROUNDING = 1e-6

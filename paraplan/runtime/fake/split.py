@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.check import shares_with_blocks
-from paraplan.runtime.split.layers import SequenceEnds
-from paraplan.runtime.split.search import BlockSplit
+from paraplan.runtime.split.layers import BlockSplit, SequenceEnds
+from paraplan.runtime.split.regions import split_block
 from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
@@ -35,17 +35,17 @@ def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: boo
 def _unchecked(
     block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
 ) -> BlockSplit:
-    if ends is not None or split.draws or shares_with_blocks(call):
-        return split
-    part, direct = copy.deepcopy(block), replace(split, use_local_output=True)
-    tensor_parallel.split_block(part, direct, tensor_parallel.tensor_group(mesh), None)
     args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
-    try:
-        with torch.no_grad():
-            part(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return split  # sizes that the code names do not fit the parts
-    return direct
+    for form in tensor_parallel.forms(block, split, ends, is_plain=not shares_with_blocks(call)):
+        part = copy.deepcopy(block)
+        split_block(part, form, tensor_parallel.tensor_group(mesh), ends)
+        try:
+            with torch.no_grad():
+                part(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, SplitError):
+            continue  # sizes that the code names do not fit the parts
+        return form
+    return split
 
 
 def _without_values(leaf: Any) -> Any:

@@ -16,6 +16,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.data_parallel.block_order import orders_of
+from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
@@ -53,6 +54,7 @@ class _Piece:
     names: Mapping[str, str]
     buffer_names: Mapping[str, str]
     shardings: Mapping[str, Sharding]
+    partial: frozenset[str]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -208,6 +210,9 @@ def _cut_piece(
         names=sharding.names,
         buffer_names=sharding.buffers,
         shardings=shardings,
+        partial=frozenset(sharding.names.keys() & split.partial(chain.stack.names[start:end]))
+        if split
+        else frozenset(),
     )
 
 
@@ -231,6 +236,10 @@ def _rank_part(
         ties=TiedGradients(ties, parameters, mesh),
         replicas=ReplicaGradients(group=mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
         unsharded=tuple(held for held in parameters.values() if held in unsharded),
+        partial=PartialGradients(
+            [held for piece in pieces for name, held in piece.parameters.items() if name in piece.partial],
+            mesh.group("tp"),
+        ),
     )
     repeated = {tie.name for tie in ties if tie.ranks[0] != mesh.coordinate("pp")}
     modules = [piece.module for piece in pieces]

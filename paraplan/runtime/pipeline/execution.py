@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from paraplan.errors import UsageError
 from paraplan.runtime.checks.attributes import ChangedAttributes
 from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, has_some
 from paraplan.runtime.data_parallel.wrapping import reductions_of
 from paraplan.runtime.mesh import Mesh
@@ -69,6 +70,7 @@ class PipelineExecution:
         ties: TiedGradients,
         replicas: ReplicaGradients,
         unsharded: Sequence[nn.Parameter] = (),
+        partial: PartialGradients | None = None,
     ) -> None:
         self._stages = stages
         self._chain = chain
@@ -80,6 +82,7 @@ class PipelineExecution:
         self._replicas = replicas
         self._unsharded = unsharded
         self._attributes = ChangedAttributes(stages[0].module.model)
+        self._partial = partial or PartialGradients()
         self._reductions = reductions_of(*(stage.called for stage in stages))
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
         self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
@@ -96,6 +99,7 @@ class PipelineExecution:
             _lay_out_gradients(stage.module)
         self._replicas.start(self._unsharded)
         self._replicas.finish()
+        self._partial.sum()
         self._ties.sum_gradients()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:

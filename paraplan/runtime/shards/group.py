@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.seeds import RandomNumbers
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.torch_private import is_view
 
@@ -28,13 +29,13 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 class TensorGroup:
     """One rank's view of its `tp` group. Without `handle` nothing travels: shapes alone are followed, without values.
 
-    `shapes` remembers what an operation returns for given shapes, and `draws` that one drew random numbers for a part;
-    see `rules`. With `gathers`, logits that a loss brings together are gathered; `gathered` says for what.
+    `shapes` remembers what an operation returns for given shapes; see `rules`. With `gathers`, logits that
+    a loss brings together are gathered; `gathered` says for what.
     With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
     With `overlaps` gradients of weights are made while those of inputs travel (`overlap`).
+    `num_tokens` are those of whole sequences while a block runs on some of them, and `cuts` how these lie (`regions`).
     `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
-    (`replay`). `token_shardings` says how the tokens of hidden states are cut that layers have gathered, by all
-    dimensions but the last.
+    (`replay`). `numbers` says whether ranks draw the same random numbers.
     """
 
     size: int
@@ -43,13 +44,17 @@ class TensorGroup:
     shapes: dict[Any, Any] = field(default_factory=dict)
     specs: dict[Any, Any] = field(default_factory=dict)
     calls: dict[Any, Any] = field(default_factory=dict)
-    draws: bool = False
     gathers: bool = True
     keeps_products: bool = False
     overlaps: bool = False
     gathered: set[str] = field(default_factory=set)
-    token_shardings: dict[tuple[int, ...], Sharding] = field(default_factory=dict)
+    num_tokens: int = 0
+    cuts: dict[tuple[int, int, int], Sharding] = field(default_factory=dict)
+    numbers: RandomNumbers = field(init=False)
     _entered: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers = RandomNumbers(size=self.size, index=self.index)
 
     def sum(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
         """Return the sum of `tensor` over the group; `in_place` where nobody else reads it."""
@@ -98,7 +103,10 @@ class TensorGroup:
 
     def _parts(self, whole: torch.Tensor, sharding: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
         """Return room for this rank's part, and the parts of all ranks, one behind the other."""
-        parts = torch.cat([sharding.part(whole, index) for index in range(self.size)])
+        if sharding.divides and len(sharding.segments) == sharding.repeats == 1:
+            parts = torch.cat(whole.chunk(self.size, sharding.dim))
+        else:
+            parts = torch.cat([sharding.part(whole, index) for index in range(self.size)])
         return parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:])), parts
 
     def part(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
@@ -119,8 +127,9 @@ class TensorGroup:
         return made
 
     def forget(self) -> None:
-        """Let go what `cached_copy` holds; done at the end of every block."""
+        """Let go what `cached_copy` holds, and draw the same numbers again; done at the end of every block."""
         self._entered.clear()
+        self.numbers.together()
 
 
 def copy_to_region(tensor: torch.Tensor, group: TensorGroup, *, for_products: bool = False) -> torch.Tensor:
@@ -141,6 +150,12 @@ def reduce_from_region(tensor: torch.Tensor, group: TensorGroup, *, is_product: 
     # What torch.compile makes of a block decides by itself what is written in place.
     in_place = in_place and not torch.compiler.is_compiling() and tensor.is_contiguous() and not is_view(tensor)
     result: torch.Tensor = _Sum.apply(tensor, group, in_place)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sum_both_ways(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Return the sum of `tensor` over the ranks, which go on with it each in its own way; so is its gradient."""
+    result: torch.Tensor = _SumBothWays.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -189,6 +204,17 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0], None, None
+
+
+class _SumBothWays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return group.sum(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.group.sum(gradients[0]), None
 
 
 class _Gather(torch.autograd.Function):

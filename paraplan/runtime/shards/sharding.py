@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,16 +20,16 @@ class Sharding:
     segments: tuple[int, ...]
     size: int
     repeats: int = 1
+    divides: bool = field(init=False, compare=False, repr=False)
+    """Whether every segment has equal parts."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "divides", all(segment % self.size == 0 for segment in self.segments))
 
     @property
     def length(self) -> int:
         """Length of the whole dimension."""
         return self.repeats * sum(self.segments)
-
-    @property
-    def divides(self) -> bool:
-        """Whether every segment has equal parts."""
-        return all(segment % self.size == 0 for segment in self.segments)
 
     def at(self, dim: int) -> Sharding:
         """Return the same cut of another dimension."""
@@ -67,6 +67,9 @@ class Sharding:
 
     def part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Return rank `index`'s part of `whole`; gradients flow back to it."""
+        if len(self.segments) == self.repeats == 1 and self.divides:
+            length = self.segments[0] // self.size
+            return whole.narrow(self.dim, index * length, length)
         pieces = self.pieces(index)
         if len(pieces) == 1:
             start, _, length = pieces[0]

@@ -20,7 +20,6 @@ from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.torch_private import make_wrapper
 
 VOCABULARY = "the vocabulary"  # the source of logits split by class
-SEQUENCE = "the tokens"  # the source of tensors split by sequence parallelism
 
 _KEPT_SPECS = 4096
 
@@ -29,8 +28,7 @@ class SplitError(Exception):
     """A computation that ranks cannot do each on its part. It never leaves the search for a split.
 
     `source` is the layer whose output was split. `segments` is another way to cut that output, if one may help.
-    `is_mixed` says that parts would have to be brought together: the layer may then be left whole. `meets_tokens` says
-    that they meet tokens that sequence parallelism has split.
+    `is_mixed` says that parts would have to be brought together: the layer may then be left whole.
     """
 
     def __init__(
@@ -40,21 +38,19 @@ class SplitError(Exception):
         source: str,
         segments: tuple[int, ...] | None = None,
         is_mixed: bool = False,
-        meets_tokens: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.source = source
         self.segments = segments
         self.is_mixed = is_mixed
-        self.meets_tokens = meets_tokens
 
 
 @dataclass(eq=False, slots=True, frozen=True)
 class SplitSpec:
     """How parts lie in the wholes of shape `shape`. Of one group, those that are alike are one object.
 
-    `source` names the layer that the tensors are of, or is `VOCABULARY` or `SEQUENCE`.
+    `source` names the layer that the tensors are of, or is `VOCABULARY`.
     """
 
     sharding: Sharding

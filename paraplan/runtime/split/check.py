@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from paraplan.runtime.structure.outputs import numbered_outputs
 from paraplan.runtime.torch_private import pytree
 
 _SEED = 0
+_DOES_NOT_RUN = (SplitError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 _SDPA = F.scaled_dot_product_attention  # which stands elsewhere while a block runs under context parallelism
 
 
@@ -113,23 +114,36 @@ def check_split(
     group: TensorGroup,
     name: str,
     setting: CheckSetting,
-) -> None:
-    """Raise `UnsupportedPlanError` on every rank where `part` does not compute what `whole` does.
+    partial: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Return the whole parameters of `part` whose gradients are to be summed over the ranks, those in `partial` too.
 
     Both are on this rank's device in the type of `setting`; `part` holds this rank's share of the parameters in
     `shardings`. They run on random numbers in the shapes of `call`, the same on every rank; only gradients that
-    training needs are compared.
+    training needs are compared. Raises `UnsupportedPlanError` on every rank where `part` does not compute what `whole`
+    does.
     """
+    summed = set(partial)
     for training in setting.modes:
         expected, mask = expected_of(whole.train(training), call, setting.dtype)
+        found, reason = {}, ""
         try:
-            found = gradients_of(part.train(training), call, mask=mask, dtype=setting.dtype)
-        except (SplitError, RuntimeError, ValueError, IndexError) as error:
-            reason = str(error).splitlines()[0]
+            with _NoEmptyAttention():
+                found = gradients_of(part.train(training), call, mask=mask, dtype=setting.dtype)
+        except _DOES_NOT_RUN as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        errors = errors_of(expected, found, shardings, group)
+        if math.isinf(errors[""]):  # on some rank, and so on all
+            reason = reason or "its output has another shape, or is not a number"
             raise UnsupportedPlanError(
                 f"the split of {name} over tp={group.size} does not run: {reason}", hint="use tp=1 for this model"
-            ) from error
-        errors = errors_of(expected, found, shardings, group)
+            )
+        whole_names = dict(part.named_parameters()).keys() - shardings.keys()
+        unequal = {key for key in whole_names & expected.keys() if errors[key] > setting.tolerance}
+        again = sorted(unequal | summed & expected.keys())
+        sums = {key: group.sum(found.get(key, torch.zeros_like(expected[key]))) for key in again}
+        errors |= errors_of({key: expected[key] for key in again}, sums, {}, group)
+        summed |= unequal
         where = max(errors, key=lambda key: errors[key])
         if errors[where] > setting.tolerance:
             raise UnsupportedPlanError(
@@ -137,40 +151,6 @@ def check_split(
                 f"{errors[where]:.1e} in {where or 'its output'}",
                 hint="use tp=1 for this model",
             )
-
-
-def summed_gradients(
-    whole: nn.Module,
-    part: nn.Module,
-    shardings: dict[str, Sharding],
-    call: BlockCall,
-    *,
-    group: TensorGroup,
-    setting: CheckSetting,
-) -> tuple[str, ...] | None:
-    """Return the whole parameters of `part` whose gradients are right once they are summed over the ranks.
-
-    None where that is not all that is missing, or where the code does not run on plain parts. `part` is split without
-    `SplitTensor`s; the rest is as for `check_split`.
-    """
-    summed: set[str] = set()
-    for training in setting.modes:
-        expected, mask = expected_of(whole.train(training), call, setting.dtype)
-        try:
-            with _NoEmptyAttention():
-                found = gradients_of(part.train(training), call, mask=mask, dtype=setting.dtype)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            return None  # sizes that the code names do not fit the parts
-        errors = errors_of(expected, found, shardings, group)
-        unequal = [key for key, error in errors.items() if error > setting.tolerance]
-        parameters = dict(part.named_parameters()).keys() - shardings.keys()
-        if any(key not in parameters or key not in found for key in unequal):
-            return None
-        sums = {key: group.sum(found[key]) for key in unequal}
-        errors = errors_of({key: expected[key] for key in unequal}, sums, {}, group)
-        if any(error > setting.tolerance for error in errors.values()):
-            return None
-        summed.update(unequal)
     return tuple(sorted(summed))
 
 

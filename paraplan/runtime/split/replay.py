@@ -30,15 +30,14 @@ class Outcome:
     """What a call came to: the spec of every result, which are one tensor or a `nest` of them.
 
     `keeps` says that the result is the operand itself where the function returns its part. `local_shape` is what the
-    part is reshaped to, None for other functions, which run on the parts; `draws` says that they may draw random
-    numbers, and `aligned` how whole operands meet the parts.
+    part is reshaped to, None for other functions, which run on the parts; `aligned` says how whole operands meet the
+    parts.
     """
 
     results: tuple[SplitSpec, ...]
     nest: type | None
     keeps: bool
     aligned: bool
-    draws: bool
     local_shape: torch.Size | None = None
 
     def wrap(self, result: Any, first: SplitTensor) -> Any:
@@ -62,9 +61,7 @@ class Call:
         known: Outcome | None = self.first.spec.group.calls.get(self.key)
         return known
 
-    def remember(
-        self, result: Any, *, keeps: bool = False, aligned: bool = False, draws: bool = False, reshapes: bool = False
-    ) -> None:
+    def remember(self, result: Any, *, keeps: bool = False, aligned: bool = False, reshapes: bool = False) -> None:
         """Keep what the call came to; a result that is no split tensor, or no flat nest of them, is found anew."""
         nest = type(result) if type(result) in (tuple, list) else None
         leaves = [result] if nest is None else result
@@ -78,7 +75,6 @@ class Call:
             nest=nest,
             keeps=keeps,
             aligned=aligned,
-            draws=draws,
             local_shape=result.local.shape if reshapes else None,
         )
 

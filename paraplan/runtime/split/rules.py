@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from paraplan.runtime.shards.group import TensorGroup, gather_from_region
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import (
-    SEQUENCE,
     VOCABULARY,
     SplitError,
     SplitTensor,
@@ -25,14 +23,6 @@ from paraplan.runtime.shards.split_tensor import (
     split_operands,
 )
 from paraplan.runtime.split.head_rules import split_attention, split_convolution, split_einsum
-from paraplan.runtime.split.randomness import (
-    DRAW_BY_ARGUMENTS,
-    draws_in_call,
-    is_seen_to_draw,
-    make_room,
-    own_random_numbers,
-    without_values,
-)
 from paraplan.runtime.split.replay import (
     RESHAPES,
     Call,
@@ -50,6 +40,7 @@ _RULES: dict[str, Rule] = SIZE_RULES | {
     "einsum": split_einsum,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), split_convolution),
 }
+_KEPT_SHAPES = 4096
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -104,10 +95,7 @@ def _replayed(
     else:
         run_args = [leaf.local if type(leaf) is SplitTensor else _parts(leaf) for leaf in args]
         run_kwargs = _parts(kwargs) if kwargs else kwargs
-    if not known.draws or not draws_in_call(_name(func), args, kwargs, otherwise=True):
-        return known.wrap(func(*run_args, **run_kwargs), first)
-    with _own_random_numbers(first):
-        return known.wrap(func(*run_args, **run_kwargs), first)
+    return known.wrap(func(*run_args, **run_kwargs), first)
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None) -> Any:
@@ -132,34 +120,23 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     aligned = name in ELEMENTWISE or name in ("scaled_dot_product_attention", "baddbmm")
     run_args = _local(args, first, aligned=aligned)
     run_kwargs = _local(kwargs, first, aligned=aligned)
-    is_random = name not in ELEMENTWISE and is_seen_to_draw(name, func, args, kwargs, first.group)
-    draws = draws_in_call(name, args, kwargs, otherwise=is_random)
-    if draws and kwargs.get("generator") is not None:
-        raise SplitError(f"{name} draws from a generator of its own", source=first.source, is_mixed=True)
-    with _own_random_numbers(first) if draws else nullcontext():
-        try:
-            result = func(*run_args, **run_kwargs)
-        except (
-            RuntimeError,
-            ValueError,
-            IndexError,
-            AssertionError,
-        ) as error:  # sizes of whole and split operands differ
-            if _on_several_devices(run_args, run_kwargs):
-                raise  # the model itself does not run in this way
-            raise SplitError(
-                f"{name} does not run on parts of the output of {first.source}: {str(error).splitlines()[0]}",
-                source=first.source,
-                is_mixed=True,
-            ) from error
+    try:
+        result = func(*run_args, **run_kwargs)
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:  # sizes of whole and split operands differ
+        if _on_several_devices(run_args, run_kwargs):
+            raise  # the model itself does not run in this way
+        raise SplitError(
+            f"{name} does not run on parts of the output of {first.source}: {str(error).splitlines()[0]}",
+            source=first.source,
+            is_mixed=True,
+        ) from error
     keeps = name in ELEMENTWISE and isinstance(result, torch.Tensor) and result.shape == first.local.shape
     if keeps:
         found = first if result is first.local else SplitTensor(result, first.sharding, first.group, first.source)
     else:
         found = _wrap(name, result, _whole_shapes(name, func, args, kwargs, first.group), first)
     if call is not None:
-        may_draw = is_random or name in DRAW_BY_ARGUMENTS
-        call.remember(found, keeps=keeps, aligned=aligned, draws=may_draw)
+        call.remember(found, keeps=keeps, aligned=aligned)
     return found
 
 
@@ -238,14 +215,11 @@ def _check_alike(name: str, operands: list[SplitTensor]) -> None:
             same_length
             and (other.sharding.segments, other.sharding.repeats) != (first.sharding.segments, first.sharding.repeats)
         ):
-            layer = first if other.source == SEQUENCE else other
             raise SplitError(
                 f"{name} meets the output of {first.source} (shape {tuple(first.shape)}, split along dimension "
                 f"{first.sharding.dim}) and that of {other.source} (shape {tuple(other.shape)}, split along dimension "
                 f"{other.sharding.dim})",
-                source=layer.source,
-                is_mixed=SEQUENCE in (first.source, other.source) and layer.source != SEQUENCE,
-                meets_tokens=SEQUENCE in (first.source, other.source),
+                source=other.source,
             )
 
 
@@ -266,23 +240,31 @@ def _check_dimension(name: str, split: SplitTensor, args: tuple[Any, ...], kwarg
         )
 
 
-def _own_random_numbers(split: SplitTensor) -> AbstractContextManager[None]:
-    split.group.draws = True
-    return own_random_numbers(split.group, split.local.device, is_active=True)
-
-
 def _whole_shapes(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup
 ) -> list[tuple[int, ...] | None]:
     """Return the shapes of the results for whole tensors, found on the meta device and remembered."""
-    meta_args, meta_kwargs, key = without_values("shapes", name, args, kwargs)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    key = (name, *[_described(leaf) for leaf in leaves], str(structure))
     if key not in group.shapes:
-        make_room(group.shapes)
+        if len(group.shapes) >= _KEPT_SHAPES:  # sequences of ever other lengths
+            group.shapes.clear()
+        meta_args, meta_kwargs = pytree.tree_unflatten([_meta(leaf) for leaf in leaves], structure)
         with torch.no_grad():
             results = pytree.tree_leaves(func(*meta_args, **meta_kwargs))
         group.shapes[key] = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in results]
     shapes: list[tuple[int, ...] | None] = group.shapes[key]
     return shapes
+
+
+def _described(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+def _meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _wrap(name: str, result: Any, whole_shapes: list[tuple[int, ...] | None], first: SplitTensor) -> Any:

@@ -22,29 +22,20 @@ from torch.overrides import TorchFunctionMode
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SEQUENCE, SplitError, SplitTensor
+from paraplan.runtime.shards.split_tensor import SplitError, SplitTensor, split_operands
 from paraplan.runtime.split.adapters import Adapters
-from paraplan.runtime.split.experts import (
-    ExpertWeights,
-    enter_experts,
-    expert_weights,
-    leave_experts,
-)
+from paraplan.runtime.split.experts import ExpertWeights, expert_weights
 from paraplan.runtime.split.layers import (
+    BlockSplit,
     LayerRole,
-    SequenceEnds,
     check_row_input,
-    enter_column,
+    check_unread,
     is_linear,
-    join_tokens,
-    leave_row,
     linear_sizes,
     parameter_shardings,
-    run_block,
     shown_split,
     weight_of,
 )
-from paraplan.runtime.split.randomness import OtherDrawsNoted
 from paraplan.runtime.split.trial import custom_functions_kept_whole
 from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.structure.outputs import numbered_outputs
@@ -53,30 +44,12 @@ _MOST_TRIES = 64
 _PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "linear"})
 
 
-@dataclass(frozen=True)
-class BlockSplit:
-    """The layers of a block that are split, by their names in it, and why others are left whole.
-
-    `draws`: random numbers are drawn for split tensors. `use_local_output`: the block's code runs on plain parts,
-    without `SplitTensor` around them; then the gradients of the parameters in `summed` are sums over the ranks. `read`
-    are the tensors of the output that other code reads beside the first, by their numbers.
-    """
-
-    roles: dict[str, LayerRole]
-    whole: dict[str, str]
-    draws: bool = False
-    use_local_output: bool = False
-    summed: tuple[str, ...] = ()
-    read: frozenset[int] = frozenset()
-
-
 @dataclass
 class _Trial:
     """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason.
 
     `other_segments` are cuts that would do as well by what was known, to be tried where those taken lead nowhere.
-    `keeping` are the row layers tried so far that return all tokens under sequence parallelism, `read` those by whose
-    weights the code multiplies itself; None before the others are known.
+    `read` are layers by whose weights the code multiplies itself; None before the others are known.
     """
 
     adapters: Adapters = field(default_factory=Adapters)
@@ -85,7 +58,6 @@ class _Trial:
     whole: dict[str, str] = field(default_factory=dict)
     roles: dict[str, LayerRole] = field(default_factory=dict)
     first_words: dict[str, str] = field(default_factory=dict)
-    keeping: set[str] = field(default_factory=set)
     read: set[str] | None = None
 
 
@@ -95,16 +67,14 @@ def find_split(
     *,
     size: int,
     name: str,
-    ends: SequenceEnds | None,
     kept_whole: Mapping[str, str],
     interleaved: bool = False,
     adapters: Adapters | None = None,
 ) -> BlockSplit:
     """Return how `meta_model`, a block on the meta device, can be split over `size` ranks.
 
-    `call` is what it is called with. `ends` is given for sequence parallelism. `kept_whole` names layers
-    that must not be split, with the reason; `interleaved` says how experts hold gate and up. `adapters` are pairs of
-    layers that go with others.
+    `call` is what it is called with. `kept_whole` names layers that must not be split, with the reason; `interleaved`
+    says how experts hold gate and up. `adapters` are pairs of layers that go with others.
     Raises `UnsupportedPlanError` with the layer and the numbers where `size` does not divide heads, and where no layer
     can be split.
     """
@@ -114,19 +84,14 @@ def find_split(
         group = TensorGroup(size=size, index=0, handle=None)
         try:
             args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
-            tried = _tried(meta_model, trial, group, sequence_parallel=ends is not None, interleaved=interleaved)
+            tried = _tried(meta_model, trial, group, interleaved=interleaved)
             with ExitStack() as stack:
-                for one in (
-                    torch.no_grad(),
-                    tried,
-                    call.context(),
-                    OtherDrawsNoted(group),
-                    custom_functions_kept_whole(),
-                ):
+                for one in (torch.no_grad(), tried, call.context(), custom_functions_kept_whole()):
                     stack.enter_context(one)
                 products = stack.enter_context(_ProductsNoted(meta_model))
-                output = run_block(meta_model.forward, args, kwargs, group=group, ends=ends, read=call.read)
-            _check_output(output)
+                output = meta_model.forward(*args, **kwargs)
+            for number, value in numbered_outputs(output).items():
+                check_unread(number, value, call.read)
         except SplitError as error:
             if trial.read:  # without these it ran
                 trial.read -= {error.source} & trial.read or trial.read
@@ -134,16 +99,16 @@ def find_split(
                 _learn(trial, error, meta_model, name, size)
             continue
         if trial.read is None:
-            trial.read = products.weights - trial.roles.keys() - trial.whole.keys()
+            trial.read = products.weights - trial.roles.keys() - trial.whole.keys() - trial.adapters.bases.keys()
             if trial.read:
                 continue
-        if all(role.kind == "gathered" for role in trial.roles.values()):
+        if not trial.roles:
             reasons = "; ".join(f"{layer}: {reason}" for layer, reason in trial.whole.items()) or "none is linear"
             raise UnsupportedPlanError(
                 f"tp={size}, but no layer of {name} ({type(meta_model).__name__}) can be split: {reasons}",
                 hint="use tp=1 for this model",
             )
-        return BlockSplit(roles=trial.roles, whole=trial.whole, draws=group.draws, read=call.read)
+        return BlockSplit(roles=trial.roles, whole=trial.whole, read=call.read)
     raise UnsupportedPlanError(
         f"tp={size}: no split of {name} ({type(meta_model).__name__}) was found", hint="use tp=1 for this model"
     )
@@ -165,21 +130,9 @@ class _ProductsNoted(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_output(output: Any) -> None:
-    first = numbered_outputs(output).get(0)
-    if isinstance(first, SplitTensor):
-        raise SplitError("the block returns it", source=first.source, is_mixed=True)
-
-
 def _learn(trial: _Trial, error: SplitError, meta_model: nn.Module, name: str, size: int) -> None:
     """Change `trial` so that `error` does not come again, or raise what a user can understand."""
     source = error.source
-    if source == SEQUENCE:
-        raise UnsupportedPlanError(
-            f"sequence_parallel=True: {name} ({type(meta_model).__name__}) does not work on some of its tokens alone: "
-            f"{error.message}",
-            hint="use a plan without sequence parallelism",
-        ) from None
     trial.first_words.setdefault(source, error.message)
     segments = error.segments
     if segments is not None:
@@ -196,9 +149,6 @@ def _learn(trial: _Trial, error: SplitError, meta_model: nn.Module, name: str, s
             trial.segments[source] = choices[0]
             trial.other_segments[source] = choices[1:] + trial.other_segments.get(source, [])
             return
-    if error.is_mixed and error.meets_tokens and (rows := _rows(trial)) and rows[-1] not in trial.keeping:
-        trial.keeping.add(rows[-1])  # whose tokens the code that follows needs all
-        return
     if error.is_mixed and source not in trial.whole and source:
         trial.whole[source] = error.message
         return
@@ -233,15 +183,8 @@ def refinements(segments: tuple[int, ...], parts: tuple[int, ...]) -> list[tuple
     return list(dict.fromkeys([tuple(every), *single]))
 
 
-def _rows(trial: _Trial) -> list[str]:
-    """Return the row layers that have run, in order."""
-    return [name for name, role in trial.roles.items() if role.kind == "row"]
-
-
 @contextmanager
-def _tried(
-    meta_model: nn.Module, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool, interleaved: bool
-) -> Iterator[None]:
+def _tried(meta_model: nn.Module, trial: _Trial, group: TensorGroup, *, interleaved: bool) -> Iterator[None]:
     """Let the layers of `meta_model` take the role that their input asks for, in this context."""
     with ExitStack() as undo:
         for name, module in meta_model.named_modules():
@@ -261,7 +204,7 @@ def _tried(
                 trial.roles[name] = role
             elif name and is_linear(module):
                 undo.callback(module.__dict__.pop, "forward", None)
-                module.forward = _trying(module, name, trial, group, sequence_parallel=sequence_parallel)
+                module.forward = _trying(module, name, trial, group)
         yield
 
 
@@ -275,47 +218,38 @@ def _check_divides(name: str, segments: tuple[int, ...], group: TensorGroup) -> 
         )
 
 
-def _trying(
-    module: nn.Module, name: str, trial: _Trial, group: TensorGroup, *, sequence_parallel: bool
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    inputs, outputs = linear_sizes(module)
+def _trying(module: nn.Module, name: str, trial: _Trial, group: TensorGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    _, outputs = linear_sizes(module)
     adapters = trial.adapters
     base, down = adapters.bases.get(name, name), adapters.downs.get(name)
 
-    def product(given: torch.Tensor, length: int) -> torch.Tensor:
-        return given.new_empty((*given.shape[:-1], length))
-
     def forward(given: torch.Tensor) -> torch.Tensor:
-        split = given if isinstance(given, SplitTensor) and given.source != SEQUENCE else None
+        split = given if isinstance(given, SplitTensor) else None
         reads_part = split is not None and split.sharding.dim == split.local.ndim - 1
         follows_row = down in trial.roles and trial.roles[down].kind == "row"
+        is_whole = name in trial.whole or base in trial.whole
         if follows_row or (adapters.is_down(name) and not reads_part):
-            own: torch.Tensor = type(module).forward(module, given)  # on whatever tokens this rank has
-            return own
+            return _run_whole(module, given)
         if split is not None and reads_part and name in trial.whole:
             raise SplitError(f"{name} reads it, and is left whole", source=split.source, is_mixed=True)
         if split is not None and reads_part:
-            check_row_input(given, name)
-            keeps_tokens = sequence_parallel and name in trial.keeping
-            _take_role(trial, name, LayerRole(kind="row", segments=split.sharding.segments, keeps_tokens=keeps_tokens))
-            assert sum(split.sharding.segments) == inputs
-            scatters = sequence_parallel and not keeps_tokens
-            return leave_row(product(split.local, outputs), module.bias, group, sequence_parallel=scatters)
-        is_whole = name in trial.whole or base in trial.whole
-        if is_whole and sequence_parallel and isinstance(given, SplitTensor):
-            _take_role(trial, name, LayerRole(kind="gathered", segments=()))
-            given = join_tokens(given)
+            part = check_row_input(split, name)
+            _take_role(trial, name, LayerRole(kind="row", segments=part.sharding.segments))
+            return part.local.new_empty((*part.local.shape[:-1], outputs))
         if split is not None or is_whole:
-            result: torch.Tensor = type(module).forward(module, given)
-            return result
+            return _run_whole(module, given)
         segments = trial.segments.get(base, (outputs,))
-        sharding = Sharding(dim=given.ndim - 1, segments=segments, size=group.size)
         _check_divides(base, segments, group)
-        _take_role(trial, name, LayerRole(kind="column", segments=segments, reads_alone=base != name))
-        local = product(enter_column(given, group, alone=base != name), outputs // group.size)
-        return SplitTensor(local, sharding, group, base)
+        _take_role(trial, name, LayerRole(kind="column", segments=segments))
+        local = given.new_empty((*given.shape[:-1], outputs // group.size))
+        return SplitTensor(local, Sharding(dim=given.ndim - 1, segments=segments, size=group.size), group, base)
 
     return forward
+
+
+def _run_whole(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    result: torch.Tensor = type(module).forward(module, *args, **kwargs)
+    return result
 
 
 def _trying_experts(
@@ -324,14 +258,11 @@ def _trying_experts(
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         if name not in trial.whole and weights.inner % group.size:
             trial.whole[name] = f"tp={group.size} does not divide the {weights.inner} inner units of each expert"
-        joined_args, joined_kwargs, tokens = enter_experts(args, kwargs, group, name)
-        result: torch.Tensor = type(module).forward(module, *joined_args, **joined_kwargs)
+        for one in split_operands(args, kwargs):
+            raise SplitError(f"{name} reads a split tensor", source=one.source, is_mixed=True)
         if name not in trial.whole:
             _take_role(trial, name, role)
-            return leave_experts(result, tokens, group)
-        if tokens is not None:
-            _take_role(trial, name, LayerRole(kind="gathered", segments=()))
-        return result
+        return _run_whole(module, *args, **kwargs)
 
     return forward
 

@@ -8,8 +8,7 @@ vocabulary (`vocabulary`); norms stay whole on every rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,33 +22,30 @@ from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.adapters import Adapters, find_adapters
 from paraplan.runtime.split.check import (
+    CheckSetting,
     check_split,
     comparable_runs,
+    draws_in_training,
     setting_of,
     shares_with_blocks,
-    summed_gradients,
 )
-from paraplan.runtime.split.experts import expert_weights, split_experts
+from paraplan.runtime.split.experts import expert_weights
 from paraplan.runtime.split.kinds import kind_of, numbering_of
 from paraplan.runtime.split.layers import (
+    BlockSplit,
     SequenceEnds,
     has_own_code,
     has_own_weight,
     is_linear,
     linear_sizes,
-    run_block,
-    shown_split,
-    split_linear,
-    sum_gradients_in_backward,
 )
-from paraplan.runtime.split.search import BlockSplit, find_split, own_plan
+from paraplan.runtime.split.regions import joined_modules, split_block
+from paraplan.runtime.split.search import find_split, own_plan
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.meta import attributes_kept, give_random_values
-from paraplan.runtime.structure.model_structure import (
-    BlockCall,
-    ModelStructure,
-)
+from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
+from paraplan.runtime.structure.shaken_weights import shake
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -72,6 +68,15 @@ class TensorSplit:
         """The layers that every rank holds whole, with the reason: by their names in a block or, the ends, in all."""
         inside = {layer: reason for block in self.blocks.values() for layer, reason in block.whole.items()}
         return inside | dict(self.vocabulary.whole)
+
+    @property
+    def joined(self) -> list[str]:
+        """What has the tokens of all ranks under sequence parallelism beside experts: blocks or modules of these."""
+        return [f"{name}.{path}".rstrip(".") for name, block in self.blocks.items() for path in block.joins]
+
+    def partial(self, names: Sequence[str]) -> frozenset[str]:
+        """Return the parameters of the blocks `names` whose gradients each rank computes in part."""
+        return frozenset(f"{name}.{one}" for name in names for one in self.blocks[name].summed)
 
     @property
     def names(self) -> list[str]:
@@ -128,6 +133,12 @@ def find_tensor_split(
 def check_compilable(split: TensorSplit, *, tp: int) -> None:
     """Raise `UnsupportedPlanError` where torch.compile cannot follow the code of a block that is split."""
     for name, block in split.blocks.items():
+        if block.draws:
+            raise UnsupportedPlanError(
+                f"compile_backend with tp={tp}: block {name} draws random numbers (dropout), each rank its own for its "
+                "part, and torch.compile does not follow that",
+                hint="set dropout to 0, or leave out compile_backend",
+            )
         if not block.use_local_output:
             raise UnsupportedPlanError(
                 f"compile_backend with tp={tp}: the code of block {name} needs the sizes of whole tensors, and runs on "
@@ -227,7 +238,7 @@ def _split_with(
     experts = [layer for layer, module in meta_model.named_modules() if layer and expert_weights(module) is not None]
     mesh, ends, kept = wanted.mesh, wanted.ends, dict(wanted.kept)
     tried = [layer for layer in experts if layer not in kept]
-    find = partial(find_split, meta_model, call, size=mesh.size("tp"), name=name, ends=ends, adapters=adapters)
+    find = partial(find_split, meta_model, call, size=mesh.size("tp"), name=name, adapters=adapters)
     for interleaved in (False, True) if tried else ():
         split = find(interleaved=interleaved, kept_whole=kept)
         try:
@@ -272,54 +283,6 @@ def apply_tensor_split(
     return shardings
 
 
-def split_block(
-    block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None
-) -> dict[str, Sharding]:
-    """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
-    shardings: dict[str, Sharding] = {}
-    shown: dict[str, dict[str, Sharding]] = {}
-    for layer, role in split.roles.items():
-        module = block.get_submodule(layer)
-        if role.kind == "experts":
-            shardings |= {
-                f"{layer}.{name}": sharding for name, sharding in split_experts(module, role, group, layer).items()
-            }
-            continue
-        found = split_linear(
-            module, role, group, name=layer, sequence_parallel=ends is not None, use_local_output=split.use_local_output
-        )
-        if role.kind == "read" and not split.use_local_output:
-            shown[layer] = found
-        shardings |= {f"{layer}.{parameter}": sharding for parameter, sharding in found.items()}
-    summed: dict[str, list[str]] = {}
-    for name in split.summed:
-        layer, _, parameter = name.rpartition(".")
-        summed.setdefault(layer, []).append(parameter)
-    for layer, parameters in summed.items():
-        sum_gradients_in_backward(block.get_submodule(layer), parameters, group)
-    block.forward = _block_forward(block, group, ends, split.read, shown)
-    return shardings
-
-
-def _block_forward(
-    block: nn.Module,
-    group: TensorGroup,
-    ends: SequenceEnds | None,
-    read: frozenset[int],
-    shown: dict[str, dict[str, Sharding]],
-) -> Callable[..., Any]:
-    inner = block.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as undo:
-            for layer, shardings in shown.items():
-                module = block.get_submodule(layer)
-                undo.enter_context(shown_split(module, dict(module.named_parameters()), shardings, group, layer))
-            return run_block(inner, args, kwargs, group=group, ends=ends, read=read)
-
-    return forward
-
-
 def _kept_whole(meta_model: nn.Module, block: nn.Module, name: str, plan: dict[str, str] | None) -> dict[str, str]:
     """Return the layers of a block that are not to be split, with the reason."""
     uses: dict[int, int] = {}
@@ -353,30 +316,68 @@ def _kept_whole(meta_model: nn.Module, block: nn.Module, name: str, plan: dict[s
 def checked_in_numbers(
     block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
 ) -> BlockSplit:
-    """Return `split`, or the same with plain parts where the block's code computes the same with them."""
-    group = tensor_group(mesh)
+    """Return `split` in the first form that computes what the block does whole, with what it takes to do so.
+
+    On plain parts with regions around the layers, on plain parts, on `SplitTensor`s; and under sequence parallelism the
+    same with the tokens of all ranks in the block. Raises `UnsupportedPlanError` where none does.
+    """
+    device = mesh.world.device
     whole = copy.deepcopy(block)
     give_random_values(whole)
-    whole = whole.to(mesh.world.device)
-    copies = [whole]
+    whole = whole.to(device)
+    shake(whole)  # what starts at zero hides all that lies behind it
     try:
-        with comparable_runs(mesh.world.device):
-            with attributes_kept(whole):
-                setting = setting_of(whole, call)
-            if ends is None and not split.draws and not shares_with_blocks(call):
-                # SplitTensors cost time for every operation; code that takes heads as they come does not need them.
-                direct = replace(split, use_local_output=True)
-                copies.append(copy.deepcopy(whole))
-                shardings = split_block(copies[-1], direct, group, None)
-                with attributes_kept(whole):
-                    summed = summed_gradients(whole, copies[-1], shardings, call, group=group, setting=setting)
-                if summed is not None:
-                    split = replace(direct, summed=summed)
-            copies.append(copy.deepcopy(whole))
-            shardings = split_block(copies[-1], split, group, ends)
-            check_split(whole, copies[-1], shardings, call, group=group, name=name, setting=setting)
-        return split
+        with comparable_runs(device), attributes_kept(whole):
+            setting = setting_of(whole, call)
+            draws = not setting.modes[0] or draws_in_training(whole, call, setting.dtype)
+        for form in forms(block, replace(split, draws=draws), ends, is_plain=not shares_with_blocks(call)):
+            try:
+                with comparable_runs(device), attributes_kept(whole):
+                    return _checked(whole, name, call, form, tensor_group(mesh), ends, setting)
+            except UnsupportedPlanError as error:
+                failure = error
+        raise failure
     finally:
-        # Their forward passes refer to them: the values are let go here, not when Python next looks for such circles.
-        for each in copies:
-            each.to("meta")
+        whole.to("meta")
+
+
+def _checked(
+    whole: nn.Module,
+    name: str,
+    call: BlockCall,
+    form: BlockSplit,
+    group: TensorGroup,
+    ends: SequenceEnds | None,
+    setting: CheckSetting,
+) -> BlockSplit:
+    part = copy.deepcopy(whole)
+    try:
+        shardings = split_block(part, form, group, ends)
+        partial = _partial(part, form, shardings, ends)
+        summed = check_split(whole, part, shardings, call, group=group, name=name, setting=setting, partial=partial)
+        return replace(form, summed=summed)
+    finally:
+        # Its forward passes refer to it: the values are let go here, not when Python next looks for such circles.
+        part.to("meta")
+
+
+def forms(block: nn.Module, split: BlockSplit, ends: SequenceEnds | None, *, is_plain: bool) -> Iterator[BlockSplit]:
+    """Return the forms of a split, the one that costs least first; `is_plain`: the block's code can be given parts."""
+    parts = [name for name, child in block.named_children() if any(True for _ in child.children())]
+    for joins in ((), *((part,) for part in parts), ("",)) if ends is not None else ((),):
+        form = replace(split, joins=joins)
+        if is_plain:
+            yield replace(form, use_local_output=True, has_regions=True)
+            yield replace(form, use_local_output=True)
+        yield form
+
+
+def _partial(
+    block: nn.Module, form: BlockSplit, shardings: Mapping[str, Sharding], ends: SequenceEnds | None
+) -> frozenset[str]:
+    """Return the whole parameters of a split block of whose gradients every rank has a part, whatever their values."""
+    if ends is None or not form.use_local_output:
+        return frozenset()
+    joined = tuple(f"{path}." if path else "" for path in joined_modules(form))
+    names = dict(block.named_parameters()).keys() - shardings.keys()
+    return frozenset(name for name in names if not name.startswith(joined or ("/",)))

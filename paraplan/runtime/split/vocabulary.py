@@ -14,22 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 
 from paraplan.runtime.data.batches import call_model
-from paraplan.runtime.shards.group import TensorGroup, reduce_from_region
+from paraplan.runtime.shards.group import TensorGroup, copy_to_region, reduce_from_region
+from paraplan.runtime.shards.overlap import LateWeight, can_be_late, copy_beside, late_linear
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import (
     VOCABULARY,
     SplitError,
     SplitTensor,
 )
-from paraplan.runtime.split.layers import (
-    LayerRole,
-    column_forward,
-    enter_column,
-    has_own_weight,
-)
+from paraplan.runtime.split.layers import has_own_weight
 from paraplan.runtime.structure.ends import layers_read_elsewhere
 from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.torch_private import pytree
@@ -105,11 +102,21 @@ def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: Tens
     for name in split.heads:
         module = held.get(name)
         if isinstance(module, nn.Linear):
-            role = LayerRole(kind="column", segments=(split.size,), reads_alone=True)
-            forward = column_forward(module, role, group, VOCABULARY, use_local_output=False)
-            module.forward = forward  # type: ignore[method-assign,assignment]
+            module.forward = _split_head(module, sharding, group)  # type: ignore[method-assign,assignment]
     own = {id(part) for part in parts.values()}
     return {name: sharding for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+def _split_head(module: nn.Linear, sharding: Sharding, group: TensorGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    def head(given: torch.Tensor) -> torch.Tensor:
+        if can_be_late(module.weight, given, group):
+            late = LateWeight(module.weight, outputs_first=True)
+            local = late_linear(copy_beside(given, late, group), module.bias, late)
+        else:
+            local = F.linear(copy_to_region(given, group, for_products=True), module.weight, module.bias)
+        return SplitTensor(local, sharding.at(local.ndim - 1), group, VOCABULARY)
+
+    return head
 
 
 def _look_up_own(module: nn.Embedding, group: TensorGroup, sharding: Sharding) -> None:
@@ -198,7 +205,7 @@ def _trial_heads(meta_model: nn.Module, heads: list[str], group: TensorGroup) ->
     def trial(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(given: torch.Tensor) -> torch.Tensor:
             sharding = Sharding(given.ndim - 1, (module.out_features,), group.size)
-            local = enter_column(given, group).new_empty((*given.shape[:-1], sharding.local_length(group.index)))
+            local = given.new_empty((*given.shape[:-1], sharding.local_length(group.index)))
             return SplitTensor(local, sharding, group, VOCABULARY)
 
         return forward

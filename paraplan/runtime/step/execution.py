@@ -11,6 +11,7 @@ from torch import nn
 
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.wrapping import GradientSync
 from paraplan.runtime.precision import compute_context
@@ -39,7 +40,8 @@ class Execution(Protocol):
 class WholeModelExecution:
     """One micro-batch after another through the whole model: one process, DDP, ZeRO.
 
-    `unsharded` are parameters that stay whole under ZeRO, whose gradients `replicas` averages.
+    `unsharded` are parameters that stay whole under ZeRO, whose gradients `replicas` averages; those of `partial` are
+    summed over `tp`.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class WholeModelExecution:
         device: torch.device,
         replicas: ReplicaGradients,
         unsharded: Sequence[nn.Parameter] = (),
+        partial: PartialGradients | None = None,
     ) -> None:
         self.loss = loss
         self._module = module
         self._replicas = replicas
         self._unsharded = unsharded
+        self._partial = partial or PartialGradients()
         self._sync = sync
         self._precision = precision
         self._device = device
@@ -69,6 +73,7 @@ class WholeModelExecution:
                 self._loss_of(micro_batch).backward()  # type: ignore[no-untyped-call]
         self._replicas.start(self._unsharded)
         self._replicas.finish()
+        self._partial.sum()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward passes without gradients."""

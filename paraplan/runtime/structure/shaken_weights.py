@@ -20,13 +20,9 @@ _SHARE, _LEAST = 0.1, 0.02  # of the size of a tensor's values, and beside it: z
 def shaken_weights(module: nn.Module) -> Iterator[None]:
     """Have trained weights of `module` differ in this context, alike on ranks that hold the same, and be put back."""
     _gather_anew(module)  # else parameters may be what was gathered, which comes and goes
-    held = [_local(one) for one in module.parameters() if one.requires_grad and not is_quantized(one)]
-    held = [one for one in {storage_key(one): one for one in held}.values() if one.is_floating_point()]
+    held = _trained(module)
     kept = [one.to("cpu", copy=True) for one in held]
-    for one in held:
-        places = torch.arange(one.numel(), dtype=torch.float32, device=one.device).view(one.shape)
-        size = one.float().square().mean().sqrt() if one.numel() else 0.0
-        one.add_((places * 1.7 + 0.3).sin_().mul_(_SHARE * size + _LEAST).to(one.dtype))
+    shake(module)
     _gather_anew(module)
     try:
         yield
@@ -34,6 +30,19 @@ def shaken_weights(module: nn.Module) -> Iterator[None]:
         for one, value in zip(held, kept, strict=True):
             one.copy_(value)
         _gather_anew(module)
+
+
+def shake(module: nn.Module) -> None:
+    """Change what `module` holds of its trained weights a little, by the places of the values alone."""
+    for one in _trained(module):
+        places = torch.arange(one.numel(), dtype=torch.float32, device=one.device).view(one.shape)
+        size = one.float().square().mean().sqrt() if one.numel() else 0.0
+        one.add_((places * 1.7 + 0.3).sin_().mul_(_SHARE * size + _LEAST).to(one.dtype))
+
+
+def _trained(module: nn.Module) -> list[torch.Tensor]:
+    held = [_local(one) for one in module.parameters() if one.requires_grad and not is_quantized(one)]
+    return [one for one in {storage_key(one): one for one in held}.values() if one.is_floating_point()]
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

@@ -1,0 +1,357 @@
+"""Blocks of which every rank of a `tp` group holds some heads and inner units, on plain tensors between modules.
+
+A region is where a rank computes with what it holds alone: a module that holds column layers (attention, a gated
+MLP), or a column layer by itself. What enters is whole on every rank, and its gradient is summed (Shoeybi et al. 2019,
+section 3, f and g); a row layer sums what leaves. Under sequence parallelism a rank has its own tokens outside of
+regions: they are gathered where one is entered, and summed and scattered where a row layer leaves it (Korthikanti et
+al. 2022, section 4.2.2). In a region gradients of what a rank holds whole are partial: they are summed at the end of a
+step.
+
+Code that writes down sizes of whole tensors is handed `SplitTensor`s by column layers; these end at row layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.runtime.shards.group import (
+    TensorGroup,
+    all_gather,
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter,
+    scatter_to_region,
+    sum_both_ways,
+)
+from paraplan.runtime.shards.overlap import LateWeight, can_be_late, copy_beside, gather_beside, late_linear
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.split_tensor import SplitError, SplitTensor
+from paraplan.runtime.split.experts import expert_shardings, expert_weights
+from paraplan.runtime.split.layers import (
+    BlockSplit,
+    LayerRole,
+    SequenceEnds,
+    check_row_input,
+    check_unread,
+    is_transposed,
+    parameter_shardings,
+    product_of,
+    shown_split,
+    take_parts,
+)
+from paraplan.runtime.structure.chain import put_argument
+from paraplan.runtime.structure.outputs import map_outputs
+
+
+@dataclass
+class _Entered:
+    """What entered a region last, and the weight of its `first` column layer where its gradient is made late.
+
+    `is_layer`: the region is a column layer.
+    """
+
+    first: nn.Module | None = None
+    is_layer: bool = False
+    tensor: torch.Tensor | None = None
+    late: LateWeight | None = None
+
+
+def split_block(
+    block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None
+) -> dict[str, Sharding]:
+    """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
+    shardings: dict[str, Sharding] = {}
+    shown: dict[str, dict[str, Sharding]] = {}
+    joined = () if ends is None else joined_modules(split)
+    entered = {path: _Entered() for path in _regions(block, split)}
+    for layer, role in split.roles.items():
+        module = block.get_submodule(layer)
+        found = (expert_shardings if role.kind == "experts" else parameter_shardings)(module, role, group.size)
+        take_parts(module, found, group)
+        shardings |= {f"{layer}.{name}": sharding for name, sharding in found.items()}
+        has_own_tokens = ends is not None and not _is_in(layer, joined)
+        if role.kind == "column":
+            region = entered[next(path for path in entered if _is_in(layer, (path,)))]
+            module.forward = _column(module, role, layer, region, split, group)
+        elif role.kind == "row":
+            is_inner = split.has_regions and _is_inner(layer, split.roles, entered)
+            module.forward = _row(module, layer, split, group, scatters=has_own_tokens, is_inner=is_inner)
+        elif role.kind == "experts":
+            _share_bias(module, group)
+        elif not split.use_local_output:
+            shown[layer] = found
+    for path, region in entered.items():
+        columns = [layer for layer, role in split.roles.items() if role.kind == "column" and _is_in(layer, (path,))]
+        region.first, region.is_layer = block.get_submodule(columns[0]) if columns else None, path in columns
+        _enter(
+            block.get_submodule(path),
+            group,
+            region,
+            gathers=ends is not None and not _is_in(path, joined),
+            sums=path in split.roles and split.roles[path].kind == "experts",
+        )
+    for path in joined:
+        _join(block.get_submodule(path), group, draws=split.draws)
+    block.forward = _block_forward(block, split, shown, group, ends)
+    return shardings
+
+
+def joined_modules(split: BlockSplit) -> tuple[str, ...]:
+    """Return the modules that have the tokens of all ranks under sequence parallelism, each of which does the same.
+
+    What holds experts is one, whose routing is of all tokens: a balance loss reads it.
+    """
+    experts = [layer for layer, role in split.roles.items() if role.kind == "experts"]
+    return _outermost([*split.joins, *(layer.rpartition(".")[0] for layer in experts)])
+
+
+def _is_in(layer: str, paths: Collection[str]) -> bool:
+    return any(not path or layer == path or layer.startswith(f"{path}.") for path in paths)
+
+
+def _outermost(paths: Any) -> tuple[str, ...]:
+    found = list(dict.fromkeys(paths))
+    return tuple(one for one in found if not any(one != other and _is_in(one, (other,)) for other in found))
+
+
+def _regions(block: nn.Module, split: BlockSplit) -> tuple[str, ...]:
+    """Return the regions of a block: experts, and modules that hold column layers, or these layers by themselves."""
+    paths = []
+    for layer, role in split.roles.items():
+        holder = layer.rpartition(".")[0]
+        is_held = split.has_regions and holder and not isinstance(block.get_submodule(holder), nn.ModuleList)
+        if role.kind == "column" or (role.kind == "read" and split.use_local_output):
+            paths.append(holder if is_held else layer)
+        elif role.kind == "experts":
+            paths.append(layer)
+    return _outermost(paths)
+
+
+def _is_inner(layer: str, roles: Mapping[str, LayerRole], regions: Collection[str]) -> bool:
+    """Whether a row layer is followed by column layers of its region, which go on with what it returns."""
+    region = next((path for path in regions if path and _is_in(layer, (path,))), None)
+    later = [*roles][[*roles].index(layer) + 1 :]
+    return region is not None and any(roles[one].kind == "column" and _is_in(one, (region,)) for one in later)
+
+
+def _column(
+    module: Any, role: LayerRole, layer: str, region: _Entered, split: BlockSplit, group: TensorGroup
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    sharding_of = cache(lambda ndim: Sharding(dim=ndim - 1, segments=role.segments, size=group.size))
+    is_plain, draws, product = split.use_local_output, split.draws, product_of(module)
+
+    def column(given: torch.Tensor) -> torch.Tensor:
+        if isinstance(given, SplitTensor):
+            raise SplitError("a column layer reads a split tensor", source=given.source, is_mixed=True)
+        if draws and module.training:
+            group.numbers.apart(given.device)
+        late: LateWeight | None = None
+        if given is region.tensor:
+            late, region.late = region.late, None
+        bias = module.bias
+        local = product(given, module.weight, bias) if late is None else late_linear(given, bias, late)
+        return local if is_plain else SplitTensor(local, sharding_of(local.ndim), group, layer)
+
+    return column
+
+
+def _row(
+    module: Any, layer: str, split: BlockSplit, group: TensorGroup, *, scatters: bool, is_inner: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    is_plain, draws, product = split.use_local_output, split.draws, product_of(module)
+
+    def row(given: torch.Tensor) -> torch.Tensor:
+        if not is_plain:
+            given = check_row_input(given, layer).local
+        bias, partial = module.bias, product(given, module.weight, None)
+        if is_inner:
+            own = sum_both_ways(partial, group)
+        elif scatters:
+            own = reduce_scatter(partial, _tokens_of_all(partial, group), group)
+        else:
+            own = reduce_from_region(partial, group, is_product=True)
+            if draws:
+                group.numbers.together()
+        if bias is not None and bias.dtype is not own.dtype:
+            bias = bias.to(own.dtype)  # which autocast leaves in fp32
+        return own if bias is None else own + bias
+
+    return row
+
+
+def _tokens_of_all(whole: torch.Tensor, group: TensorGroup) -> Sharding:
+    """Return how the tokens of all ranks are cut in [batch, tokens, hidden] or [batch x tokens, hidden]."""
+    tokens, dim = group.num_tokens, whole.ndim - 2
+    if dim < 0 or (whole.shape[dim] != tokens if dim else whole.shape[0] % tokens):
+        raise ValueError(f"hidden states of shape {tuple(whole.shape)} have no dimension of {tokens} tokens")
+    return _cut_of(dim, tokens, group, 1 if dim else whole.shape[0] // tokens)
+
+
+def _tokens_of_own(own: torch.Tensor, group: TensorGroup) -> Sharding | None:
+    """Return how the tokens of all ranks are cut, of which `own` may have this rank's; None where it has not."""
+    tokens, dim = group.num_tokens // group.size, own.ndim - 2
+    if dim < 0 or (own.shape[dim] != tokens if dim else own.shape[0] % tokens):
+        return None
+    return _cut_of(dim, group.num_tokens, group, 1 if dim else own.shape[0] // tokens)
+
+
+def _cut_of(dim: int, tokens: int, group: TensorGroup, repeats: int = 1) -> Sharding:
+    if torch.compiler.is_compiling():  # which would compile anew for each that is kept
+        return Sharding(dim, (tokens,), group.size, repeats)
+    known = group.cuts.get((dim, tokens, repeats))
+    if known is None:
+        known = group.cuts[dim, tokens, repeats] = Sharding(dim, (tokens,), group.size, repeats)
+    return known
+
+
+def _share_bias(module: nn.Module, group: TensorGroup) -> None:
+    """Have a bias that experts add to what each rank computed count once."""
+    weights = expert_weights(module)
+    assert weights is not None
+    bias, inner = f"{weights.leave}_bias", module.forward
+    if getattr(module, bias, None) is None:
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # An attribute of the instance stands before the parameter of its name, which stays where it is.
+        module.__dict__[bias] = module.get_parameter(bias) / group.size
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            del module.__dict__[bias]
+
+    module.forward = forward
+
+
+def _made(given: torch.Tensor, tokens: Sharding | None, group: TensorGroup, region: _Entered) -> torch.Tensor:
+    """Return `given`, or the tokens of all ranks, for each to go its own way with."""
+    first: Any = region.first
+    if first is not None and can_be_late(first.weight, given, group):
+        region.late = late = LateWeight(first.weight, outputs_first=not is_transposed(first))
+        return copy_beside(given, late, group) if tokens is None else gather_beside(given, tokens, late, group)
+    if tokens is not None:
+        return all_gather(given, tokens, group)
+    return copy_to_region(given, group, for_products=region.is_layer)
+
+
+def _enter(module: nn.Module, group: TensorGroup, region: _Entered, *, gathers: bool, sums: bool) -> None:
+    """Have what `module` is called with enter it; sum what leaves where it is of experts."""
+    inner = module.forward
+
+    def enter(given: Any) -> Any:
+        if type(given) is tuple:
+            return tuple([enter(one) for one in given])
+        if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+            return given
+        if isinstance(given, SplitTensor):
+            raise SplitError("a module of split layers reads a split tensor", source=given.source, is_mixed=True)
+        tokens = _tokens_of_own(given, group) if gathers and region.tensor is None else None
+        if tokens is None and not (given.requires_grad and torch.is_grad_enabled()):
+            return given
+        made = group.cached_copy(given, partial(_made, given, tokens, group, region))
+        if region.tensor is None:
+            region.tensor = made
+        return made
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        region.tensor = region.late = None
+        args = tuple([enter(one) for one in args])
+        for name, one in kwargs.items():
+            if isinstance(one, (torch.Tensor, tuple)):
+                kwargs[name] = enter(one)
+        output = inner(*args, **kwargs)
+        region.tensor = region.late = None
+        return map_outputs(lambda _, one: reduce_from_region(one, group), output) if sums else output
+
+    module.forward = forward
+
+
+def _join(module: nn.Module, group: TensorGroup, *, draws: bool) -> None:
+    """Have `module` compute with the tokens of all ranks, as all of them do, and return this rank's."""
+    inner = module.forward
+
+    def joined(given: Any) -> Any:
+        if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+            return given
+        tokens = _tokens_of_own(given, group)
+        return given if tokens is None else gather_from_region(given, tokens, group)
+
+    def own(number: int, output: torch.Tensor) -> torch.Tensor:
+        return output if number else scatter_to_region(output, _tokens_of_all(output, group), group)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if draws:
+            group.numbers.together()
+        output = inner(*[joined(one) for one in args], **{name: joined(one) for name, one in kwargs.items()})
+        if draws and module.training:
+            group.numbers.apart(next(module.parameters()).device)
+        return map_outputs(own, output)
+
+    module.forward = forward
+
+
+def _block_forward(
+    block: nn.Module,
+    split: BlockSplit,
+    shown: Mapping[str, dict[str, Sharding]],
+    group: TensorGroup,
+    ends: SequenceEnds | None,
+) -> Callable[..., Any]:
+    inner = block.forward
+
+    def leave(number: int, own: torch.Tensor) -> Any:
+        if not split.use_local_output and (number or isinstance(own, SplitTensor)):
+            return check_unread(number, own, split.read)
+        if number or ends is None or not ends.is_last:
+            return own
+        return gather_from_region(own, _cut_of(1, group.num_tokens, group), group)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if ends is not None:
+                args, kwargs = _with_own_tokens(args, kwargs, group, ends)
+                if split.draws and block.training:
+                    group.numbers.apart(next(block.parameters()).device)
+            with ExitStack() as undo:
+                for layer, shardings in shown.items():
+                    module = block.get_submodule(layer)
+                    undo.enter_context(shown_split(module, dict(module.named_parameters()), shardings, group, layer))
+                return map_outputs(leave, inner(*args, **kwargs))
+        finally:
+            group.forget()
+
+    return forward
+
+
+def _with_own_tokens(
+    args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup, ends: SequenceEnds
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block with this rank's tokens of its hidden state, which the first block cuts."""
+    where = ends.hidden_argument
+    hidden = args[where] if isinstance(where, int) else kwargs[where]
+    if hidden.ndim != 3:
+        raise UnsupportedPlanError(
+            f"sequence_parallel=True: the blocks take hidden states of shape {tuple(hidden.shape)}, and not of "
+            "[batch, tokens, hidden]",
+            hint="use a plan without sequence parallelism",
+        )
+    tokens = hidden.shape[1]
+    if not ends.is_first:
+        group.num_tokens = tokens * group.size
+        return args, kwargs
+    if tokens % group.size:
+        raise UsageError(
+            f"hidden states of shape {tuple(hidden.shape)} do not divide along their tokens over tp={group.size} ranks",
+            hint="use a sequence length that tp divides, or a plan without sequence parallelism",
+        )
+    group.num_tokens = tokens
+    return put_argument(where, scatter_to_region(hidden, _cut_of(1, tokens, group), group), args, kwargs)
