@@ -167,6 +167,8 @@ class PipelineProfile(_Group):
     """The schedules that the framework has."""
     splits_sends: bool = False
     """Each tensor-parallel rank sends its share of a boundary (Narayanan et al. 2021, section 4.1)."""
+    overlaps_sends: bool = False
+    """An interleaved pipeline sends beside the next chunk's compute, once all its stages are filled."""
     allocates_every_receive: bool = False
     """A rank allocates the receive buffers of all micro-batches at the start."""
     cuts_by_running_cost: bool = False

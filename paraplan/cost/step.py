@@ -258,6 +258,8 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
     # A share that tensor-parallel ranks receive is gathered, unless sequence parallelism leaves it divided.
     gathered = tp.all_gather_s(whole) * (table.sequence_parallel == 0) if splits else 0.0
     sends = transfers * (2.0 * pp.send_s(sent) + 2.0 * gathered)
+    if framework.pipeline.overlaps_sends:
+        sends = _exposed_sends(table, sends, forward + backward, workload.constants.overlap_slowdown)
     context_s = of_block.context_s * stage.num_blocks
     experts = _expert_parallel(workload, of_block, stage, (forward, backward))
     # A third of the head's time is its forward pass; half of a backward pass are the gradients of weights.
@@ -276,6 +278,18 @@ def _slot(context: _StepContext, stage: StageBlocks) -> MicroBatchTime:
         forward_context_parallel_s=context_s * forwards,
         forward_expert_parallel_s=experts[0] * forwards,
     )
+
+
+def _exposed_sends(table: PlanTable, sends: Floats, computed: Floats, slowdown: float) -> Floats:
+    """Return what is left of the sends of a micro-batch that an interleaved pipeline overlaps in its steady state.
+
+    Of the V m chunks that a rank passes forward, p - 1 on average and p (V - 1) fill the pipeline, and as many go
+    backward when it empties (Narayanan et al. 2021, section 2.2); nothing hides the sends of these.
+    """
+    chunks = table.virtual * table.num_microbatches
+    filling = np.minimum(1.0, (table.pp - 1 + table.pp * (table.virtual - 1)) / chunks)
+    left = filling * sends + overlap_s((1 - filling) * sends, (1 - filling) * computed, slowdown=slowdown)
+    return np.where(table.virtual > 1, left, sends)
 
 
 def _expert_parallel(

@@ -204,3 +204,35 @@ def test_deepspeed_gathers_module_by_module_in_every_pass(workload: MakeWorkload
     passes = 2 * sharding.gather_host_s + sharding.reduce_host_s
     assert added[0] == pytest.approx(8 * blocks * modules * passes, rel=0.05)
     assert added[1] == pytest.approx(8 * blocks * modules * (passes + sharding.gather_host_s), rel=0.05)
+
+
+def test_interleaved_sends_are_hidden_once_all_stages_are_filled(workload: MakeWorkload) -> None:
+    told = workload("llama-3-70b", num_nodes=4, seq_length=4096, global_batch_size=256)
+    made = Workload.of(told.model, told.training, told.cluster, framework="megatron-core")
+    shown = made.framework.changed(pipeline={"overlaps_sends": False})
+    for microbatches, least, most in ((8, 0.0, 1 / 16), (64, 0.6, 113 / 128)):  # 7 + 8 of 16 or 128 chunks fill it
+        plan = ParallelPlan(
+            dp=1,
+            tp=4,
+            pp=8,
+            pipeline_schedule="interleaved_1f1b",
+            virtual_pipeline_size=2,
+            num_microbatches=microbatches,
+            micro_batch_size=256 // microbatches,
+        )
+        left = evaluate_plan(made, plan).step.pipeline_send_s
+        whole = evaluate_plan(replace(made, framework=shown), plan).step.pipeline_send_s
+        assert least <= 1 - left / whole <= most + 1e-6
+
+
+def test_fp32_scores_have_no_fused_softmax(workload: MakeWorkload) -> None:
+    told = workload("gpt2-xl", "dgx-a100", precision="fp32", attention="eager")
+    made = Workload.of(told.model, told.training, told.cluster, framework="megatron-core")
+    plan = ParallelPlan(dp=8, num_microbatches=8)
+    longer, shorter = (
+        evaluate_plan(Workload.of(made.model, training, made.cluster, framework="megatron-core"), plan).step.compute_s
+        for training in (made.training, made.training.replace(seq_length=512, global_batch_size=128))
+    )
+    # Twice as long, half as many: scores are twice as many, all else is as much.
+    more_scores = 8 * 48 * 25 * 1024 * 1024 / 2
+    assert longer - shorter > more_scores * 2 * 16 / 2.04e12

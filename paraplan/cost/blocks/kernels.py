@@ -31,6 +31,9 @@ _UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
 Forward 6 bytes to make a 16-bit score fp32, 8 to scale, 8 to mask, 8 for the softmax, 6 to return to 16 bits, less 4;
 backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron/model/fused_softmax.py).
 """
+_UNFUSED_FP32_SOFTMAX_BYTES = 16.0
+"""The same of fp32 scores, in either pass: scaled and masked by themselves. No fused kernel takes these
+(`is_kernel_available` in the same file)."""
 
 
 _FUSED_KERNELS = 10
@@ -256,12 +259,16 @@ class KernelTimes(MatmulTimes):
 
     def _unfused_softmax_bytes(self, block: BlockSpec, *, backward: bool) -> Floats:
         """Return what eager attention's softmax moves beyond a fused one, where that does not take its scores."""
-        multiple = self.framework.kernels.fused_softmax_heads
-        if multiple == 1 or block.attention is None or self.training.attention != "eager":
+        kernels, is_fp32 = self.framework.kernels, self.training.precision == "fp32"
+        multiple = kernels.fused_softmax_heads
+        can_be_unfused = multiple > 1 or (is_fp32 and kernels.fused)
+        if not can_be_unfused or block.attention is None or self.training.attention != "eager":
             return np.zeros_like(self.shardings.tp)
         heads = block.attention.num_heads / (1.0 if block.attention.is_whole else self.shardings.tp)
         is_fused = heads * np.ceil(self.shardings.tokens / self.shardings.seq_length) % multiple == 0
         scores = self.shardings.tokens * self.shardings.seq_length * heads
+        if is_fp32:
+            return np.asarray(scores * _UNFUSED_FP32_SOFTMAX_BYTES)
         return np.asarray(np.where(is_fused, 0.0, scores * _UNFUSED_SOFTMAX_BYTES[backward]))
 
     def _attention_rate(self, *, backward: bool) -> float | None:
