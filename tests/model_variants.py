@@ -330,6 +330,11 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = LINEAR
     ),
     "ministral3": (("Ministral3ForCausalLM", "Ministral3Model"), _MODERN | {"head_dim": (16, 24)}),
     "arcee": (("ArceeForCausalLM", "ArceeModel"), _MODERN | {"attention_bias": _FLAG, "mlp_bias": _FLAG}),
+    "granite": (
+        ("GraniteForCausalLM", "GraniteModel"),
+        _MODERN
+        | {"attention_bias": _FLAG, "mlp_bias": _FLAG, "residual_multiplier": (0.22,), "logits_scaling": (16.0,)},
+    ),
     "olmo3": (("Olmo3ForCausalLM", "Olmo3Model"), _MODERN | {"attention_bias": _FLAG, "sliding_window": (256,)}),
     "exaone4": (("Exaone4ForCausalLM", "Exaone4Model"), _MODERN | {"head_dim": (16,), "sliding_window": (256,)}),
     "cohere2": (("Cohere2ForCausalLM", "Cohere2Model"), _MODERN | {"attention_bias": _FLAG, "sliding_window": (256,)}),

@@ -114,6 +114,7 @@ DENSE: dict[str, ModernFamily] = {
         is_gated=False,
         activation=(("hidden_act",), "relu2"),
     ),
+    "granite": MODERN["llama"],  # scaled by numbers alone, for which nothing is kept
     "olmo3": MODERN["olmo2"],
     "exaone4": EXAONE4,
     "cohere2": MODERN["cohere"]._replace(qk_norm=None, layers=rotary_in_windows),

@@ -44,7 +44,9 @@ _AT_MOST = {
     "top_k_experts": 2,
     "num_kv_shared_layers": 0,  # few layers are none to share with
     "moe_k": 2,
+    "moe_topk": 2,
     "n_group": 2,
+    "num_expert_group": 2,
     "topk_group": 1,
     "o_groups": 2,
     "o_lora_rank": 8,
