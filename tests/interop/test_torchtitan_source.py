@@ -298,3 +298,15 @@ def test_a_configuration_that_traces_one_of_another_file_begins_with_that(tmp_pa
     registry.unlink()
     with pytest.raises(PlanError, match="config_registry"):
         import_plan(f"{traced}:traced_1b", num_gpus=2)
+
+
+def test_converters_of_adapters_are_read_and_others_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "config_registry.py"
+    path.write_text(
+        "def lora_1b() -> Trainer.Config:\n"
+        "    return Trainer.Config(model_spec=model_registry('1B', converters=["
+        "LoRAConverter.Config(rank=4, target_modules=['wq', 'wkv']), SparseConverter.Config()]))\n"
+    )
+    setup = import_plan(path, num_gpus=1).setup
+    assert setup.train == "lora:r=4,targets=q_proj|k_proj|v_proj"
+    assert any("converters sparseconverter: not known" in note.lower() for note in setup.notes)

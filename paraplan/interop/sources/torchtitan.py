@@ -16,7 +16,12 @@ from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of, steps_of
 from paraplan.interop.sources.torchtitan_command import COMMAND, apply_settings, named_configuration
 from paraplan.interop.sources.torchtitan_python import CLASS, python_values
-from paraplan.interop.sources.torchtitan_stack import NarrowProducts, narrow_products, torchtitan_stack
+from paraplan.interop.sources.torchtitan_stack import (
+    NarrowProducts,
+    narrow_products,
+    torchtitan_stack,
+    trained_adapters,
+)
 from paraplan.interop.targets.torchtitan import DTYPES, SCHEDULES
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.stages import even_split
@@ -102,7 +107,7 @@ def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
     )
     optimizer, found = _optimizer(fields)
     precision = _precision(training, notes, has_autocast=is_python or plan.zero_stage > 0 or tp * pp == 1)
-    products = narrow_products(fields, notes)
+    products, train = narrow_products(fields, notes), trained_adapters(fields, notes)
     if products.precision is not None and precision == "fp32":
         notes.append(f"products in {products.precision} beside float32: priced in float32")
         products = NarrowProducts()
@@ -114,6 +119,8 @@ def _setup(fields: Fields, given: Given, *, is_python: bool) -> Setup:
         seq_length=length,
         precision=precision,
         optimizer=optimizer,
+        train=train,
+        base_weights=None if train is None else "bf16" if precision == "bf16-pure" else "fp32",
         loss=_loss(fields, notes),
         compiled=_compiles_model(fields.section("compile")),
         linear_precision=products.precision,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from paraplan.interop.fields import Fields
+from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.torchtitan_python import CLASS
 from paraplan.plan.stack import Dispatcher, OptimizerStep, StackSettings
 from paraplan.plan.training import Fp8Recipe, LinearPrecision
@@ -64,6 +65,19 @@ def registry(fields: Fields) -> Fields:
     return fields.section("model_spec") if is_call else Fields({}, source=fields.source)
 
 
+_KNOWN = ("float8", "mx", "nvfp4", "lora")
+"""Words of the names of converters that are read."""
+_RANK = 8
+_LAYERS = {
+    "wqkv": ("q_proj", "k_proj", "v_proj"),
+    "wkv": ("k_proj", "v_proj"),
+    **{f"w{letter}": (f"{letter}_proj",) for letter in "qkvo"},
+    "w1": ("gate_proj",),
+    "w2": ("down_proj",),
+    "w3": ("up_proj",),
+}
+
+
 class NarrowProducts(NamedTuple):
     """What linear layers multiply in."""
 
@@ -82,6 +96,11 @@ def narrow_products(fields: Fields, notes: list[str]) -> NarrowProducts:
     if any(converter.get("fqns") for _, converter in converters):
         notes.append("converters with fqns, which name some layers: priced as all linear layers")
     linear = fields.section("quantize").section("linear") if "quantize" in fields else Fields({}, source=fields.source)
+    others = [name for name, _ in converters if not any(word in name for word in _KNOWN)]
+    if others:
+        notes.append(f"converters {', '.join(others)}: not known, and not priced")
+    if any(converter.get("emulate") is True for _, converter in converters):
+        notes.append("emulate: products in fewer bits are priced as those of the GPU, not as emulated ones")
     for name, converter in converters:
         if "group" in name:
             continue
@@ -99,6 +118,26 @@ def narrow_products(fields: Fields, notes: list[str]) -> NarrowProducts:
             gathers = section.flag("enable_fsdp_float8_all_gather")
             return NarrowProducts("fp8", _RECIPES[recipe], bool(gathers) or None)
     return NarrowProducts()
+
+
+def trained_adapters(fields: Fields, notes: list[str]) -> str | None:
+    """Return the adapters of a `LoRAConverter`, None where all trains (torchtitan/components/lora.py)."""
+    for name, converter in _converters(fields):
+        if "lora" in name:
+            arguments = Fields(converter, source=fields.source, path="LoRAConverter.")
+            targets = arguments.value("target_modules")
+            train, found = trainable_of(
+                arguments, rank=arguments.count("rank") or _RANK, targets=_named(targets) or "all-linear"
+            )
+            notes += found
+            return train
+    return None
+
+
+def _named(targets: object) -> list[str]:
+    """Return the layers that torchtitan's names stand for; `wkv` and `wqkv` are several in one product."""
+    names = [str(target) for target in targets] if isinstance(targets, list) else []
+    return [known for name in names for known in _LAYERS.get(name, (name,))]
 
 
 def _converters(fields: Fields) -> Iterator[tuple[str, dict[str, object]]]:
