@@ -29,6 +29,10 @@ class ShardingImplementation(Record):
     """Traffic for each gradient that replicas all-reduce."""
     flat_step_bytes: float = 0.0
     """Copies of the gradient of a rank's own share that an optimizer step makes, all at once."""
+    flat_step_elements: float = float("inf")
+    """Elements of which ZeRO-3 makes those copies at once, one group of parameters after the other."""
+    keeps_gradients_with_optimizer: bool = False
+    """Gradients are where the optimizer is: on the host where that is offloaded, to which they go in buckets."""
     gather_host_s: float = 0.0
     """Seconds of the host to gather a block, or a module of it (`gathers_each_weight`)."""
     reduce_host_s: float = 0.0

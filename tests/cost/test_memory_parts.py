@@ -214,6 +214,26 @@ def test_deepspeed_flattens_gradients_to_reduce_and_to_step(workload: MakeWorklo
     assert one(apart.flat_step_bytes) == 0
 
 
+def test_deepspeeds_third_stage_steps_one_group_after_the_other(workload: MakeWorkload) -> None:
+    made = gpt(workload, load_framework("deepspeed-zero"))
+    parameters = LAYERS * BLOCK + EMBEDDING + 2 * H
+    assert one(rank(made, dp=4, zero_stage=3).flat_step_bytes) == 6 * parameters / 4  # less than a group's 1e9
+    grouped = made.framework.data_parallel.sharding.replace(flat_step_elements=1000.0)
+    small = replace(made, framework=made.framework.changed(data_parallel={"sharding": grouped}))
+    assert one(rank(small, dp=4, zero_stage=3).flat_step_bytes) == 6 * 1000
+    assert one(rank(small, dp=4, zero_stage=2).flat_step_bytes) == 6 * parameters / 4
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deepspeeds_gradients_are_on_the_host_where_its_optimizer_is(workload: MakeWorkload, stage: int) -> None:
+    made = gpt(workload, load_framework("deepspeed-zero"))
+    plan = {"dp": 4 if stage else 1, "zero_stage": stage}
+    here, away = rank(made, **plan), rank(made, offload="optimizer", **plan)
+    assert one(here.final_gradient_bytes) > 0
+    assert one(away.final_gradient_bytes) == 0
+    assert one(away.bucket_bytes) > 0
+
+
 def test_ddp_has_buckets_beside_gradients_that_accumulate(workload: MakeWorkload) -> None:
     made = workload(precision="fp32")
     whole = 4 * 124_439_808

@@ -471,3 +471,16 @@ def test_adapters_on_the_ends_beside_all_linear_layers_are_told(read: Any) -> No
 
 def test_llama_factorys_megatron_backends_have_attention_of_their_own(read: Any) -> None:
     assert read(FACTORY + "stage: sft\nuse_mca: true\n", num_gpus=1).attention is None
+
+
+def test_packed_rows_of_pairs_hold_both_sequences(read: Any) -> None:
+    text = "model: m\ntuner_type: full\nmax_length: 8192\nrlhf_type: dpo\nper_device_train_batch_size: 1\n"
+    assert (read(text, num_gpus=1).seq_length, read(text, num_gpus=1).plan.micro_batch_size) == (8192, 2)
+    packed = read(text + "packing: true\n", num_gpus=1)
+    assert (packed.seq_length, packed.plan.micro_batch_size) == (4096, 2)
+
+
+def test_megatrons_names_of_layers_are_those_of_transformers(read: Any) -> None:
+    text = "model: m\ntuner_type: lora\nmax_length: 64\ntensor_model_parallel_size: 1\n"
+    setup = read(text + "target_modules: [linear_qkv, linear_proj]\n", num_gpus=1)
+    assert (setup.train or "").startswith("lora:r=8,targets=q_proj|k_proj|v_proj|o_proj")

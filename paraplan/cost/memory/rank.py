@@ -110,7 +110,13 @@ class RankMemory(RankState):
         other = np.where(self.table.zero_stage >= 2, whole / self.shards, whole)
         # On their way to the host the shards of one unit at a time are here, which the reduction has anyway.
         sharded = np.where(self.offloads_parameters, 0.0, np.where(self.is_fsdp, fsdp, other))
-        return np.where(self.table.zero_stage == 0, replicated, sharded)
+        return np.where(self.sends_gradients, 0.0, np.where(self.table.zero_stage == 0, replicated, sharded))
+
+    @cached_property
+    def sends_gradients(self) -> Mask:
+        """Plans whose gradients go to the host in buckets, where the optimizer is."""
+        follows = self.framework.data_parallel.sharding.keeps_gradients_with_optimizer
+        return np.asarray((self.table.offload != OffloadCode.NONE) & follows)
 
     @cached_property
     def is_zero_bubble(self) -> Mask:
@@ -191,7 +197,7 @@ class RankMemory(RankState):
         """
         framework, key = self.framework, self.costs.key
         dummies = self.costs.distinct_weight_parameters[key] * (HALF if framework.kernels.engine else 0)
-        bucket = np.where(self.table.zero_stage >= 2, self.bucket_bytes, 0.0)
+        bucket = np.where((self.table.zero_stage >= 2) | self.sends_gradients, self.bucket_bytes, 0.0)
         generation = generation_of(self.workload)
         generates = generation.reserved_bytes if generation is not None and generation.is_shared else 0.0
         return np.asarray(matmul_workspace_bytes(self.workload) + dummies + bucket + generates)
@@ -200,7 +206,7 @@ class RankMemory(RankState):
     def bucket_bytes(self) -> Floats:
         """One bucket of a framework that sends gradients, or parameters, in buckets of a fixed size."""
         elements = np.minimum(self.framework.data_parallel.sharding.bucket_elements, self.parameters)
-        return np.where(self.table.zero_stage >= 1, elements * self.compute_bytes, 0.0)
+        return np.where((self.table.zero_stage >= 1) | self.sends_gradients, elements * self.compute_bytes, 0.0)
 
     @cached_property
     def accumulates_apart(self) -> bool:
@@ -216,7 +222,9 @@ class RankMemory(RankState):
         """
         each = 0.0 if self.accumulates_apart else self.framework.data_parallel.sharding.flat_step_bytes
         is_here = self.table.offload == OffloadCode.NONE
-        return np.where(is_here, self.parameters / self.state_shards * each, 0.0)
+        share = self.parameters / self.state_shards
+        at_once = np.minimum(share, self.framework.data_parallel.sharding.flat_step_elements)
+        return np.where(is_here, np.where(self.table.zero_stage == 3, at_once, share) * each, 0.0)
 
     def candidate(
         self, *, parameters: Floats, gradients: Floats, activations: Floats, workspace: Floats

@@ -13,6 +13,17 @@ _USUAL = ("q", "v")
 _EVERY = ("all", "all-linear", "all_linear")
 _PARTS = {"lm_head": "head", "output": "head", "embed_tokens": "embeddings", "wte": "embeddings"}
 """Modules outside of blocks that people train beside adapters, by their names in transformers."""
+_OF_MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+"""Layers of transformers in those of Megatron-Core, some of which are several in one product."""
 
 
 def trainable_of(
@@ -82,7 +93,8 @@ def _layers(targets: object, usual: tuple[str, ...], notes: list[str]) -> tuple[
     if any(not re.fullmatch(r"[\w.-]+", word) for word in words):
         notes.append("target layers are a regular expression: all linear layers assumed, --train says otherwise")
         return (ALL_LINEAR,)
-    return tuple(dict.fromkeys(word.lower() for word in words))
+    names = (name for word in words for name in _OF_MEGATRON.get(word.rpartition(".")[2].lower(), (word.lower(),)))
+    return tuple(dict.fromkeys(names))
 
 
 def _words(value: object) -> list[str]:

@@ -345,4 +345,9 @@ def _length(fields: Fields, objective: Objective, notes: list[str]) -> int | Non
         notes.append("max_length is not named, which is the model's own longest then: --seq-len says how long they are")
     if objective.task is not None and objective.task.startswith("grpo") and length is not None:
         return length + (fields.count("max_completion_length") or _COMPLETION)
-    return packed if is_packed and packed is not None else length
+    row = packed if is_packed and packed is not None else length
+    if is_packed and objective.group == 2 and row is not None:
+        # A row is as long as all sequences in it together, those of both answers (swift/dataset/packing.py).
+        notes.append(f"packed rows of {row} tokens hold both sequences of pairs: priced as two of {row // 2}")
+        return row // 2
+    return row
