@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
+from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from paraplan.errors import ModelError, near_names
 from paraplan.model.config_file import MAX_LAYERS, OWN_CODE_HINT, ModelConfig, load_config
@@ -38,12 +41,22 @@ def read_model(reference: str, *, seq_length: int | None = None, micro_batch_siz
 
         return trace_factory(reference, seq_length=seq_length, micro_batch_size=micro_batch_size)
     path = find_config(reference)
+    if path in bundled_models().values():
+        return _read_bundled(path, reference, seq_length, micro_batch_size)
+    return _read_file(path, reference, seq_length, micro_batch_size)
+
+
+def _read_file(path: Path, reference: str, seq_length: int | None, micro_batch_size: int) -> ModelSpec:
     config = load_config(path, seq_length=seq_length)
     is_known = is_read(config) or is_hybrid(config)
     if not is_known and can_build(config.model_type):
         traced = trace_config(config, micro_batch_size=micro_batch_size)
         return traced.replace(source=reference, released_in=config.released_in)
     return read_fields(config).replace(source=reference)
+
+
+_read_bundled = lru_cache(maxsize=256)(_read_file)
+"""Reads a file of ours, which stays as it is: searches for the largest model read all of them again and again."""
 
 
 def _bundled_by_id(repository: str) -> Path | None:
@@ -63,9 +76,10 @@ def is_factory(reference: str) -> bool:
     return where.endswith(".py") or all(part.isidentifier() for part in where.split("."))
 
 
-def bundled_models() -> dict[str, Path]:
+@cache
+def bundled_models() -> Mapping[str, Path]:
     """Return the bundled configurations by name."""
-    return {path.stem: path for path in sorted((profiles_folder() / "models").glob("*.json"))}
+    return MappingProxyType({path.stem: path for path in sorted((profiles_folder() / "models").glob("*.json"))})
 
 
 def find_config(reference: str) -> Path:

@@ -158,7 +158,7 @@ def test_runs_that_contradict_each_other_widen_the_range(plain: Workload) -> Non
     assert differ.step_time_width > 2 * agree.step_time_width
 
 
-def source(name: str, generator: np.random.Generator, *, common: float, own: float, rows: int = 12) -> SourceErrors:
+def source(name: str, generator: np.random.Generator, *, common: float, own: float, rows: int = 6) -> SourceErrors:
     sizes = np.zeros((rows, NUM_SIZES))  # one plan again and again
     logs = common * generator.normal() + own * generator.normal(size=rows)
     return SourceErrors(
@@ -172,7 +172,7 @@ def source(name: str, generator: np.random.Generator, *, common: float, own: flo
 
 def test_spreads_are_found_again_in_made_up_sources() -> None:
     generator = np.random.default_rng(1)
-    sources = [source(str(number), generator, common=0.3, own=0.05) for number in range(40)]
+    sources = [source(str(number), generator, common=0.3, own=0.05) for number in range(16)]
     shared = fit_shared_errors(sources)
     assert shared.log_sd == pytest.approx(0.3, rel=0.3)
     assert shared.own_log_sd == pytest.approx(0.05, rel=0.3)
