@@ -272,3 +272,12 @@ def test_fp32_scores_have_no_fused_softmax(workload: MakeWorkload) -> None:
     # Twice as long, half as many: scores are twice as many, all else is as much.
     more_scores = 8 * 48 * 25 * 1024 * 1024 / 2
     assert longer - shorter > more_scores * 2 * 16 / 2.04e12
+
+
+def test_zero_1_shows_its_first_and_last_transfer_however_much_it_overlaps(workload: MakeWorkload) -> None:
+    told = workload("llama-3-8b", num_nodes=8, seq_length=1024)
+    made = Workload.of(told.model, told.training, told.cluster, framework="megatron-core")
+    step = evaluate_plan(made, ParallelPlan(dp=64, zero_stage=1)).step
+    assert step.data_parallel_s > step.data_parallel_wire_s / 32
+    shown = replace(made, framework=made.framework.changed(data_parallel={"overlaps_zero_1": False}))
+    assert step.data_parallel_s < evaluate_plan(shown, ParallelPlan(dp=64, zero_stage=1)).step.data_parallel_s

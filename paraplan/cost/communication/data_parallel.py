@@ -122,26 +122,18 @@ def exchanged_experts(table: PlanTable, costs: BlockCosts, stages: list[StageBlo
     return np.where(table.ep > 1, experts, 0.0)
 
 
-def data_parallel_s(
-    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], slot: SlotSeconds
-) -> tuple[Floats, Floats]:
-    """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
-
-    DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice or more and
-    reduces once in every micro-batch (or in the last alone, `accumulates_whole`), each block's transfer behind its
-    neighbour's work in `slot`; ZeRO-1 reduces and gathers around the optimizer step, where nothing hides it. Overlap
-    slows both sides by `overlap_slowdown` (Galvatron, section 4).
-    """
-    profile = workload.framework.data_parallel
+def _transfers_s(
+    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]
+) -> tuple[Floats, Floats, Floats]:
+    """Return the seconds to reduce gradients to shards once, to gather weights once, and to all-reduce gradients."""
+    sharding = workload.framework.data_parallel.sharding
     links, replicas = data_links(workload, table)
     parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
     num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
-    unit_bytes, slowdown = float(workload.training.activation_bytes), workload.constants.overlap_slowdown
-    gradient_bytes = workload.gradient_bytes(table.zero_stage)
-    microbatches = table.num_microbatches
-    is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
+    unit_bytes, gradient_bytes = float(workload.training.activation_bytes), workload.gradient_bytes(table.zero_stage)
+    is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (2, 3))
     # FSDP2 moves one block at a time; DDP and ZeRO-1 move large buckets.
-    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if profile.sharding.gathers_each_weight else 1
+    matmuls = max(len(run.block.matmuls) for run in workload.model.runs) if sharding.gathers_each_weight else 1
     units = np.where(is_zero_2 | is_zero_3, np.maximum(num_blocks, 1) * np.where(is_zero_3, matmuls, 1), 1)
     experts = exchanged_experts(table, costs, stages)
     unit = (parameters - experts) * gradient_bytes / units
@@ -159,6 +151,26 @@ def data_parallel_s(
         reduce_s = reduce_s + units * alike.reduce_scatter_s(experts * gradient_bytes / units)
         gather_s = gather_s + units * alike.all_gather_s(experts * unit_bytes / units)
         all_reduce_s = all_reduce_s + alike.all_reduce_s(experts * gradient_bytes)
+    return reduce_s, gather_s, all_reduce_s
+
+
+def data_parallel_s(
+    workload: Workload, table: PlanTable, costs: BlockCosts, stages: list[StageBlocks], slot: SlotSeconds
+) -> tuple[Floats, Floats]:
+    """Return seconds on the wire and seconds exposed of gradient reduction and of ZeRO's gathers.
+
+    DDP and ZeRO-2 reduce while the last micro-batch's backward pass runs; ZeRO-3 gathers parameters twice or more and
+    reduces once in every micro-batch (or in the last alone, `accumulates_whole`), each block's transfer behind its
+    neighbour's work in `slot`; ZeRO-1 reduces and gathers around the optimizer step, where nothing hides it, or beside
+    the passes before and after it (`overlaps_zero_1`), but for what ends the one and begins the other. Overlap
+    slows both sides by `overlap_slowdown` (Galvatron, section 4).
+    """
+    profile = workload.framework.data_parallel
+    parameters = np.max([stage_parameters(costs, stage) for stage in stages], axis=0)
+    num_blocks = np.max([stage.num_blocks for stage in stages], axis=0)
+    slowdown, microbatches = workload.constants.overlap_slowdown, table.num_microbatches
+    is_zero_1, is_zero_2, is_zero_3 = (table.zero_stage == stage for stage in (1, 2, 3))
+    reduce_s, gather_s, all_reduce_s = _transfers_s(workload, table, costs, stages)
     block = np.maximum(costs.largest_block_parameters[costs.key], 1.0)
     # What is further from its recomputed forward pass than may stay is gathered again (stage3_max_reuse_distance).
     is_full = table.recompute == RecomputeCode.FULL
@@ -172,7 +184,7 @@ def data_parallel_s(
     )
     passes_s = slot.compute_s + _sends_elsewhere(workload, table, slot)
     whole, backward = passes_s + slot.recompute_s, passes_s * (2 / 3) + slot.recompute_s
-    hidden = [microbatches * whole, whole * profile.overlaps_zero_1]
+    hidden = [microbatches * whole, np.zeros_like(whole)]
     behind = np.select([is_zero_3, is_zero_1], hidden, backward * profile.overlaps_gradients)
     ahead = np.where(is_zero_3, np.maximum(0.0, 1 - profile.sharding.prefetch_elements / block), 0.0)
     waited = gathers * gather_s * microbatches * ahead
@@ -181,7 +193,21 @@ def data_parallel_s(
     last = wire * np.maximum(embedding, 1 / np.maximum(num_blocks, 1)) / np.where(is_zero_3, microbatches, 1)
     last = np.where(is_zero_1, 0.0, np.minimum(last, wire - waited))
     overlapped = overlap_s(wire - waited - last, behind, slowdown=slowdown)
-    return wire, waited + last + overlapped
+    exposed = waited + last + overlapped
+    if profile.overlaps_zero_1 and is_zero_1.any():
+        ends = np.maximum(embedding, 1 / np.maximum(num_blocks, 1))
+        beside = (reduce_s, backward), (gather_s, passes_s / 3)
+        exposed = np.where(is_zero_1, _around_step_s(beside, ends, slowdown), exposed)
+    return wire, exposed
+
+
+def _around_step_s(beside: tuple[tuple[Floats, Floats], ...], ends: Floats, slowdown: float) -> Floats:
+    """Return what is seen of transfers around an optimizer step, each given with the pass that runs beside it.
+
+    Nothing runs beside the share `ends` of them: the last gradients to be reduced and the first weights to be gathered.
+    """
+    seen = [ends * each + overlap_s((1 - ends) * each, computed, slowdown=slowdown) for each, computed in beside]
+    return np.asarray(sum(seen))
 
 
 def _sends_elsewhere(workload: Workload, table: PlanTable, slot: SlotSeconds) -> Floats:
