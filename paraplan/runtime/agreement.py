@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, Protocol, get_args
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
+from paraplan.runtime.connections import Connections
 from paraplan.runtime.torch_private import LOST_CONNECTION, default_store
 from paraplan.runtime.world import World
 
@@ -21,6 +22,7 @@ _PATIENCE_S = 5.0
 """How long a rank that has failed waits to see whether others have too, before it says so."""
 _PAUSE_S = 0.01
 _WORDS_TRAVEL_S = 1.0
+"""How long a rank that has failed in a call waits for the others to fail alike, or for what one of them says."""
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -36,16 +38,24 @@ class FailedElsewhereError(Exception):
 class Agreement:
     """The ranks of one job. `number` counts the calls that they have agreed on, the same on every rank.
 
-    `job` is the number of the job among those of this process, which share a store; 0 until the first call.
+    `job` is the number of the job among those of this process, which share a store; 0 until the first call. `failures`
+    are the calls that have failed on all ranks alike; where one has failed otherwise its `connections` are closed, and
+    the job `has_ended`.
     """
 
     world: World
+    connections: Connections = field(default_factory=Connections)
     number: int = 0
     job: int = 0
+    failures: int = 0
+    has_ended: bool = False
 
     @contextmanager
-    def on(self, call: str) -> Iterator[None]:
-        """Leave this context when every rank does. Raises what the first of them raised where one did."""
+    def on(self, call: str, *, parts: bool = False) -> Iterator[None]:
+        """Leave this context when every rank does. Raises what the first of them raised where one did.
+
+        With `parts` a rank that has failed closes its connections where others wait for it.
+        """
         if not self.world.is_distributed or not dist.is_initialized():
             yield
             return
@@ -58,7 +68,8 @@ class Agreement:
                 self._tell(prefix, error)
             else:
                 default_store().add(f"{prefix}/arrived", 1)
-            self._wait(prefix, lambda: False, patience_s=_PATIENCE_S)
+            if not self._wait(prefix, lambda: False, patience_s=_WORDS_TRAVEL_S if parts else _PATIENCE_S) and parts:
+                self._part()
             other = self._told(prefix)
             if other is not None and not isinstance(error, ParaplanError):
                 raise _said_by(*other, call=call) from error  # a connection that was lost, since another rank has ended
@@ -71,24 +82,40 @@ class Agreement:
 
     @contextmanager
     def explained(self, call: Callable[[], str]) -> Iterator[None]:
-        """Have a connection that is lost in this context say what the rank has raised that was at its other end."""
+        """Have what a rank raises in this context end the others at once, in the words of that rank.
+
+        They wait for it in a collective, whose connections it closes; not where all ranks raise something.
+        """
         if not self.world.is_distributed or not dist.is_initialized():
             yield
             return
-        prefix = f"{self._prefix()}/ended"
+        if self.has_ended:
+            raise UsageError(
+                f"{call()} after an error in which the ranks of the job have parted",
+                hint="begin anew, from the last checkpoint",
+            )
+        prefix = f"{self._prefix()}/ended/{self.failures}"
         try:
             yield
         except Exception as error:
+            self.failures += 1
             if not is_lost_connection(error):
                 self._tell(prefix, error)
+                if not self._wait(prefix, lambda: False, patience_s=_WORDS_TRAVEL_S):
+                    self._part()
                 raise
             other = self._soon_told(prefix)
+            self._part()
             if other is not None:
                 raise _said_by(*other, call=call()) from error
             raise RankLeftError(
                 f"a rank has ended while rank {self.world.rank} was in {call()} (connection closed by peer)",
-                hint="look for what the other ranks have written",
+                hint="look for what the other ranks have written; give every rank the same number of batches",
             ) from error
+
+    def _part(self) -> None:
+        self.has_ended = True
+        self.connections.close()
 
     def _prefix(self) -> str:
         """Return where this job writes: what an earlier one was refused with says nothing about it."""
@@ -138,16 +165,17 @@ class Agreement:
                 return rank, str(words["message"]), words["hint"]
         return None
 
-    def _wait(self, prefix: str, is_over: Callable[[], bool], *, patience_s: float | None) -> None:
-        """Return once all ranks have arrived, or one has failed, or it took too long."""
+    def _wait(self, prefix: str, is_over: Callable[[], bool], *, patience_s: float | None) -> bool:
+        """Return once all ranks have arrived, or one has failed, or it took too long; whether all have."""
         store = default_store()
         limit: timedelta = store.timeout  # type: ignore[attr-defined]  # torch leaves it out of its annotations
         ends_s = time.monotonic() + (limit.total_seconds() if patience_s is None else patience_s)
         try:
             while store.add(f"{prefix}/arrived", 0) < self.world.size and time.monotonic() < ends_s and not is_over():
                 time.sleep(_PAUSE_S)
+            return store.add(f"{prefix}/arrived", 0) >= self.world.size
         except RuntimeError:  # the rank that held the store has ended
-            return
+            return False
 
 
 def _said_by(rank: int, message: str, hint: str | None, *, call: str) -> ParaplanError:
@@ -213,14 +241,8 @@ class RankSync:
             dist.all_gather(gathered, mine)
         except RuntimeError as error:
             left = self._who_left()
-            if left is None and not is_lost_connection(error):
-                raise
             if left is None:
-                raise RankLeftError(
-                    f"a rank has ended, and rank {self._world.rank} goes on with {call} after {self.num_steps} steps "
-                    "(connection closed by peer)",
-                    hint="look for what the other ranks have written; give every rank the same number of batches",
-                ) from error
+                raise
             rank, num_steps = left
             raise RankLeftError(
                 f"rank {rank} has ended after {num_steps} steps, and rank {self._world.rank} goes on with "

@@ -39,6 +39,7 @@ from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.structure.weights import (
     can_be_sharded,
     check_materialised,
+    check_own_memory,
     count_parameters,
     is_quantized,
     lasting_buffers,
@@ -63,6 +64,8 @@ def check_model(
         )
     check_materialised(model, reads_weights=reads_weights)
     check_stored_type(model, precision)
+    if plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage:
+        check_own_memory(model, plan.describe())
     stack = find_blocks(model)
     if file is not None and file.model is not None:
         _check_reference(file.model, model, stack, plan)

@@ -229,8 +229,7 @@ class Engine(TrainingState):
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self._part.parameters.values():  # of which the optimizer may have some
-            parameter.grad = None
+        self._part.forget_gradients()  # of which the optimizer may have some
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}

@@ -52,7 +52,7 @@ class Hands:
         self._count = self._num_optimized()
         self._versions: list[int] = []
         self._gradients: dict[str, tuple[int, int, float]] = {}
-        self._has_told = False
+        self._told: set[str] = set()
         if self._is_parallel:
             refuse = weakref.WeakMethod(self._refuse_outside)  # no circle holds the groups of a job that has ended
             for one in self._optimizers:
@@ -116,12 +116,17 @@ class Hands:
         Where it has written parts of weights, which may be right, that is said once. Ranks have agreed that one has.
         """
         self._compare("weights that a script has written")
-        if not self._has_told and self._mesh.world.rank == 0:
+        self._tell_parts("written weights between steps")
+
+    def _tell_parts(self, what: str) -> None:
+        """Say once for `what` that a script has done that it saw some of what one process sees."""
+        if what not in self._told and self._mesh.world.rank == 0:
             _LOGGER.warning(
-                "a script has written weights between steps: under tp and pp it sees those of this rank, and parts of "
-                "them, so that what goes by a norm differs from one process; engine.whole(name) has them whole"
+                "a script has %s: under tp and pp it sees those of this rank, and parts of them, so that what goes by "
+                "a norm, a mean or a shape differs from one process; engine.whole(name, tensor) has them whole",
+                what,
             )
-        self._has_told = True
+        self._told.add(what)
 
     def note_gradients(self) -> None:
         """Take note of the gradients as the engine leaves them."""
@@ -160,6 +165,8 @@ class Hands:
                 hint="job.prepare(max_grad_norm=...) clips by the norm of the whole model",
             )
         self._compare("gradients that were changed by hand", held)
+        if not all(row[0] for row in rows):
+            self._tell_parts("changed gradients before the update")
 
     def end_step(self, number: int) -> None:
         """Compare, every hundred steps, the weights that ranks hold alike."""

@@ -25,6 +25,7 @@ from paraplan.runtime.checkpoints.adapter_files import adapters_of
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
 from paraplan.runtime.checks.batch_coupling import Coupling
 from paraplan.runtime.checks.references import Reference, Verify, reference_of
+from paraplan.runtime.connections import Connections
 from paraplan.runtime.data.batches import StepShape, TargetCount, TargetCounter
 from paraplan.runtime.data.packing import Packing, check_keeps_apart
 from paraplan.runtime.data.passes import DataPasses
@@ -83,6 +84,7 @@ class Job:
     measured: Path | None = None
     metrics_every: int = 1
     shows_progress: bool = False
+    connections: Connections = field(default_factory=Connections, repr=False)
     _sync: list[RankSync] = field(default_factory=list, repr=False)
     _engines: list[Engine] = field(default_factory=list, repr=False)
     _agreements: list[Agreement] = field(default_factory=list, repr=False)
@@ -229,7 +231,7 @@ class Job:
 
     def _agreement(self) -> Agreement:
         if not self._agreements:
-            self._agreements.append(Agreement(self.world))
+            self._agreements.append(Agreement(self.world, self.connections))
         return self._agreements[0]
 
     def _tell_unfused(self, optimizer: torch.optim.Optimizer) -> None:
@@ -321,7 +323,7 @@ class Job:
                 f"micro_batch_size={self.plan.micro_batch_size} x num_microbatches={self.plan.num_microbatches})",
                 hint="leave batch_size out, or make a plan with paraplan recommend --global-batch",
             )
-        return shard_dataset(
+        batches = shard_dataset(
             dataset,
             batch_size=planned if batch_size is None else batch_size,
             dp=self.dp,
@@ -338,15 +340,11 @@ class Job:
             pack=pack,
             passes=self._passes,
         )
+        batches.reading = lambda: self._agreement().explained(lambda: "job.shard")
+        return batches
 
     def _same_stream(self) -> Callable[[list[Any]], None]:
-        same = SameStream(self.world, next(self._streams))
-
-        def check(samples: list[Any]) -> None:
-            with self._agreement().explained(lambda: "job.shard"):
-                same(samples)
-
-        return check
+        return SameStream(self.world, next(self._streams))
 
     def close(self) -> None:
         """Wait for checkpoints that are being written, say how the run compares with its prediction, and leave.
@@ -367,6 +365,7 @@ class Job:
             atexit.unregister(sync.leave)
         self._engines.clear()
         self._sync.clear()
+        self.connections.close()
         leave_group()
 
     def _watch(self, num_parameters: int) -> RunWatch:

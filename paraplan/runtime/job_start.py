@@ -19,8 +19,9 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import check_supported, compiled_reason
 from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.connections import Connections
 from paraplan.runtime.job import Job, is_compiled
-from paraplan.runtime.mesh import build_mesh
+from paraplan.runtime.mesh import Mesh, build_mesh
 from paraplan.runtime.world import (
     DEFAULT_TIMEOUT_S,
     World,
@@ -82,9 +83,7 @@ def init(
     check_devices(chosen, torch.cuda.device_count())
     if is_fake and chosen.offload == "none":  # nothing is told apart, whatever torch.cuda says there
         world = replace(world, device=torch.device("cpu"))
-    if world.is_distributed and not is_fake and not dist.is_initialized():
-        join_world(world, os.environ, timeout_s=timeout_s)
-        atexit.register(leave_group)
+    mesh, connections = _joined(chosen, world, timeout_s, is_fake=is_fake)
     kind = Job
     if is_fake:
         from paraplan.runtime.fake.job import FakeJob  # a kind of this job, with much that real runs do without
@@ -94,12 +93,23 @@ def init(
         plan=chosen,
         file=file,
         precision=precision,
-        mesh=build_mesh(chosen, world),
+        mesh=mesh,
+        connections=connections,
         metrics=_metrics_file(metrics),
         measured=_measured_file(is_fake=is_fake),
         metrics_every=_metrics_every(metrics_every),
         shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
     )
+
+
+def _joined(plan: ParallelPlan, world: World, timeout_s: float, *, is_fake: bool) -> tuple[Mesh, Connections]:
+    """Return the mesh of this rank among the others, and the connections that it was made with."""
+    connections = Connections(os.environ.get("MASTER_PORT"))
+    if world.is_distributed and not is_fake and not dist.is_initialized():
+        join_world(world, os.environ, connections, timeout_s=timeout_s)
+        atexit.register(leave_group)
+    with connections.noted():
+        return build_mesh(plan, world), connections
 
 
 def _plan_on_the_spot(world: World, strategy: Literal["ddp", "dp"]) -> ParallelPlan:

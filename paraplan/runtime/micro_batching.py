@@ -116,7 +116,7 @@ class MicroBatching:
                 stack.enter_context(_uncounted_memory(device))
                 if checking.agreement is not None:
                     words = "the check before the first" if not self._sync.num_steps else "the check of a"
-                    stack.enter_context(checking.agreement.on(f"{words} {call}"))
+                    stack.enter_context(checking.agreement.on(f"{words} {call}", parts=True))
                 stack.enter_context(explained_timeouts(lambda: f"the check of engine.{call}"))
                 guarded(lambda: self._check.run(call, pieces, sizes))
         self._loss.gathers, self._loss.total = gathers, None

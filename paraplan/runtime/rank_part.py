@@ -56,6 +56,11 @@ class RankPart:
             held[""] = nn.Parameter(torch.empty(0))
         return RankParameters(held)
 
+    def forget_gradients(self) -> None:
+        """Let go the gradients of all parameters."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
 
 @dataclass(frozen=True)
 class ParallelContext:
@@ -92,6 +97,7 @@ class ParallelContext:
         if plan.tp * plan.cp > 1:
             loss_fn = without_custom_functions(loss_fn)
         loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh))
+        loss.num_stages = plan.pp
         return cls(
             plan=plan,
             mesh=mesh,

@@ -88,6 +88,7 @@ LOST_CONNECTION = (LOST_PEER, "Connection reset by peer", "Broken pipe", "Socket
 TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout caused pair closure", re.IGNORECASE)
 """What gloo raises after a timeout (transport/tcp/unbound_buffer.cc and pair.cc); the error is a plain RuntimeError."""
 
+WRITTEN_IN_PLACE = "has been modified by an inplace operation"
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """What DTensor raises where a shard meets a plain tensor; the error is a plain RuntimeError."""
 

@@ -34,6 +34,7 @@ from paraplan.runtime.checkpoints.saving import (
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.block_order import BlockOrders
+from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.hands import Hands
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
@@ -71,7 +72,8 @@ class TrainingState:
         self._options = engine_options
         self._sync = engine_options.sync or RankSync(mesh.world)
         if part.orders:
-            self._sync.orders = BlockOrders(part.orders, plan, mesh)
+            reached = [one for one in part.reductions if isinstance(one, ReachedShards)]
+            self._sync.orders = BlockOrders([*part.orders, *reached], plan, mesh)
         self._losses = LossWatch(mesh.world)
         self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, plan=plan, mesh=mesh)
         has_values = engine_options.checking.has_values

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from paraplan.errors import UsageError
+from paraplan.runtime.connections import Connections
 from paraplan.runtime.torch_private import NOISY_LOGGERS, VIEW_WARNING
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -51,8 +52,10 @@ def read_world(environment: Mapping[str, str]) -> World:
     return World(rank=rank, local_rank=local_rank, size=size, device=device, is_distributed=True)
 
 
-def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Set up the default process group: gloo for tensors on the CPU, and NCCL for those on GPUs.
+def join_world(
+    world: World, environment: Mapping[str, str], connections: Connections, *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> None:
+    """Set up the default process group, with its `connections`: gloo for tensors on the CPU, NCCL for those on GPUs.
 
     Where the rendezvous is a loopback address the ranks listen there alone. A collective that takes longer than
     `timeout_s` ends its rank with an error.
@@ -68,14 +71,15 @@ def join_world(world: World, environment: Mapping[str, str], *, timeout_s: float
         _stay_on_loopback()
     by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store_of_job(host, port, world, timeout, by_agent=by_agent)
-    dist.init_process_group(
-        _backend(world, environment),
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-        device_id=world.device if on_gpu and environment.get(BACKEND) != "gloo" else None,
-    )
+    with connections.noted():
+        dist.init_process_group(
+            _backend(world, environment),
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=world.device if on_gpu and environment.get(BACKEND) != "gloo" else None,
+        )
 
 
 def leave_group() -> None:

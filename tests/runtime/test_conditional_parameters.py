@@ -11,6 +11,7 @@ from torch import nn
 from training_cases import HIDDEN, TOKENS, VOCABULARY, Layer, loss_fn
 
 from paraplan import runtime
+from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 
 BATCH = 8
@@ -113,6 +114,29 @@ def test_layers_that_some_steps_or_all_leave_out_train_as_in_one_process(ranks: 
             assert has_gradient == [bool(sequences) for sequences in STEPS]
             for name, value in parameters.items():
                 torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
+
+
+def untold() -> str:
+    """Leave a layer out on one rank of ZeRO, which nobody has said may be."""
+    plan = ParallelPlan(dp=2, zero_stage=3, micro_batch_size=BATCH // 2)
+    engine = runtime.init(plan, shows_progress=False).prepare(Conditional(), loss_fn=loss_fn, optimizer=adamw)
+    place, said = torch.distributed.get_rank(), "no error"
+    rows = slice(place * BATCH // 2, (place + 1) * BATCH // 2)
+    for step in range(len(STEPS)):
+        inputs, targets = batch_of(step)
+        try:
+            engine.step(inputs[rows], targets[rows])
+        except UnsupportedPlanError as refusal:
+            said = f"{step}: {refusal}"
+            break
+    return said
+
+
+@pytest.mark.ranks
+def test_layers_that_one_rank_of_zero_leaves_out_are_named_in_the_next_step(ranks: RankHarness) -> None:
+    for said in ranks.run(untold, size=2):
+        assert said.startswith("2: ranks 0 and 1 have run other blocks in the last call, or trained others")
+        assert "job.prepare(find_unused=True)" in said
 
 
 class WithAFlag(nn.Module):

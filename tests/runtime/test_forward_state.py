@@ -18,6 +18,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.structure.shaken_weights import shaken_weights
 
 NUM_STEPS = 3
+HALVES = ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2)
 
 
 class Averaging(Base):
@@ -151,12 +152,12 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [tuple(torch.randint(WORDS, (2, BATCH, LENGTH), generator=generator)) for _ in range(NUM_STEPS)]
 
 
-def plainly(kind: type[Base]) -> list[float]:
+def plainly(kind: type[Base], loss_fn: Any = loss_of) -> list[float]:
     model, losses = made(kind), []
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     for tokens, targets in batches():
         optimizer.zero_grad()
-        loss = loss_of(model(tokens), targets)
+        loss = loss_fn(model(tokens), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -167,10 +168,9 @@ def train(kind: type[Base], plan: ParallelPlan, **options: Any) -> list[float] |
     job = runtime.init(plan, shows_progress=False)
     engine = job.prepare(
         made(kind),
-        loss_fn=loss_of,
         optimizer=lambda held: torch.optim.SGD([one for one in held if one.requires_grad], lr=0.1),
         example_inputs=torch.zeros(2, LENGTH, dtype=torch.long),
-        **options,
+        **({"loss_fn": loss_of} | options),
     )
     mine = slice(job.dp_rank * BATCH // job.dp, (job.dp_rank + 1) * BATCH // job.dp)
     try:
@@ -180,9 +180,8 @@ def train(kind: type[Base], plan: ParallelPlan, **options: Any) -> list[float] |
 
 
 def test_an_average_of_weights_that_starts_as_they_are_is_found_before_it_moves() -> None:
-    halves = ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2)
-    assert "the model writes average." in train(Averaging, halves, batch_coupling="refuse")
-    assert len(train(Averaging, halves)) == NUM_STEPS
+    assert "the model writes average." in train(Averaging, HALVES, batch_coupling="refuse")
+    assert len(train(Averaging, HALVES)) == NUM_STEPS
     assert train(Averaging, ParallelPlan(micro_batch_size=BATCH)) == pytest.approx(plainly(Averaging), rel=1e-6)
 
 
@@ -199,10 +198,9 @@ def test_attributes_are_as_they_were_on_ranks_that_split_layers(ranks: RankHarne
 
 
 def test_what_a_loss_depends_on_from_one_pass_to_the_next_is_named_where_a_step_has_several() -> None:
-    halves = ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2)
-    said = train(Warming, halves, batch_coupling="refuse")
+    said = train(Warming, HALVES, batch_coupling="refuse")
     assert "the loss depends on the forward passes before it, for which the model keeps num_calls" in said
-    assert train(Logging, halves) == pytest.approx(plainly(Logging), rel=1e-6)
+    assert train(Logging, HALVES) == pytest.approx(plainly(Logging), rel=1e-6)
 
 
 def test_a_buffer_that_counts_passes_is_told_where_a_step_has_several() -> None:
@@ -224,10 +222,93 @@ def refused(plan: ParallelPlan) -> list[float] | str:
     return train(Remembering, plan, batch_coupling="refuse")
 
 
+_CALLS = 0
+
+
+def in_closure(losses: Any) -> Any:
+    count = 0
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return losses(outputs, targets) * (1 + 0.3 * count)
+
+    return loss
+
+
+def in_list(losses: Any) -> Any:
+    seen: list[float] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(1.0)
+        return losses(outputs, targets) * (1 + 0.3 * len(seen))
+
+    return loss
+
+
+def in_global(losses: Any) -> Any:
+    global _CALLS
+    _CALLS = 0
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        global _CALLS
+        _CALLS += 1
+        return losses(outputs, targets) * (1 + 0.3 * _CALLS)
+
+    return loss
+
+
+class Annealed:
+    """A loss that counts its calls, as an object or a method of one."""
+
+    def __init__(self, losses: Any) -> None:
+        self.losses, self.count = losses, 0
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.losses(outputs, targets) * (1 + 0.3 * self.count)
+
+
+class AnnealedModule(nn.Module):
+    """A loss that counts its calls in a buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self, losses: Any) -> None:
+        super().__init__()
+        self.losses = losses
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.losses(outputs, targets) * (1 + 0.3 * self.count)
+
+
+def in_method(losses: Any) -> Any:
+    return Annealed(losses).__call__
+
+
+COUNTING = (in_closure, in_list, in_global, Annealed, AnnealedModule, in_method)
+
+
+def counted_losses(plan: ParallelPlan) -> list[list[float] | str]:
+    return [train(Base, plan, loss_fn=make(loss_of)) for make in COUNTING]
+
+
+@pytest.mark.ranks
+def test_what_a_loss_counts_is_as_it_was_after_checks(ranks: RankHarness) -> None:
+    plain = plainly(Base, in_closure(loss_of))
+    for found in ranks.run(counted_losses, ParallelPlan(dp=2, micro_batch_size=BATCH // 2), size=2):
+        assert found == [pytest.approx(plain, rel=1e-5)] * len(COUNTING)
+    again = counted_losses(ParallelPlan(micro_batch_size=BATCH, recompute="full"))
+    assert again == [pytest.approx(plain, rel=1e-5)] * len(COUNTING)
+    said = train(Base, HALVES, loss_fn=in_closure(loss_of), batch_coupling="refuse")
+    assert "the loss depends on the forward passes before it, for which the model keeps in_closure" in said
+
+
 @pytest.mark.parametrize("kind", [Watched, Configured])
 def test_hooks_that_a_pass_installs_are_there_once_and_tables_that_refuse_writes_stay(kind: type[Base]) -> None:
-    halves = ParallelPlan(micro_batch_size=BATCH // 2, num_microbatches=2)
-    assert train(kind, halves) == pytest.approx(plainly(kind), rel=1e-6)
+    assert train(kind, HALVES) == pytest.approx(plainly(kind), rel=1e-6)
 
 
 def test_a_pass_that_makes_modules_at_first_is_no_reason_to_refuse_a_model_with_dropout() -> None:

@@ -18,6 +18,7 @@ from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
 from paraplan.runtime.engine import Engine
+from paraplan.runtime.structure.weights import check_own_memory
 
 TWO_STAGES = ParallelPlan(pp=2, pipeline_schedule="gpipe", num_microbatches=2, micro_batch_size=6)
 
@@ -72,6 +73,18 @@ def test_a_plan_for_another_model_is_refused_and_nothing_is_trained() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     right = PlanFile(plan=ParallelPlan(), model=reference.replace(num_parameters=count))
     runtime.init(right).prepare(model, loss_fn=loss_fn, optimizer=sgd)
+
+
+def test_parameters_over_one_memory_are_refused_where_a_plan_would_part_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    check_own_memory(model, "ZeRO-3")
+    flat = torch.zeros(40)  # as an optimizer that flattens parameters lays them out
+    for one, start in zip(model.parameters(), (0, 16, 20, 36), strict=True):
+        one.data = flat[start : start + one.numel()].view(one.shape)
+    check_own_memory(model, "ZeRO-3")
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ModelError, match=r"0\.weight and 1\.weight are two parameters over the same memory"):
+        check_own_memory(model, "ZeRO-3")
 
 
 def test_a_model_without_values_is_refused() -> None:

@@ -13,6 +13,7 @@ from rank_harness import RankHarness, RanksFailedError
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.connections import Connections
 from paraplan.runtime.world import is_loopback, join_world, read_world
 
 RANK_3_OF_4 = {
@@ -55,7 +56,7 @@ def test_variables_that_no_launcher_sets_are_refused(changes: dict[str, str | No
 def test_a_rendezvous_without_an_address_is_refused(missing: str) -> None:
     variables = {name: value for name, value in RANK_3_OF_4.items() if name != missing}
     with pytest.raises(UsageError, match=f"{missing} is not"):
-        join_world(read_world(variables), variables)
+        join_world(read_world(variables), variables, Connections())
 
 
 def test_only_names_of_this_machine_are_loopback() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from paraplan.runtime.checks.closures import FunctionState
 from paraplan.runtime.torch_private import forward_hooks, submodules, version_of
 
 LARGEST_STATE = 2**20
@@ -24,13 +25,19 @@ class Attributes:
     Those of modules that torch and paraplan define themselves are left out. `largest` is of tensors, in elements: what
     is larger is not copied, and stays as it is written.
 
+    So is what functions of the script keep: `functions`, the forward passes of its modules, and their hooks.
+
     Forward hooks and submodules of all modules are put back too. Often an attribute says that they are there, and
     without it the next pass makes them again: transformers' hooks would record every layer once more.
     """
 
-    def __init__(self, *models: nn.Module, largest: int) -> None:
+    def __init__(self, *models: nn.Module, largest: int, functions: Iterable[Any] = ()) -> None:
+        state = FunctionState([*functions, *(one for model in models for one in _functions_of(model))])
+        held = {module for model in models for module in model.modules()}
+        models = (*models, *(one for one in state.modules if one not in held))
         named = [(name, module) for model in models for name, module in model.named_modules()]
-        self._kept = [_Kept(name, module, largest) for name, module in named if _is_of_users(module)]
+        self._kept = [_Kept(name, vars(module), largest) for name, module in named if _is_of_users(module)]
+        self._kept += [_Kept(name, table, largest) for name, table in state.tables]
         self._hooks = [(hooks, set(hooks)) for _, module in named for hooks in forward_hooks(module)]
         self._modules = [(table, dict(table)) for table in (submodules(module) for _, module in named)]
 
@@ -123,13 +130,21 @@ def _is_of_users(module: nn.Module) -> bool:
     return any(base.__module__.split(".")[0] not in ("torch", "paraplan", "builtins") for base in type(module).__mro__)
 
 
-class _Kept:
-    """The attributes of one module."""
+def _functions_of(model: nn.Module) -> Iterator[Any]:
+    """Yield what a forward pass of `model` calls that a script may have written."""
+    for module in model.modules():
+        yield vars(module).get("forward", type(module).forward)
+        for hooks in forward_hooks(module):
+            yield from hooks.values()
 
-    def __init__(self, name: str, module: nn.Module, largest: int) -> None:
+
+class _Kept:
+    """The attributes of one object, or what a function reads from around it."""
+
+    def __init__(self, name: str, table: MutableMapping[str, Any], largest: int) -> None:
         self._name = name
-        self._module = module
-        self._held = {key: value for key, value in vars(module).items() if key not in _FIELDS}
+        self._table = table
+        self._held = {key: value for key, value in table.items() if key not in _FIELDS}
         self._tensors = [
             (key, one, version_of(one), one.detach().clone())
             for key, held in self._held.items()
@@ -139,7 +154,7 @@ class _Kept:
         self._tables = {key: (one, dict(one)) for key, one in self._held.items() if isinstance(one, dict)}
 
     def written(self) -> list[str]:
-        now = {key: value for key, value in vars(self._module).items() if key not in _FIELDS}
+        now = {key: value for key, value in self._table.items() if key not in _FIELDS}
         keys = [key for key, value in now.items() if key not in self._held or not _same(value, self._held[key])]
         keys += [key for key, one, version, value in self._tensors if _is_written(one, version, value)]
         keys += [key for key, (one, entries) in self._lists.items() if not _same_all(one, entries)]
@@ -147,9 +162,11 @@ class _Kept:
         return [f"{self._name}.{key}".lstrip(".") for key in keys]
 
     def put_back(self) -> None:
-        for key in vars(self._module).keys() - self._held.keys() - _FIELDS:
-            del vars(self._module)[key]
-        vars(self._module).update(self._held)
+        for key in self._table.keys() - self._held.keys() - _FIELDS:
+            del self._table[key]
+        for key, value in self._held.items():
+            if self._table.get(key, self) is not value:
+                self._table[key] = value
         for _, tensor, version, value in self._tensors:
             if _is_written(tensor, version, value):
                 tensor.data.copy_(value)

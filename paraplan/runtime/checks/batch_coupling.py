@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
@@ -26,14 +26,15 @@ from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.batch_parts import (
     FEWEST_SEQUENCES,
     BatchParts,
+    copied,
     halves,
+    in_two,
     joined,
     num_sequences_of,
-    rows_apart,
     turned,
 )
 from paraplan.runtime.checks.fixed_noise import FixedNoise
-from paraplan.runtime.checks.gaps import Gaps
+from paraplan.runtime.checks.gaps import gaps_between
 from paraplan.runtime.checks.trials import (
     Piece,
     gathered_numbers,
@@ -114,6 +115,7 @@ class BatchCoupling:
         self._counter = counter
         self.batch = BatchParts(plan, mesh)
         stored = {one.dtype for one in part.module.parameters() if one.is_floating_point()}
+        self._loss_fn = part.execution.loss.loss_fn
         self._are_counted = False
         self._num_runs = plan.pp if plan.pipeline_schedule not in (None, "gpipe") else 1  # that a schedule needs
         self._has_halves = any(dtype in stored for dtype in (torch.bfloat16, torch.float16))
@@ -123,11 +125,11 @@ class BatchCoupling:
         )
         self._dtype = torch.bfloat16 if self._has_halves or half_type(precision) else torch.float32
 
-    def measure(self, parts: Sequence[Piece], *, is_random: bool, gradients: bool) -> str | None:
+    def measure(self, parts: Sequence[Piece], *, is_random: bool, gradients: bool, where: str = "") -> str | None:
         """Return what is to be said of the loss of `parts` together, None where it is made up of theirs.
 
         `is_random` says that passes draw random numbers; `gradients` has those of some parts compared too, in which
-        small terms show, and what couples sequences in the backward pass alone.
+        small terms show, and what couples sequences in the backward pass alone. `where` says at which weights.
         """
         if len(parts) < 2:
             return None
@@ -137,13 +139,13 @@ class BatchCoupling:
             if not self._has_room(parts):
                 parts = halves(parts)
                 apart = self.losses(parts)
-            words = self._judged(parts, apart) if len(parts) > 1 else None
+            words = self._judged(parts, apart, where) if len(parts) > 1 else None
             if words is None and gradients and len(parts) > 1:
                 fewest = max(2, -(-FEWEST_SEQUENCES // num_sequences_of(parts[0])))
-                words = self._judged_by_gradients(parts[:fewest], is_random=is_random)
+                words = self._judged_by_gradients(parts[:fewest], where, is_random=is_random)
             return words
 
-    def _judged_by_gradients(self, parts: Sequence[Piece], *, is_random: bool) -> str | None:
+    def _judged_by_gradients(self, parts: Sequence[Piece], where: str, *, is_random: bool) -> str | None:
         self._forget_peak()
         apart = self._gradients(parts, is_random=is_random)
         if not self._has_room(parts):
@@ -153,10 +155,10 @@ class BatchCoupling:
             apart = self._gradients(parts, is_random=is_random)
         whole = reduce(joined, parts)
         together = self._gradients([whole], is_random=is_random)
-        gaps, least = _gaps(apart, together), _LEAST_GRADIENT[self._dtype]
+        gaps, least = gaps_between(apart, together), _LEAST_GRADIENT[self._dtype]
         if not self._anywhere(any(gap > least for gap in gaps.values())):
             return None
-        noise = _gaps(self._gradients([whole], is_random=is_random, turn=1), together)
+        noise = gaps_between(self._gradients([whole], is_random=is_random, turn=1), together)
         most = _MOST_GRADIENT[self._dtype]
         over = {name: gap / min(max(least, _OF_ROUNDING * noise[name]), most) for name, gap in gaps.items()}
         worst = max(over, key=over.__getitem__, default="")
@@ -166,8 +168,8 @@ class BatchCoupling:
             return None
         name = worst if rows[rank] == [over.get(worst), gaps.get(worst)] else f"a parameter of rank {rank}"
         return (
-            f"{COMPARES}: the gradient of {name} is {rows[rank][1]:.1e} off in {len(parts)} parts, and the loss is "
-            f"alike; {_BY_PARTS}"
+            f"{COMPARES}: the gradient of {name} is {rows[rank][1]:.1e} off in {len(parts)} parts{where}, and the "
+            f"loss is alike; {_BY_PARTS}"
         )
 
     def _gradients(self, parts: Sequence[Piece], *, is_random: bool, turn: int = 0) -> dict[str, torch.Tensor]:
@@ -184,32 +186,36 @@ class BatchCoupling:
             size = num_sequences_of(one)
             numbers = torch.arange(first, first + size).roll(turn).tolist()
             first += size
-            row = MicroBatch(*turned(one, turn), num_sequences=size, weight=count / total / copies if total else 0.0)
-            self._forget_gradients()
-            with nothing_changed(self._part.module), not_compiled(), execution.loss.replaced(total=total * copies):
+            weight = count / total / copies if total else 0.0
+            self._part.forget_gradients()
+            with self._nothing_changed(), not_compiled(), execution.loss.replaced(total=total * copies):
                 for reduction in reductions:
                     reduction.begin()
                 seed_generators(0)
                 with FixedNoise(numbers) if is_random else nullcontext():
-                    execution.train([row] * self._num_runs)
+                    execution.train(self._rows(turned(one, turn), weight))
                 for reduction in reductions:
                     reduction.complete()
             for name, held in self._part.parameters.items():
                 if held.grad is not None:
                     gradient = held.grad.to_local() if isinstance(held.grad, DTensor) else held.grad
                     found[name] = found[name].add_(gradient) if name in found else gradient.clone()
-        self._forget_gradients()
+        self._part.forget_gradients()
         return found
 
-    def _forget_gradients(self) -> None:
-        for parameter in self._part.parameters.values():
-            parameter.grad = None
+    def _rows(self, piece: Piece, weight: float = 1.0) -> list[MicroBatch]:
+        """Return as many micro-batches of a piece as a schedule needs, each of which a model may write into."""
+        size = num_sequences_of(piece)
+        return [MicroBatch(*copied(piece), num_sequences=size, weight=weight) for _ in range(self._num_runs)]
+
+    def _nothing_changed(self) -> AbstractContextManager[None]:
+        return nothing_changed(self._part.module, functions=[self._loss_fn])
 
     def _forget_peak(self) -> None:
         if self._mesh.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._mesh.world.device)
 
-    def _judged(self, parts: Sequence[Piece], apart: Losses | None) -> str | None:
+    def _judged(self, parts: Sequence[Piece], apart: Losses | None, where: str) -> str | None:
         together = self.losses([reduce(joined, parts)])
         error = _gap(apart, together)
         if not self._anywhere(error > _LEAST[self._dtype]):
@@ -225,7 +231,7 @@ class BatchCoupling:
             return None
         # Of three pieces, a mean over some targets of each has in any two of them what shows in the other two pairs.
         counting = sorted(parts, key=lambda one: not float(self._counter.count(*one)))
-        three = counting[:3] if len(parts) > 2 else [*rows_apart(counting[0]), counting[1]]
+        three = counting[:3] if len(parts) > 2 else [*in_two(counting[0]), counting[1]]
         alone = self.losses(three)
         pairs = [self.losses([joined(one, other)]) for one, other in itertools.combinations(three, 2)]
         numbers = [0.0] * 4
@@ -234,7 +240,7 @@ class BatchCoupling:
             numbers = [error / allowed, apart.mean, together.mean, float(cause)]
         _, of_parts, whole, number = max(gathered_numbers(numbers, self._mesh), key=lambda row: row[0])
         name = "the whole batch" if len(parts) >= self._plan.dp * self._plan.num_microbatches else "them together"
-        losses = f"loss {whole:.8g} of {name}, {of_parts:.8g} in {len(parts)} parts"
+        losses = f"loss {whole:.8g} of {name}, {of_parts:.8g} in {len(parts)} parts{where}"
         return f"{_CAUSES[int(number)][0]}: {losses}; {_CAUSES[int(number)][1]}"
 
     def _cause(self, apart: Losses, same: Losses, alone: Losses, pairs: Sequence[float]) -> int:
@@ -273,10 +279,10 @@ class BatchCoupling:
             own = parts[self._mesh.coordinate("dp")]
             first = numbers[self._mesh.coordinate("dp")]
             noise = FixedNoise(range(first, first + num_sequences_of(own)))
-            with nothing_changed(self._part.module), not_compiled(), loss.replaced(gathers=True):
+            with self._nothing_changed(), not_compiled(), loss.replaced(gathers=True):
                 seed_generators(0)
                 with noise:
-                    self._part.execution.evaluate([MicroBatch(*own, num_sequences=num_sequences_of(own))])
+                    self._part.execution.evaluate([MicroBatch(*copied(own), num_sequences=num_sequences_of(own))])
                 found = float(loss.tally.loss)
             together = self.losses([reduce(joined, parts)])
         assert together is not None
@@ -333,16 +339,18 @@ class BatchCoupling:
                     returned = read_loss(loss_fn(outputs, targets))
                 found.append((returned.value.float(), returned.count))
             except Exception as error:  # raised again below, on every rank
+                if self._plan.tp * self._plan.cp > 1:  # where others wait for this rank in the loss
+                    raise
                 failures.append(execution.loss.explained(error))
             return torch.zeros((), device=self._mesh.world.device)
 
-        with nothing_changed(self._part.module), not_compiled(), execution.loss.replaced(noted):
+        with self._nothing_changed(), not_compiled(), execution.loss.replaced(noted):
             for one in earlier:
-                execution.evaluate([MicroBatch(*one, num_sequences=num_sequences_of(one))] * self._num_runs)
+                execution.evaluate(self._rows(one))
             found.clear()
             seed_generators(seed)
             with FixedNoise(numbers):
-                execution.evaluate([MicroBatch(*piece, num_sequences=len(numbers))] * self._num_runs)
+                execution.evaluate(self._rows(piece))
             if seen is not None:
                 seen()
         if self._anywhere(bool(failures)):
@@ -386,10 +394,3 @@ def _relative(one: float, other: float) -> float:
     if not (math.isfinite(one) and math.isfinite(other)):
         return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
     return abs(one - other) / max(abs(one), abs(other), 1e-3)
-
-
-def _gaps(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    gaps = Gaps()
-    for name in found | expected:
-        gaps.add(name, found.get(name), expected.get(name))
-    return gaps.relative()

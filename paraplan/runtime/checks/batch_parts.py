@@ -93,6 +93,12 @@ def joined(first: Piece, second: Piece) -> Piece:
     return inputs, targets
 
 
+def copied(piece: Piece) -> Piece:
+    """Return a piece that a model may write into."""
+    inputs, targets = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, piece)
+    return inputs, targets
+
+
 def num_sequences_of(piece: Piece) -> int:
     """Return the sequences of a piece."""
     return next((int(leaf.shape[0]) for leaf in pytree.tree_leaves(piece) if is_of_batch(leaf)), 1)
@@ -103,10 +109,10 @@ def _cut(piece: Piece, start: int, end: int) -> Piece:
     return inputs, targets
 
 
-def rows_apart(piece: Piece) -> list[Piece]:
-    """Return the first row of a piece and the others, where there are any."""
+def in_two(piece: Piece) -> list[Piece]:
+    """Return both halves of a piece, of two rows at least each: a single one has no statistics."""
     size = num_sequences_of(piece)
-    return [piece] if size < 2 else [_cut(piece, 0, 1), _cut(piece, 1, size)]
+    return [piece] if size < 4 else [_cut(piece, 0, size // 2), _cut(piece, size // 2, size)]
 
 
 def turned(piece: Piece, turn: int) -> Piece:

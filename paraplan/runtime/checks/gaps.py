@@ -37,3 +37,11 @@ class Gaps:
         """Return the gaps, not a number where one is."""
         least = max(_LARGEST_SCALE * self._largest, 1e-30)
         return {name: off / max(size, least) for name, (off, size) in self._found.items()}
+
+
+def gaps_between(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return how far the tensors of two sets are apart, by name."""
+    gaps = Gaps()
+    for name in found | expected:
+        gaps.add(name, found.get(name), expected.get(name))
+    return gaps.relative()

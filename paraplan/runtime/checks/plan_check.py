@@ -138,7 +138,9 @@ class PlanCheck:
             with shaken_weights(self._module) if is_shaken else nullcontext():
                 if is_divided and self._policy != "gather":
                     gradients = call == "step" and (is_shaken or not is_first)
-                    self._tell(self._coupling.measure(parts, is_random=self._is_random, gradients=gradients))
+                    where = " with weights shaken a little" if is_shaken else ""
+                    words = self._coupling.measure(parts, is_random=self._is_random, gradients=gradients, where=where)
+                    self._tell(words)
                 if call == "step" and self._verification is not None:
                     self._verify(self._verification, verified)
 
@@ -180,7 +182,8 @@ class PlanCheck:
         if self._is_off and not self._anywhere(bool(self._state.buffers())):
             return
         sums, before, state = [weight_sums(self._module)], self._state.buffers(), self._state
-        attributes, written = Attributes(self._module, largest=LARGEST_STATE), set[str]()
+        functions = [self._loss.loss_fn]
+        attributes, written = Attributes(self._module, largest=LARGEST_STATE, functions=functions), set[str]()
 
         def see() -> None:
             state.note(before, state.buffers())

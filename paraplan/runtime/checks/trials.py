@@ -109,17 +109,21 @@ def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool =
 
 
 @contextmanager
-def nothing_changed(*models: nn.Module) -> Iterator[None]:
-    """Put what a forward pass writes, and random numbers, back at the end of this context."""
-    put_back = kept_state(*models)
+def nothing_changed(*models: nn.Module, functions: Sequence[Any] = ()) -> Iterator[None]:
+    """Put what a forward pass and `functions` write, and random numbers, back at the end of this context."""
+    put_back = kept_state(*models, functions=functions)
     try:
         yield
     finally:
         put_back()
 
 
-def kept_state(*models: nn.Module) -> Callable[[], None]:
-    """Return what puts the buffers and attributes of `models`, and random numbers, back to what they are now."""
+def kept_state(*models: nn.Module, functions: Sequence[Any] = ()) -> Callable[[], None]:
+    """Return what puts the buffers and attributes of `models`, and random numbers, back to what they are now.
+
+    So is what `functions` keep, such as a loss, which may be a module too.
+    """
+    models = (*models, *(one for one in functions if isinstance(one, nn.Module)))
     modules = {module: None for model in models for module in model.modules()}
     buffers = [
         (one, name, held) for one in modules for name, held in one.named_buffers(recurse=False, remove_duplicate=False)
@@ -129,7 +133,7 @@ def kept_state(*models: nn.Module) -> Callable[[], None]:
     gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
     numbers, on_gpus = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in gpus]
     put_numbers_back = kept_python_numbers()
-    attributes = Attributes(*models, largest=LARGEST_STATE)
+    attributes = Attributes(*models, largest=LARGEST_STATE, functions=functions)
 
     def put_back() -> None:
         attributes.put_back()

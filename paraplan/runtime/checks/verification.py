@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.attributes import LARGEST_STATE, Attributes
-from paraplan.runtime.checks.batch_parts import num_sequences_of
+from paraplan.runtime.checks.batch_parts import copied, num_sequences_of
 from paraplan.runtime.checks.forward_state import WeightSums, weight_sums, written_weights
 from paraplan.runtime.checks.gaps import Gaps
 from paraplan.runtime.checks.references import Reference, RunningReference, Whole
@@ -93,16 +94,17 @@ class Verification:
         attributes = Attributes(model, largest=LARGEST_STATE)
         watches = bool(self._plan.zero_stage) and not self._reference.is_streamed
         before: WeightSums = {}
-        with mode, not_compiled(), nothing_changed(module):
-            micro_batches, total = self._micro_batches(rows, copies=1)
-            with loss.replaced(total=total):
+        nothing_written = partial(nothing_changed, module, functions=[loss.loss_fn])  # both begin as things are
+        with mode, not_compiled(), nothing_written():
+            micro_batches, total = self._micro_batches(rows)
+            with loss.replaced(total=total), nothing_written():
                 loss.start()
                 seed_generators(0)
                 has_run = self._reference.run(
                     lambda model: self._terms(model, micro_batches, loss),
                     begin=lambda: before.update(weight_sums(model) if watches else {}),
                 )
-                expected_loss = float(loss.tally.loss)
+                expected_loss = float(loss.tally.loss) * self._mesh.size("dp")
             if not has_run or not math.isfinite(expected_loss):
                 attributes.put_back()
                 self._reference.release()
@@ -111,7 +113,7 @@ class Verification:
             buffers = {name: held.detach().clone() for name, held in model.named_buffers()}
             found_loss = self._train_part(rows, loss)
             errors = self._errors(expected_loss, found_loss, buffers)
-        self._forget_gradients()
+        self._part.forget_gradients()
         attributes.put_back()
         self._reference.release()
         if errors is None or not self._is_near(errors, raises=not may_differ):
@@ -131,8 +133,8 @@ class Verification:
             yield term
 
     def _train_part(self, rows: Sequence[Piece], loss: StepLoss) -> float:
-        self._forget_gradients()
-        micro_batches, total = self._micro_batches(rows, copies=self._mesh.size("dp"))
+        self._part.forget_gradients()
+        micro_batches, total = self._micro_batches(rows)
         with loss.replaced(total=total):
             seed_generators(0)
             self._part.execution.train(micro_batches)
@@ -141,12 +143,15 @@ class Verification:
             self._mesh.size("tp") * self._mesh.size("cp")
         )
 
-    def _micro_batches(self, rows: Sequence[Piece], *, copies: int) -> tuple[list[MicroBatch], float]:
-        """Return `rows` as micro-batches of a batch that `copies` ranks bring each, and the targets of all of it."""
+    def _micro_batches(self, rows: Sequence[Piece]) -> tuple[list[MicroBatch], float]:
+        """Return `rows` as micro-batches of a batch that all ranks of `dp` bring each, and the targets of all of it.
+
+        Both sides run them by the same weights: a backward pass may clip what it is given.
+        """
         counts = [float(self._counter.count(*row)) for row in rows]
-        total = math.fsum(counts) * copies
+        total = math.fsum(counts) * self._mesh.size("dp")
         return [
-            MicroBatch(*row, num_sequences=num_sequences_of(row), weight=count / total if total else 0.0)
+            MicroBatch(*copied(row), num_sequences=num_sequences_of(row), weight=count / total if total else 0.0)
             for row, count in zip(rows, counts, strict=True)
         ], total
 
@@ -162,7 +167,8 @@ class Verification:
         """
         tolerance, gaps = _TOLERANCES.get(self._precision, _HALF), Gaps()
 
-        def compare(name: str, expected: torch.Tensor | None) -> None:
+        def compare(name: str, of_a_copy: torch.Tensor | None) -> None:
+            expected = None if of_a_copy is None else of_a_copy * self._mesh.size("dp")
             held = self._part.parameters.get(name)
             if held is None or not held.requires_grad:
                 gaps.measure(expected)
@@ -207,10 +213,6 @@ class Verification:
             f"this model does not train under '{self._plan.describe()}' as it does in one process: {where}{off}",
             hint="use another plan (DDP runs any model), or name the model in a report to paraplan",
         )
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._part.parameters.values():
-            parameter.grad = None
 
 
 def _off(found: torch.Tensor, reference: torch.Tensor) -> float:

@@ -115,7 +115,10 @@ def split_batch(inputs: Any, targets: Any, division: Division) -> list[MicroBatc
         def cut(leaf: Any) -> Any:
             if not is_of_batch(leaf):
                 return leaf
-            return leaf[start : start + size] if start < held else leaf.new_zeros((size, *leaf.shape[1:]))
+            if start >= held:
+                return leaf.new_zeros((size, *leaf.shape[1:]))
+            # Each with a version of its own: a model may write into its input while others wait for their backward.
+            return torch.unsafe_split(leaf, size)[index]
 
         counted = size if start < held else 0
         return MicroBatch(pytree.tree_map(cut, inputs), pytree.tree_map(cut, targets), num_sequences=counted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -18,9 +19,11 @@ from paraplan.runtime.data.packing import (
 from paraplan.runtime.data.passes import DataPasses, Passes
 from paraplan.runtime.data.streams import (
     DeviceCopies,
+    Reading,
     ShareOfBatch,
     StreamBatches,
     check_stream,
+    read_in,
     shard_stream,
     without_sequences,
 )
@@ -137,7 +140,7 @@ class _Collate:
 class ShardedBatches:
     """Batches of this rank, one for each step, on its device. `len` is the number of steps of a loop.
 
-    Each loop is the next of `passes`, also of other objects that have these.
+    Each loop is the next of `passes`, also of other objects that have these. Each is read in a context of `reading`.
     """
 
     def __init__(
@@ -156,6 +159,7 @@ class ShardedBatches:
         self._passes = passes
         self._at: tuple[int, int] | None = None  # the pass, and the steps given of all
         self._is_loaded = False
+        self.reading: Reading = nullcontext
         # A generator of its own: the loader would draw from torch's global one, and dropout would then differ by plan.
         self._loader: DataLoader[Any] = DataLoader(
             dataset if sampler.drop_last else _Samples(dataset),  # type: ignore[arg-type]  # any with numbered samples
@@ -180,7 +184,7 @@ class ShardedBatches:
         self._sampler.number, self._sampler.skip = number, num_steps
         self._at, self._is_loaded, self._passes.number = (number, num_steps), False, number + 1
         copied = DeviceCopies(self._device)
-        for pair in iter(self._loader):
+        for pair in read_in(self.reading, self._loader):
             num_steps += 1
             self._at = (number, num_steps)
             yield copied(pair)

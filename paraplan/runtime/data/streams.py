@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -158,6 +159,7 @@ class StreamBatches:
         self._skip = skip
         self._loaded: Mapping[str, Any] | None = None
         self._given: tuple[dict[str, int], Any] | None = None
+        self.reading: Reading = nullcontext
         reader.sends_state = num_workers > 0
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -178,7 +180,7 @@ class StreamBatches:
         self._loaded, self._given = None, None
         copied = DeviceCopies(self._device)
         try:
-            for item in loader:
+            for item in read_in(self.reading, loader):
                 batch, *state = item if reader.sends_state else (item,)
                 if state:
                     self._given = (state[0], state[1])
@@ -258,6 +260,20 @@ def shard_stream(
 def without_sequences(batch: Any) -> Any:
     """Return a batch of the same shape with no sequence in it."""
     return pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+Reading = Callable[[], AbstractContextManager[Any]]
+
+
+def read_in(reading: Reading, items: Iterable[Any]) -> Iterator[Any]:
+    """Yield `items`, each of which is read in a context of `reading`."""
+    iterator, end = iter(items), object()
+    while True:
+        with reading():
+            item = next(iterator, end)
+        if item is end:
+            return
+        yield item
 
 
 class DeviceCopies:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -89,10 +89,18 @@ class BlockOrder:
             )
 
 
-class BlockOrders:
-    """All that one rank enters, compared with what those enter that compute the same blocks with it."""
+class Digested(Protocol):
+    """What has a number for what a rank did since it was last asked."""
 
-    def __init__(self, orders: Sequence[BlockOrder], plan: ParallelPlan, mesh: Mesh) -> None:
+    def take_digest(self) -> int:
+        """Return the number."""
+        ...
+
+
+class BlockOrders:
+    """All that one rank enters and reaches, compared with those that compute the same blocks with it."""
+
+    def __init__(self, orders: Sequence[Digested], plan: ParallelPlan, mesh: Mesh) -> None:
         self._orders = orders
         self._plan = plan
         axes: list[Axis] = ["pp"] if plan.zero_stage else ["pp", "dp"]
@@ -110,7 +118,9 @@ class BlockOrders:
         """Raise `UnsupportedPlanError` where ranks that run together have other numbers; all ranks have `digests`."""
         for rank, (first, digest) in enumerate(zip(self._with, digests, strict=True)):
             if digest != digests[first]:
-                raise _other_blocks(self._plan, f"ranks {first} and {rank} have run other blocks in the last call")
+                raise _other_blocks(
+                    self._plan, f"ranks {first} and {rank} have run other blocks in the last call, or trained others"
+                )
 
 
 def _other_blocks(plan: ParallelPlan, found: str) -> UnsupportedPlanError:
@@ -118,8 +128,8 @@ def _other_blocks(plan: ParallelPlan, found: str) -> UnsupportedPlanError:
     axes += [f"{axis}={size}" for axis, size in (("tp", plan.tp), ("cp", plan.cp)) if size > 1]
     return UnsupportedPlanError(
         f"{found}, and with {', '.join(axes)} they compute every block together",
-        hint="turn off what leaves blocks out (layerdrop) or chooses them by a rank's own data or random numbers, or "
-        "use a plan of dp alone with zero_stage=0 (DDP)",
+        hint="turn off what leaves blocks out (layerdrop) or chooses them by a rank's own data or random numbers, use "
+        "a plan of dp alone with zero_stage=0 (DDP), or job.prepare(find_unused=True) for layers inside of blocks",
     )
 
 

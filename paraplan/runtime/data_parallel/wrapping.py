@@ -172,9 +172,8 @@ def _shard(
         if plan.tp > 1:
             show_hooks_plain(end)
     fully_shard(module, reshard_after_forward=False, **options)
-    _sum_gradients(module, with_unused=find_unused)
-    if find_unused:
-        watch_shards(module, mesh.replica_group, device)
+    _sum_gradients(module)
+    watch_shards(module, mesh.replica_group, device, find_unused=find_unused)
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
@@ -183,13 +182,16 @@ def _shard(
     return module
 
 
-def _sum_gradients(module: nn.Module, *, with_unused: bool) -> None:
-    """Have FSDP sum gradients, where by itself it takes their mean: the weights of micro-batches add up to 1."""
+def _sum_gradients(module: nn.Module) -> None:
+    """Have FSDP sum gradients, where by itself it takes their mean: the weights of micro-batches add up to 1.
+
+    Where a rank lacks some it sums zeros: others would be sent other sizes, of which gloo aborts the process.
+    """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
-            if with_unused and hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13
+            if hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13
                 part.set_reduce_scatter_unused_params(True, recurse=False)
 
 

@@ -30,7 +30,7 @@ _OF_NUMBERS = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 )
-_TRIAL_STEPS = 3
+_TRIAL_STEPS = 12  # some begin otherwise than they go on
 _TRIAL_LENGTH = 6  # of a dimension
 _TOLERANCE = 1e-4
 

@@ -15,7 +15,7 @@ from paraplan.errors import ParaplanError, UnsupportedPlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data_parallel.wrapping import reads_shards
-from paraplan.runtime.torch_private import NO_HOST_MEMORY
+from paraplan.runtime.torch_private import NO_HOST_MEMORY, WRITTEN_IN_PLACE
 from paraplan.runtime.world import World
 from paraplan.units import format_bytes
 
@@ -142,6 +142,12 @@ def explained_failures(
             raise UnsupportedPlanError(
                 f"pp={plan.pp}: the loss, or a hook, computes with a parameter that another pipeline stage holds",
                 hint="compute with it in the forward pass of the module that holds it, or use pp=1",
+            ) from error
+        if plan.pp > 1 and WRITTEN_IN_PLACE in str(error):
+            raise UnsupportedPlanError(
+                f"pp={plan.pp}: the model writes into a tensor that several stages read, its input perhaps, before "
+                "their backward passes",
+                hint="write into a copy (x = x.clamp(...) in place of x.clamp_(...)), or use pp=1",
             ) from error
         if not is_out_of_memory(error):
             raise

@@ -63,8 +63,8 @@ class StepLoss:
     `total` is the number of targets of the global batch as they were counted before, by which sums are divided; None
     where nothing divides the batch. With `gathers` the outputs of all ranks are brought together first.
     `gradient_factor` multiplies what is differentiated and not what is reported: the loss scale of fp16. `loss_fn` runs
-    in the context that `watch` returns. `context` is that of the `cp` group, whose ranks have outputs of some tokens
-    each.
+    in the context that `watch` returns, on the last of `num_stages` of a pipeline. `context` is that of the `cp` group,
+    whose ranks have outputs of some tokens each.
     """
 
     def __init__(self, loss_fn: LossFunction, device: torch.device, batch: GlobalBatch | None = None) -> None:
@@ -75,6 +75,7 @@ class StepLoss:
         self.tally = Tally.empty(device)
         self.watch: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.context: Context | None = None
+        self.num_stages = 1
         self._device = device
         self._batch = batch
 
@@ -139,6 +140,11 @@ class StepLoss:
         """Return what is to be said of an error of `loss_fn`, which sees some of what one process sees."""
         if isinstance(error, SplitError):
             return loss_split_error(error)
+        if isinstance(error, AttributeError) and self.num_stages > 1:
+            return UnsupportedPlanError(
+                f"loss_fn does not run on the last of {self.num_stages} pipeline stages alone: {error}",
+                hint="compute it from what the model returns, or use pp=1",
+            )
         is_of_code = isinstance(error, (RuntimeError, ValueError, IndexError))
         if self.context is None or not self.context.is_local or not is_of_code:
             return error

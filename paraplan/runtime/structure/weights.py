@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ModelError
+from paraplan.runtime.torch_private import storage_key
 from paraplan.runtime.world import World
 
 _BUCKET_BYTES = 64 * 2**20
@@ -34,6 +35,24 @@ def check_materialised(model: nn.Module, *, reads_weights: bool = False) -> None
             raise ModelError(
                 f"parameter {name} is split over ranks already", hint="give job.prepare a model that nothing has split"
             )
+
+
+def check_own_memory(model: nn.Module, plan_words: str) -> None:
+    """Raise `ModelError` where two parameters lie over the same memory: a plan that moves them would part them."""
+    held: dict[object, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or is_quantized(parameter) or not parameter.numel():
+            continue
+        start = int(parameter.storage_offset())
+        last = sum((size - 1) * int(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        held.setdefault(storage_key(parameter), []).append((start, start + last + 1, name))
+    for places in held.values():
+        for (_, end, first), (start, _, second) in pairwise(sorted(places)):
+            if start < end:
+                raise ModelError(
+                    f"{first} and {second} are two parameters over the same memory, which '{plan_words}' would part",
+                    hint="tie them as one parameter: second.weight = first.weight, in place of its data",
+                )
 
 
 def lasting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
