@@ -39,7 +39,7 @@ def _lacking(
     framework: FrameworkProfile, reason_of: ReasonOf, plan: ParallelPlan, training: TrainingSpec, num_blocks: int
 ) -> str | None:
     """Return why a framework cannot execute a plan: an option that it lacks, or what its configuration cannot say."""
-    return framework.levers.lacking(training) or reason_of(plan, training, num_blocks)
+    return framework.levers.lacking(training) or framework.fixed.lacking(plan) or reason_of(plan, training, num_blocks)
 
 
 def executor_of_target(target: str, workload: Workload) -> Executor:

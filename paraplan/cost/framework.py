@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from paraplan.cost.framework_experts import ExpertsProfile
+from paraplan.cost.framework_fixed import FixedChoices
 from paraplan.cost.framework_levers import LeverProfile
 from paraplan.cost.framework_loading import LoadingProfile
 from paraplan.cost.framework_storage import StorageProfile
@@ -256,6 +257,8 @@ class FrameworkProfile(Record):
     """Mixtures of experts."""
     loading: LoadingProfile = LoadingProfile()
     """How ranks come to their weights."""
+    fixed: FixedChoices = FixedChoices()
+    """What it switches on whatever a training names."""
     levers: LeverProfile = LeverProfile()
     """Options that save memory."""
 

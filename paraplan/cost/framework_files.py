@@ -15,7 +15,7 @@ from paraplan.resources import profiles_folder
 
 GROUPS = (
     *("storage", "kernels", "data_parallel", "pipeline", "tensor_parallel", "loss", "experts"),
-    *("loading", "levers"),
+    *("loading", "levers", "fixed"),
 )
 """The fields of a profile that it takes from the one that it is `based_on`, value by value."""
 

@@ -89,6 +89,7 @@ class Workload:
         Raises `PlanError` for adapters that the model has no layers for.
         """
         model, framework = self.whole_model or self.model, self.plain_framework or self.framework
+        training = framework.fixed.applied_to(training)
         profile = told_profile(framework, training, on_gpu=self.cluster.gpu.vendor != "cpu")
         constants = self.constants
         if training.linear_precision != "16bit":
@@ -208,6 +209,8 @@ class Workload:
         An attention core that keeps no scores has nothing to drop but a number for each head and token. Megatron-Core's
         modules that drop their outputs are those of experts.
         """
+        if self.framework.fixed.recompute is not None:
+            return (self.framework.fixed.recompute,)
         dropped: set[Recompute] = set() if self.kernel_training.attention == "eager" else {"selective"}
         kernels = self.framework.kernels
         if kernels.recomputed_ops is None or (kernels.recomputed_ops != "torch" and self.model.num_experts == 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -17,7 +17,7 @@ from paraplan.progress import is_stopped, say
 from paraplan.search.cluster_sizes import smaller_clusters
 from paraplan.search.constraints import Constraints
 from paraplan.search.failure import NothingFitsError
-from paraplan.search.levers import Lever, lacking, levers, loaders, with_room
+from paraplan.search.levers import Lever, lacking, levers, loaders, offloaders, with_room
 from paraplan.search.offers import NO_COST, LeverOffer
 from paraplan.search.results import TOLERANCE
 from paraplan.search.search import search
@@ -119,6 +119,7 @@ class LeverTrials:
         """
         found = [
             self._loaded_otherwise(),
+            self._offloaded_elsewhere(),
             self._shorter_sequences(),
             self._on_machine(more_gpus, None),
             self._on_machine(larger_machines, "other GPUs"),
@@ -129,7 +130,16 @@ class LeverTrials:
         """Return the first other tool, or framework, that loads what does not stand on each GPU."""
         if self.nearest is None or not self.nearest.fits or loads(self.workload, self.nearest):
             return None
-        for lever in loaders(self.workload):
+        return self._elsewhere(loaders(self.workload))
+
+    def _offloaded_elsewhere(self) -> LeverOffer | None:
+        """Return the first framework that offloads activations, and fuses more, under which a plan fits."""
+        is_too_large = self.nearest is not None and not self.nearest.fits
+        return self._elsewhere(offloaders(self.workload)) if is_too_large else None
+
+    def _elsewhere(self, ways: Iterable[Lever]) -> LeverOffer | None:
+        """Return the first of some levers, of other frameworks too, under which a plan fits."""
+        for lever in ways:
             try:
                 there = self.executor if lever.framework is None else self.executors(lever.workload(self.workload))
             except ParaplanError:  # it lacks the training

@@ -182,6 +182,15 @@ def loaders(workload: Workload) -> Iterator[Lever]:
         )
 
 
+def offloaders(workload: Workload) -> Iterator[Lever]:
+    """Yield the frameworks that offload activations whatever is asked, where the runtime would train adapters."""
+    if workload.framework.is_own_runtime and workload.training.trainable.adapter is not None:
+        catalog = FrameworkCatalog()
+        for other in (catalog.load(name) for name in catalog.names()):
+            if other.fixed.offloads_activations:
+                yield Lever(other.title, f"--framework {other.name}", framework=other)
+
+
 def _with_experts(lever: Lever, workload: Workload) -> Iterator[Lever]:
     """Yield a lever with a tool that stores fused experts in the format too, where the workload's own does not."""
     try:

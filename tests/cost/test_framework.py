@@ -162,3 +162,16 @@ def test_compiled_blocks_are_fused_and_all_else_stays() -> None:
 def test_tools_that_have_the_allocator_grow_its_segments_do_so_whatever_shards_beneath(name: str, grows: str) -> None:
     assert load_framework(name).storage.expandable_segments == grows
     assert load_framework("torchtitan").storage.expandable_segments == "yes"
+
+
+def test_a_framework_may_switch_settings_on_that_nobody_names(workload: MakeWorkload) -> None:
+    plain = workload()
+    training = plain.training.replace(train="lora:r=8")
+    made = Workload.of(plain.model, training, plain.cluster, framework="unsloth")
+    assert (made.training.loss, made.training.offloads_activations) == ("liger", True)
+    assert made.training.stack.fused_kernels == "unsloth"
+    assert made.recomputes == ("full",)
+    cut = Workload.of(plain.model, training.replace(loss="cut"), plain.cluster, framework="unsloth")
+    assert cut.training.loss == "cut"
+    assert made.framework.fixed.lacking(ParallelPlan(dp=4)) is None
+    assert made.framework.fixed.lacking(ParallelPlan(tp=2)) == "tp: it has dp alone"

@@ -191,6 +191,7 @@ def test_a_lever_that_is_not_enough_is_kept_while_shorter_sequences_are_sought(w
     shorter = next(one for one in caught.value.offers if "--seq-len" in one.options)
     assert shorter.options.startswith("--loss liger --seq-len ")
     assert int(shorter.options.split()[-1]) > 60_000  # 15,104 without the fused loss
+    assert "--framework unsloth" in [one.options for one in caught.value.offers]  # what blocks keep is on the host
 
 
 @pytest.mark.parametrize(
