@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_
 from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
 from paraplan.runtime.split.context_check import ContextSplit, apply_split, find_context_split
 from paraplan.runtime.split.context_parallel import Context, context_group
+from paraplan.runtime.split.forms import tensor_group
+from paraplan.runtime.split.search import own_plan
 from paraplan.runtime.split.tensor_parallel import (
     TensorSplit,
     apply_tensor_split,
     check_compilable,
     find_tensor_split,
-    tensor_group,
 )
 from paraplan.runtime.step.execution import WholeModelExecution
 from paraplan.runtime.structure.blocks import BlockStack, find_blocks
@@ -132,12 +134,13 @@ def assemble_part(
     *,
     example_inputs: Any = None,
     split: TensorSplit | None = None,
+    given: Mapping[str, str] | None = None,
     has_values: bool = True,
 ) -> RankPart:
     """Return this rank's part of `model`, which is changed in place: split over `tp`, cut into stages, sharded.
 
-    `split` is that of its layers over `tp` where it was found before. Without `has_values` nothing is compared in
-    numbers.
+    `split` is that of its layers over `tp` where it was found before, `given` how layers are to be split. Without
+    `has_values` nothing is compared in numbers.
     """
     plan = parallel.plan
     again = recomputed_blocks(parallel.recompute, plan, () if stack is None else stack.names)
@@ -150,7 +153,7 @@ def assemble_part(
 
         stages = find_stages(structure, plan, again)
     if plan.tp > 1 and split is None:
-        split = _tensor_split(structure, parallel)
+        split = _tensor_split(structure, parallel, given)
     context = _context_split(structure, parallel, has_values=has_values) if plan.cp > 1 else None
     if plan.pp > 1:
         return assemble_stages(model, stages, split, context, parallel, again)
@@ -219,9 +222,16 @@ def _context_split(structure: ModelStructure, parallel: ParallelContext, *, has_
     return split
 
 
-def _tensor_split(structure: ModelStructure, parallel: ParallelContext) -> TensorSplit:
+def _tensor_split(structure: ModelStructure, parallel: ParallelContext, given: Mapping[str, str] | None) -> TensorSplit:
     """Return how the layers of a model, which is whole, are split over `tp`; rank 0 says which are not, and why."""
-    split = find_tensor_split(structure, mesh=parallel.mesh, sequence_parallel=parallel.plan.sequence_parallel)
+    split = find_tensor_split(
+        structure, mesh=parallel.mesh, sequence_parallel=parallel.plan.sequence_parallel, given=given
+    )
+    if given is None and own_plan(structure.model) is None and parallel.mesh.world.rank == 0:
+        lines = "".join(f"\n  {pattern!r}: {style!r}," for pattern, style in split.patterns.items())
+        sys.stderr.write(
+            f"paraplan: this model names no split over tp; tried and taken, as prepare(split=...):{lines}\n"
+        )
     if parallel.compile_backend is not None:
         check_compilable(split, tp=parallel.plan.tp)
     if split.whole and parallel.mesh.world.rank == 0:

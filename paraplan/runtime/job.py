@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -144,6 +144,7 @@ class Job:
         verify: Verify = "auto",
         verify_every: int | None = None,
         find_unused: bool = False,
+        split: Mapping[str, str] | None = None,
         recompute: RecomputePolicy | None = None,
         reduce_dtype: ReduceType = "fp32",
     ) -> Engine:
@@ -170,6 +171,7 @@ class Job:
             verify=verify,
             verify_every=verify_every,
             find_unused=find_unused,
+            split=split,
             recompute=recompute,
             reduce_dtype=reduce_dtype,
         )
@@ -280,7 +282,7 @@ class Job:
             compile_backend=backend,
             reduce_dtype=options.reduce_dtype,
         )
-        part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs)
+        part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs, given=options.split)
         if options.weights is not None:
             read_weights(Path(options.weights), part, self.mesh, names=names)
         return part, reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,12 @@ class TrainingOptions:
     """After how many steps that is done again: by default in steps 2, 10, 100, 1,000 and so on, with 0 never."""
     find_unused: bool = False
     """Whether some parameters take no part in some steps, under ZeRO or a pipeline; DDP needs no word of it."""
+    split: Mapping[str, str] | None = None
+    """How layers are split over `tp`: a style by patterns of their names, in which `*` stands for one part of a name.
+
+    `{"layers.*.qkv": "packed(3)", "layers.*.out": "rowwise"}`: colwise, rowwise, packed, experts, vocabulary, whole,
+    and `divide(num_heads)` of modules that write sizes down. Without it the model's own plan says so, or one is tried.
+    """
     recompute: RecomputePolicy | None = None
     """Which blocks are run again in the backward pass, and what they keep; it refines the plan's `recompute`."""
     reduce_dtype: ReduceType = "fp32"

@@ -37,7 +37,7 @@ def kinds(change: Callable[[nn.Module, int], None], num_layers: int = 6) -> int:
     blocks = structure.stack.modules(structure.meta_model)
     numbering = numbering_of(blocks)
     called = [one for one in zip(structure.stack.names, blocks, structure.calls, strict=True) if one[2]]
-    return len({kind_of(name, block, call, {}, numbering) for name, block, call in called})
+    return len({kind_of(name, block, call, (), numbering) for name, block, call in called})
 
 
 def scaled_by(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -20,8 +20,8 @@ from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.split.context_attention import ContextAttention
 from paraplan.runtime.split.context_parallel import context_group
+from paraplan.runtime.split.forms import tensor_group
 from paraplan.runtime.split.randomness import own_random_numbers
-from paraplan.runtime.split.tensor_parallel import tensor_group
 
 pytestmark = pytest.mark.ranks
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.split.forms import tensor_group
 from paraplan.runtime.split.layers import BlockSplit, LayerRole
 from paraplan.runtime.split.regions import split_block
-from paraplan.runtime.split.tensor_parallel import tensor_group
 
 pytestmark = pytest.mark.ranks
 

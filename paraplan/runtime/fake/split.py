@@ -12,6 +12,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.check import shares_with_blocks
+from paraplan.runtime.split.forms import forms, tensor_group
 from paraplan.runtime.split.layers import BlockSplit, SequenceEnds
 from paraplan.runtime.split.regions import split_block
 from paraplan.runtime.split.tensor_parallel import TensorSplit
@@ -36,9 +37,9 @@ def _unchecked(
     block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
 ) -> BlockSplit:
     args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
-    for form in tensor_parallel.forms(block, split, ends, is_plain=not shares_with_blocks(call)):
+    for form in forms(block, split, ends, is_plain=not shares_with_blocks(call)):
         part = copy.deepcopy(block)
-        split_block(part, form, tensor_parallel.tensor_group(mesh), ends)
+        split_block(part, form, tensor_group(mesh), ends)
         try:
             with torch.no_grad():
                 part(*args, **kwargs)

@@ -27,7 +27,8 @@ from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_check import ContextSplit, apply_split
-from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split, tensor_group
+from paraplan.runtime.split.forms import tensor_group
+from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split
 from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
 from paraplan.runtime.structure.weights import lasting_buffers
 

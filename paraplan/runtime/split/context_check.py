@@ -85,7 +85,7 @@ def find_context_split(structure: ModelStructure, mesh: Mesh, *, has_values: boo
     for name, block, own_call in zip(stack.names, stack.modules(meta_model), structure.calls, strict=True):
         call = own_call or any_call  # of a block that was left out in this pass, perhaps on this rank alone
         if call is not None and has_values:
-            kind = kind_of(name, block, call, {}, numbering)
+            kind = kind_of(name, block, call, (), numbering)
             if kind not in found:
                 found[kind] = _checked(structure.model.get_submodule(name), name, call, mesh)
             ways[name] = found[kind]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def kind_of(
-    block_name: str, block: nn.Module, call: BlockCall, kept: Mapping[str, str], numbering: frozenset[tuple[str, str]]
+    block_name: str, block: nn.Module, call: BlockCall, kept: Sequence[Any], numbering: frozenset[tuple[str, str]]
 ) -> Any:
     """Return what two blocks that split alike have in common."""
     shapes = tuple(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
@@ -46,7 +46,8 @@ class BlockSplit:
     `use_local_output`: the block's code runs on plain parts, without `SplitTensor` around them, and `has_regions` that
     gradients are partial in the modules that hold column layers. The gradients of the parameters in `summed` are sums
     over the ranks. `joins` are modules that have the tokens of all ranks under sequence parallelism, "" is the block.
-    `draws`: it draws random numbers in training. `read` are the tensors of the output that other code reads beside the
+    `divided` are attributes of modules in which their code writes sizes, divided by the ranks. `draws`: the block draws
+    random numbers in training. `read` are the tensors of the output that other code reads beside the
     first, by their numbers.
     """
 
@@ -55,6 +56,7 @@ class BlockSplit:
     use_local_output: bool = False
     has_regions: bool = False
     joins: tuple[str, ...] = ()
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     draws: bool = False
     summed: tuple[str, ...] = ()
     read: frozenset[int] = frozenset()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.errors import PlanError, UnsupportedPlanError, UsageError
 from paraplan.runtime.shards.group import (
     TensorGroup,
     all_gather,
@@ -89,6 +89,8 @@ def split_block(
             _share_bias(module, group)
         elif not split.use_local_output:
             shown[layer] = found
+    for path, names in split.divided.items() if split.use_local_output else ():
+        _divide(block.get_submodule(path), names, group.size)
     for path, region in entered.items():
         columns = [layer for layer, role in split.roles.items() if role.kind == "column" and _is_in(layer, (path,))]
         region.first, region.is_layer = block.get_submodule(columns[0]) if columns else None, path in columns
@@ -103,6 +105,18 @@ def split_block(
         _join(block.get_submodule(path), group, draws=split.draws)
     block.forward = _block_forward(block, split, shown, group, ends)
     return shardings
+
+
+def _divide(module: nn.Module, names: Collection[str], size: int) -> None:
+    """Divide the attributes `names` of `module`; raise `PlanError` where one is no number that `size` divides."""
+    for name in names:
+        value = getattr(module, name, None)
+        if not isinstance(value, int) or value % size:
+            raise PlanError(
+                f"split: {name}={value!r} of a {type(module).__name__} is not divided by tp={size}",
+                hint="divide numbers of heads and sizes that its code names",
+            )
+        setattr(module, name, value // size)
 
 
 def joined_modules(split: BlockSplit) -> tuple[str, ...]:

@@ -7,29 +7,21 @@ vocabulary (`vocabulary`); norms stay whole on every rank.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from paraplan.errors import UnsupportedPlanError
+from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.model.tp_plan import splits, style_of
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.adapters import Adapters, find_adapters
-from paraplan.runtime.split.check import (
-    CheckSetting,
-    check_split,
-    comparable_runs,
-    draws_in_training,
-    setting_of,
-    shares_with_blocks,
-)
 from paraplan.runtime.split.experts import expert_weights
+from paraplan.runtime.split.forms import checked_in_numbers
 from paraplan.runtime.split.kinds import kind_of, numbering_of
 from paraplan.runtime.split.layers import (
     BlockSplit,
@@ -39,13 +31,12 @@ from paraplan.runtime.split.layers import (
     is_linear,
     linear_sizes,
 )
-from paraplan.runtime.split.regions import joined_modules, split_block
+from paraplan.runtime.split.patterns import GivenSplit, written_down
+from paraplan.runtime.split.regions import split_block
 from paraplan.runtime.split.search import find_split, own_plan
 from paraplan.runtime.split.vocabulary import VocabularySplit, apply_vocabulary_split, find_vocabulary_split
 from paraplan.runtime.structure.chain import HINT
-from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
-from paraplan.runtime.structure.shaken_weights import shake
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -70,6 +61,11 @@ class TensorSplit:
         return inside | dict(self.vocabulary.whole)
 
     @property
+    def patterns(self) -> dict[str, str]:
+        """The split as `split` of `job.prepare` takes it."""
+        return written_down(self.blocks, (*self.vocabulary.embeddings, *self.vocabulary.heads))
+
+    @property
     def joined(self) -> list[str]:
         """What has the tokens of all ranks under sequence parallelism beside experts: blocks or modules of these."""
         return [f"{name}.{path}".rstrip(".") for name, block in self.blocks.items() for path in block.joins]
@@ -84,28 +80,19 @@ class TensorSplit:
         return [*self.blocks]
 
 
-def tensor_group(mesh: Mesh, *, keeps_products: bool = False, in_halves: bool = False) -> TensorGroup:
-    """Return the `tp` group of this rank.
-
-    `keeps_products`: what layers return is kept for the backward pass. `in_halves`: backward passes of inputs and of
-    weights are run apart.
-    """
-    return TensorGroup(
-        size=mesh.size("tp"),
-        index=mesh.coordinate("tp"),
-        handle=mesh.group("tp"),
-        keeps_products=keeps_products,
-        overlaps=not (keeps_products or in_halves),
-    )
-
-
 def find_tensor_split(
-    structure: ModelStructure, *, mesh: Mesh, sequence_parallel: bool, check: CheckSplit | None = None
+    structure: ModelStructure,
+    *,
+    mesh: Mesh,
+    sequence_parallel: bool,
+    check: CheckSplit | None = None,
+    given: Mapping[str, str] | None = None,
 ) -> TensorSplit:
     """Return how the blocks of a model, which is whole and keeps its values, are split; checked with real numbers.
 
-    All ranks of a `tp` group call it together. `check` is another way of checking than that in numbers. Raises
-    `UnsupportedPlanError` where the blocks cannot be split, and says why.
+    All ranks of a `tp` group call it together. `check` is another way of checking than that in numbers, and `given`
+    says how layers are split (`GivenSplit`). Raises `UnsupportedPlanError` where the blocks cannot be split, and says
+    why, and `PlanError` for a given split that does not fit the model.
     """
     size = mesh.size("tp")
     structure.check_has_blocks(f"tp={size}", "to split")
@@ -114,19 +101,30 @@ def find_tensor_split(
     calls, meta_model = structure.calls, structure.meta_model
     plan = own_plan(model)
     numbering = numbering_of(stack.modules(meta_model))
+    asked = None if given is None else GivenSplit.of(given, meta_model)
     found: dict[Any, BlockSplit] = {}
     blocks: dict[str, BlockSplit] = {}
     for name, block, call in zip(stack.names, stack.modules(meta_model), calls, strict=True):
         if call is None:
             raise UnsupportedPlanError(f"block {name} is not called in a forward pass", hint="use tp=1 for this model")
-        kept = _kept_whole(meta_model, block, name, plan)
-        kind = kind_of(name, block, call, kept, numbering)
+        kept = _kept_whole(meta_model, block, name, plan) if asked is None else asked.styles_in(block, name)
+        kind = kind_of(name, block, call, [*kept] if asked is None else [*kept.items()], numbering)
         if kind not in found:
             ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
-            wanted = _Wanted(mesh, ends, kept, check or checked_in_numbers)
-            found[kind] = _split_of(model.get_submodule(name), block, name, call, wanted)
+            check = check or checked_in_numbers
+            whole = model.get_submodule(name)
+            if asked is None:
+                found[kind] = _split_of(whole, block, name, call, _Wanted(mesh, ends, kept, check))
+            else:
+                split = asked.split_of(block, name, call)
+                reasons = _kept_whole(meta_model, block, name, None)
+                for layer in split.roles.keys() & reasons.keys():
+                    raise PlanError(f"split: {name}.{layer} cannot be split: {reasons[layer]}", hint="leave it whole")
+                found[kind] = check(whole, name, call, split, mesh, ends)
         blocks[name] = found[kind]
-    vocabulary = find_vocabulary_split(structure, size=size)
+    vocabulary = VocabularySplit()
+    if asked is None or asked.has_vocabulary:
+        vocabulary = find_vocabulary_split(structure, size=size)
     return TensorSplit(blocks, vocabulary, sequence_parallel=sequence_parallel, hidden_argument=where)
 
 
@@ -311,73 +309,3 @@ def _kept_whole(meta_model: nn.Module, block: nn.Module, name: str, plan: dict[s
             if not splits(style) and not layer.startswith(beside)
         }
     return kept
-
-
-def checked_in_numbers(
-    block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
-) -> BlockSplit:
-    """Return `split` in the first form that computes what the block does whole, with what it takes to do so.
-
-    On plain parts with regions around the layers, on plain parts, on `SplitTensor`s; and under sequence parallelism the
-    same with the tokens of all ranks in the block. Raises `UnsupportedPlanError` where none does.
-    """
-    device = mesh.world.device
-    whole = copy.deepcopy(block)
-    give_random_values(whole)
-    whole = whole.to(device)
-    shake(whole)  # what starts at zero hides all that lies behind it
-    try:
-        with comparable_runs(device), attributes_kept(whole):
-            setting = setting_of(whole, call)
-            draws = not setting.modes[0] or draws_in_training(whole, call, setting.dtype)
-        for form in forms(block, replace(split, draws=draws), ends, is_plain=not shares_with_blocks(call)):
-            try:
-                with comparable_runs(device), attributes_kept(whole):
-                    return _checked(whole, name, call, form, tensor_group(mesh), ends, setting)
-            except UnsupportedPlanError as error:
-                failure = error
-        raise failure
-    finally:
-        whole.to("meta")
-
-
-def _checked(
-    whole: nn.Module,
-    name: str,
-    call: BlockCall,
-    form: BlockSplit,
-    group: TensorGroup,
-    ends: SequenceEnds | None,
-    setting: CheckSetting,
-) -> BlockSplit:
-    part = copy.deepcopy(whole)
-    try:
-        shardings = split_block(part, form, group, ends)
-        partial = _partial(part, form, shardings, ends)
-        summed = check_split(whole, part, shardings, call, group=group, name=name, setting=setting, partial=partial)
-        return replace(form, summed=summed)
-    finally:
-        # Its forward passes refer to it: the values are let go here, not when Python next looks for such circles.
-        part.to("meta")
-
-
-def forms(block: nn.Module, split: BlockSplit, ends: SequenceEnds | None, *, is_plain: bool) -> Iterator[BlockSplit]:
-    """Return the forms of a split, the one that costs least first; `is_plain`: the block's code can be given parts."""
-    parts = [name for name, child in block.named_children() if any(True for _ in child.children())]
-    for joins in ((), *((part,) for part in parts), ("",)) if ends is not None else ((),):
-        form = replace(split, joins=joins)
-        if is_plain:
-            yield replace(form, use_local_output=True, has_regions=True)
-            yield replace(form, use_local_output=True)
-        yield form
-
-
-def _partial(
-    block: nn.Module, form: BlockSplit, shardings: Mapping[str, Sharding], ends: SequenceEnds | None
-) -> frozenset[str]:
-    """Return the whole parameters of a split block of whose gradients every rank has a part, whatever their values."""
-    if ends is None or not form.use_local_output:
-        return frozenset()
-    joined = tuple(f"{path}." if path else "" for path in joined_modules(form))
-    names = dict(block.named_parameters()).keys() - shardings.keys()
-    return frozenset(name for name in names if not name.startswith(joined or ("/",)))

@@ -1,0 +1,141 @@
+"""In which form a split block runs: on plain parts where its code lets it, compared in numbers with itself whole."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.split.check import (
+    CheckSetting,
+    check_split,
+    comparable_runs,
+    draws_in_training,
+    setting_of,
+    shares_with_blocks,
+)
+from paraplan.runtime.split.layers import BlockSplit, SequenceEnds, is_linear
+from paraplan.runtime.split.regions import joined_modules, split_block
+from paraplan.runtime.structure.meta import attributes_kept, give_random_values
+from paraplan.runtime.structure.model_structure import BlockCall
+from paraplan.runtime.structure.shaken_weights import shake
+
+_HEADS = re.compile(r"(n|num)_.*heads?|.*_heads|heads")
+
+
+def tensor_group(mesh: Mesh, *, keeps_products: bool = False, in_halves: bool = False) -> TensorGroup:
+    """Return the `tp` group of this rank.
+
+    `keeps_products`: what layers return is kept for the backward pass. `in_halves`: backward passes of inputs and of
+    weights are run apart.
+    """
+    return TensorGroup(
+        size=mesh.size("tp"),
+        index=mesh.coordinate("tp"),
+        handle=mesh.group("tp"),
+        keeps_products=keeps_products,
+        overlaps=not (keeps_products or in_halves),
+    )
+
+
+def checked_in_numbers(
+    block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
+) -> BlockSplit:
+    """Return `split` in the first form that computes what the block does whole, with what it takes to do so.
+
+    On plain parts with regions around the layers, on plain parts, on `SplitTensor`s; and under sequence parallelism the
+    same with the tokens of all ranks in the block. Raises `UnsupportedPlanError` where none does.
+    """
+    device = mesh.world.device
+    whole = copy.deepcopy(block)
+    give_random_values(whole)
+    whole = whole.to(device)
+    shake(whole)  # what starts at zero hides all that lies behind it
+    try:
+        with comparable_runs(device), attributes_kept(whole):
+            setting = setting_of(whole, call)
+            draws = not setting.modes[0] or draws_in_training(whole, call, setting.dtype)
+        for form in forms(block, replace(split, draws=draws), ends, is_plain=not shares_with_blocks(call)):
+            try:
+                with comparable_runs(device), attributes_kept(whole):
+                    return _checked(whole, name, call, form, tensor_group(mesh), ends, setting)
+            except UnsupportedPlanError as error:
+                failure = error
+        raise failure
+    finally:
+        whole.to("meta")
+
+
+def _checked(
+    whole: nn.Module,
+    name: str,
+    call: BlockCall,
+    form: BlockSplit,
+    group: TensorGroup,
+    ends: SequenceEnds | None,
+    setting: CheckSetting,
+) -> BlockSplit:
+    part = copy.deepcopy(whole)
+    try:
+        shardings = split_block(part, form, group, ends)
+        partial = _partial(part, form, shardings, ends)
+        summed = check_split(whole, part, shardings, call, group=group, name=name, setting=setting, partial=partial)
+        return replace(form, summed=summed)
+    finally:
+        # Its forward passes refer to it: the values are let go here, not when Python next looks for such circles.
+        part.to("meta")
+
+
+def forms(block: nn.Module, split: BlockSplit, ends: SequenceEnds | None, *, is_plain: bool) -> Iterator[BlockSplit]:
+    """Return the forms of a split, the one that costs least first; `is_plain`: the block's code can be given parts."""
+    parts = [name for name, child in block.named_children() if any(True for _ in child.children())]
+    sizes = split.divided or written_sizes(block, split)
+    for joins in ((), *((part,) for part in parts), ("",)) if ends is not None else ((),):
+        form = replace(split, joins=joins)
+        if is_plain:
+            plain = replace(form, use_local_output=True, has_regions=True)
+            yield plain
+            if sizes and not split.divided:
+                yield replace(plain, divided=sizes)
+            yield replace(form, use_local_output=True)
+        yield form
+
+
+def written_sizes(block: nn.Module, split: BlockSplit) -> dict[str, tuple[str, ...]]:
+    """Return the attributes that may be sizes of what is split, of modules that hold column layers and all in them."""
+    lengths: dict[str, set[int]] = {}
+    for layer, role in split.roles.items():
+        if role.kind == "column":
+            lengths.setdefault(layer.rpartition(".")[0], set()).update((*role.segments, sum(role.segments)))
+    found: dict[str, tuple[str, ...]] = {}
+    for path, module in block.named_modules():
+        holder = next((one for one in lengths if one and f"{path}.".startswith(f"{one}.")), None)
+        names = tuple(
+            name
+            for name, value in vars(module).items()
+            if holder is not None
+            and type(value) is int
+            and value > 1
+            and (value in lengths[holder] or _HEADS.fullmatch(name))
+        )
+        if names and not is_linear(module):
+            found[path] = names
+    return found
+
+
+def _partial(
+    block: nn.Module, form: BlockSplit, shardings: Mapping[str, Sharding], ends: SequenceEnds | None
+) -> frozenset[str]:
+    """Return the whole parameters of a split block of whose gradients every rank has a part, whatever their values."""
+    if ends is None or not form.use_local_output:
+        return frozenset()
+    joined = tuple(f"{path}." if path else "" for path in joined_modules(form))
+    names = dict(block.named_parameters()).keys() - shardings.keys()
+    return frozenset(name for name in names if not name.startswith(joined or ("/",)))
