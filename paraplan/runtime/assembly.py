@@ -211,7 +211,7 @@ def _context_split(structure: ModelStructure, parallel: ParallelContext, *, has_
     plan = parallel.plan
     num_parts = plan.tp if plan.sequence_parallel else 1
     parallel.loss.context = Context(context_group(parallel.mesh), num_parts=num_parts)
-    parts = {f"{block}.{part}": None for block, found in split.whole.items() for part in found}
+    parts = {f"{block}.{part}".rstrip("."): None for block, found in split.whole.items() for part in found}
     if parts and parallel.mesh.world.rank == 0:
         _LOGGER.warning(
             "cp=%d: every rank runs these parts on the tokens of all ranks, whose attention is not torch's "

@@ -45,6 +45,7 @@ from paraplan.runtime.split.kinds import kind_of, numbering_of
 from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.structure.outputs import map_outputs
+from paraplan.runtime.structure.shaken_weights import shake
 from paraplan.runtime.torch_private import pytree
 
 
@@ -63,7 +64,7 @@ class ContextSplit:
 
 @dataclass(frozen=True)
 class _Way:
-    """How a block of one kind runs: these parts of it on all tokens, with these arguments as they are."""
+    """How a block of one kind runs: these parts of it on all tokens ("" is the block), these arguments as they are."""
 
     parts: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -139,6 +140,7 @@ def _checked(block: nn.Module, name: str, call: BlockCall, mesh: Mesh) -> _Way:
     whole = copy.deepcopy(block)
     give_random_values(whole)
     whole = whole.to(mesh.world.device)
+    shake(whole)  # what starts at zero hides all that lies behind it
     try:
         with comparable_runs(mesh.world.device):
             with attributes_kept(whole):
@@ -146,7 +148,7 @@ def _checked(block: nn.Module, name: str, call: BlockCall, mesh: Mesh) -> _Way:
             draws = draws_in_training(whole, call, setting.dtype)
             parts = [part for part, held in whole.named_children() if any(True for _ in held.parameters())]
             others = _like_hidden(whole, call)
-            ways = [_Way(), *(_Way(kept=(one,)) for one in others), *(_Way(parts=(one,)) for one in parts)]
+            ways = [_Way(), *(_Way(kept=(one,)) for one in others), *(_Way(parts=(one,)) for one in (*parts, ""))]
             problems = []
             for way in ways:
                 problem = _problem(whole, way, name, call, mesh, setting)
@@ -267,7 +269,7 @@ def apply_split(
     """Make the blocks `names` of `model`, or of a stage of it that holds these, work on this rank's tokens."""
     for name in names:
         for part in split.whole.get(name, ()):
-            run_on_all_tokens(model.get_submodule(f"{name}.{part}"), context)
+            run_on_all_tokens(model.get_submodule(f"{name}.{part}".rstrip(".")), context)
     blocks = {model.get_submodule(name): split.kept.get(name, ()) for name in names}
     ends = {"has_first": has_first, "has_last": has_last}
     apply_context(model, blocks, context, **ends, draws=split.draws, backend=backend)
