@@ -50,7 +50,16 @@ KNOWN = tuple(path for path in sorted((RUNS / "known").glob("*.csv")) if path.st
 KNOWN_FINE_TUNING = tuple(RUNS / "known" / f"{name}.csv" for name in ("fine_tuning", "peft"))
 LATER = tuple(
     RUNS / f"{name}_sources.csv"
-    for name in ("later", "newest", "blind", "second_blind", "third_blind", "fourth_blind", "fifth_blind")
+    for name in (
+        "later",
+        "newest",
+        "blind",
+        "second_blind",
+        "third_blind",
+        "fourth_blind",
+        "fifth_blind",
+        "sixth_blind",
+    )
 )
 LATER_FINE_TUNING = RUNS / "later_fine_tuning.csv"
 FIRST = RUNS.parent / "first_predictions.csv"

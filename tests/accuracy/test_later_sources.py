@@ -22,6 +22,7 @@ SECOND = profiles_folder() / "runs" / "second_blind_sources.csv"
 THIRD = profiles_folder() / "runs" / "third_blind_sources.csv"
 FOURTH = profiles_folder() / "runs" / "fourth_blind_sources.csv"
 FIFTH = profiles_folder() / "runs" / "fifth_blind_sources.csv"
+SIXTH = profiles_folder() / "runs" / "sixth_blind_sources.csv"
 FIRST = profiles_folder() / "first_predictions.csv"
 LOCATOR = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.(md|rst|log|out|json|yaml)$|https://\S+$")
 
@@ -89,7 +90,10 @@ def test_errors_of_later_fine_tuning_are_those_that_the_page_tells() -> None:
         assert sorted(map(float, told)) == sorted(round(source["mape"] * 100, 1) for source in sources)
 
 
-@pytest.mark.parametrize(("title", "runs"), [("Nine sources more", FOURTH), ("Six sources of a review", FIFTH)])
+@pytest.mark.parametrize(
+    ("title", "runs"),
+    [("Nine sources more", FOURTH), ("Six sources of a review", FIFTH), ("Five sources more", SIXTH)],
+)
 def test_first_errors_are_those_that_the_page_tells(title: str, runs: Path) -> None:
     section = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
     with FIRST.open(newline="") as lines:
