@@ -39,6 +39,9 @@ _IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.model
 _IMPORTED_ONCE += ("paraplan.runtime.fake.script", "paraplan.launch.command", "torch.distributed.tensor.debug")
 _IMPORTED_ONCE += ("transformers.models.llama.modeling_llama", "peft", "hypothesis")
 _IMPORTED_ONCE += ("paraplan.launch.job", "paraplan.launch.fake.ranks", "paraplan.launch.fake.report")
+# Ranks that compile would import these, for a second each; none of them starts a thread.
+_IMPORTED_ONCE += ("torch._dynamo.backends.common", "torch._inductor.cudagraph_trees")
+_IMPORTED_ONCE += ("torch.distributed.tensor.experimental", "transformers.trainer")
 
 
 _stores_of_the_past: list[Any] = []  # kept: a thread of torch's may still hold one, and cannot end it
