@@ -33,6 +33,8 @@ PLANS = {
     "tp, sequence parallel": ParallelPlan(tp=2, sequence_parallel=True, num_microbatches=2, micro_batch_size=4),
     "cp": ParallelPlan(cp=2, num_microbatches=2, micro_batch_size=4),
 }
+COMPILED = ", compiled"
+PLANS |= {name + COMPILED: PLANS[name] for name in ("tp, sequence parallel", "cp")}
 
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GATED = _SIZES | {"intermediate_size": 48, "max_position_embeddings": 64}
@@ -130,7 +132,7 @@ def batch_of(family: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def verdict(family: str, plan: ParallelPlan) -> str:
+def verdict(family: str, plan: ParallelPlan, *, compile_backend: str | None = None) -> str:
     """Return "right", why the plan is refused, or by how much it is wrong."""
     torch.manual_seed(0)
     model, batch = build(family), batch_of(family)
@@ -146,6 +148,7 @@ def verdict(family: str, plan: ParallelPlan) -> str:
             loss_fn=lambda outputs, _: outputs.loss,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             example_inputs={name: value[:2] for name, value in batch.items()},
+            compile_backend=compile_backend,
         )
         share = BATCH // job.dp
         own = {name: value[job.dp_rank * share : (job.dp_rank + 1) * share] for name, value in batch.items()}
@@ -173,8 +176,8 @@ def main(families: list[str]) -> int:
         print("| model |", " | ".join(PLANS), "|\n|", " | ".join(["---"] * (len(PLANS) + 1)), "|")
     for family in families or FAMILIES:
         cells = []
-        for plan in PLANS.values():
-            found = verdict(family, plan)
+        for name, plan in PLANS.items():
+            found = verdict(family, plan, compile_backend="aot_eager" if name.endswith(COMPILED) else None)
             num_wrong += found.startswith("WRONG")
             if found == "right" or found.startswith("WRONG"):
                 cells.append(found)
