@@ -68,6 +68,7 @@ class AttentionStyle(NamedTuple):
     `shares` says what has no projection of its own: values, which the keys' projection makes too, or both, which are
     those of a layer before. `has_head_gates` scales each head's output by a gate of its own (Ling 3). `key_bias` is
     False where keys alone have no bias. `norms_values` puts a norm without weights behind values.
+    `joins_outputs` attends picture by picture, and joins what torch's own attention returns for each.
     """
 
     projections: tuple[str, ...]
@@ -93,6 +94,7 @@ class AttentionStyle(NamedTuple):
     has_head_gates: bool = False
     shares: Shares = "nothing"
     norms_values: bool = False
+    joins_outputs: bool = False
     dropout: float = 0.0
 
     @property
@@ -125,6 +127,7 @@ def attention(heads: Heads, style: AttentionStyle, *, keeps_input: bool = True) 
         # The values are a view of the fused projection, except where they are repeated.
         repeats = style.is_windowed and 1 < heads.num_kv_heads < heads.num_heads
         views: tuple[AttentionKernel, ...] = ("flash",) if repeats else FUSED_KERNELS
+        views += EAGER if style.joins_outputs else ()
         part += kept("before_rotation", rest, split="tensor", kernels=views, by="modules")
     return part + linear(
         style.projections[-1],
@@ -170,8 +173,9 @@ def attention_core(core: Attention, style: AttentionStyle) -> Part:
     if not style.is_gated:
         reads_it = None if style.has_head_gates else reader
         part += kept("attention_output", output_width, split="tensor", kernels=EAGER, weights_of=reads_it)
-    if style.copies_output:
+    if style.copies_output or style.joins_outputs:
         copying: tuple[AttentionKernel, ...] = ("flash",) if style.is_windowed else FUSED_KERNELS
+        copying = copying if style.copies_output else ("sdpa",)
         part += kept("projection_input", output_width, split="tensor", kernels=copying, weights_of=reader, by="modules")
     part += kept(
         "softmax_statistics",

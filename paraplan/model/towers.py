@@ -128,14 +128,16 @@ def _media(work: TowerSpec, tokens: int, seq_length: int) -> tuple[BlockSpec, Bl
     share = patches / seq_length
     picture = work.picture_patches or patches
     cores: list[Matmul] = []
-    for each in work.attention:
-        reach = max(1, round(min(each.core.window or picture, picture)))
+    reaches = [min(each.core.window or picture, picture) for each in work.attention]
+    for each, reach in zip(work.attention, (max(1, round(one)) for one in reaches), strict=True):
         rows = each.core.num_heads * each.layers * share
         for name, k, n in (("scores", each.core.qk_head_dim, reach), ("values", reach, each.core.v_head_dim)):
             if rows:
                 cores.append(Matmul(name=f"attention {name}", k=k, n=n, rows_per_token=rows, of_activations=True))
     inputs = SavedTensor(role="layer_inputs", elements_per_token=work.layer_input_elements * share)
-    tower, projector = (_scaled(block, share, picture) for block in (work.tower, work.projector))
+    layers = sum(each.layers for each in work.attention)
+    mean_reach = sum(each.layers * reach for each, reach in zip(work.attention, reaches, strict=True)) / layers
+    tower, projector = (_scaled(block, share, mean_reach) for block in (work.tower, work.projector))
     tower = tower.replace(
         matmuls=(*tower.matmuls, *cores),
         saved=(*tower.saved, inputs),
@@ -144,10 +146,12 @@ def _media(work: TowerSpec, tokens: int, seq_length: int) -> tuple[BlockSpec, Bl
     return tower, projector
 
 
-def _scaled(block: BlockSpec, share: float, picture: float) -> BlockSpec:
+def _scaled(block: BlockSpec, share: float, mean_reach: float) -> BlockSpec:
+    """Return what a block does of a token on average, where a patch attends to so many in a layer on average."""
+
     def saved(tensors: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
         for one in tensors:
-            elements = one.elements_per_token + one.elements_per_token_pair * picture
+            elements = one.elements_per_token + one.elements_per_token_pair * mean_reach
             yield one.replace(elements_per_token=elements * share, elements_per_token_pair=0.0)
 
     return block.replace(

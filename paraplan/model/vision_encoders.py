@@ -140,6 +140,8 @@ def pixtral(config: ModelConfig) -> TowerShape:
         config.text("hidden_act", default="gelu"),
         is_gated=True,
     )
+    # Pictures of a batch are one sequence behind a mask that all layers read.
+    mask = kept("attention_mask", pairs=1, kernels=("sdpa",), in_attention_core=True, by="modules")
     return TowerShape(
         heads=_heads(config, hidden),
         depth=config.layers("num_hidden_layers", default=24),
@@ -147,7 +149,7 @@ def pixtral(config: ModelConfig) -> TowerShape:
         norm_kind="rms",
         norms=("attention_norm", "ffn_norm"),
         mlp=mlp(hidden, inner, style),
-        patches=patches + norm("ln_pre", "rms", hidden),
+        patches=patches + norm("ln_pre", "rms", hidden) + mask,
         projector=Part(),
         patches_per_token=1.0,
     )
@@ -179,6 +181,7 @@ def internvl(config: ModelConfig) -> TowerShape:
             qkv_bias=config.flag("attention_bias", default=False),
             output_bias=True,
             rotary=False,
+            softmax_in_fp32=False,
             qk_norm="all_heads" if config.flag("use_qk_norm", default=False) else "none",
         ),
         norm_kind=kind,
@@ -234,7 +237,7 @@ def qwen2_vl(config: ModelConfig) -> TowerShape:
     shape = TowerShape(
         heads=_heads(config, hidden, "num_heads"),
         depth=config.layers("depth", default=32),
-        attention=AttentionStyle(_FUSED, qkv_bias=True, output_bias=True),
+        attention=AttentionStyle(_FUSED, qkv_bias=True, output_bias=True, joins_outputs=True),
         norm_kind="layer",
         norms=("norm1", "norm2"),
         mlp=mlp(hidden, inner, style),
@@ -250,11 +253,12 @@ def qwen2_5_vl(config: ModelConfig) -> TowerShape:
     hidden, depth = config.count("hidden_size", default=3584), config.layers("depth", default=32)
     style = MlpStyle(_GATED, config.text("hidden_act", default="silu"), is_gated=True, bias=True)
     whole = config.indices("fullatt_block_indexes") or frozenset({7, 15, 23, 31})
-    window = config.count("window_size", default=112) // pair(config, "patch_size", 14)[0]
+    merge = config.count("spatial_merge_size", default=2)
+    window = config.count("window_size", default=112) // merge // pair(config, "patch_size", 14)[0] * merge
     shape = TowerShape(
         heads=_heads(config, hidden, "num_heads"),
         depth=depth,
-        attention=AttentionStyle(_FUSED, qkv_bias=True, output_bias=True),
+        attention=AttentionStyle(_FUSED, qkv_bias=True, output_bias=True, joins_outputs=True),
         norm_kind="rms",
         norms=("norm1", "norm2"),
         mlp=mlp(hidden, config.count("intermediate_size", default=3420), style),
@@ -285,7 +289,7 @@ def qwen3_vl(config: ModelConfig) -> TowerShape:
     shape = TowerShape(
         heads=_heads(config, hidden, "num_heads"),
         depth=config.layers("depth", default=27),
-        attention=AttentionStyle(_FUSED, qkv_bias=True, output_bias=True),
+        attention=AttentionStyle(_FUSED, qkv_bias=True, output_bias=True, joins_outputs=True),
         norm_kind="layer",
         norms=("norm1", "norm2"),
         mlp=mlp(hidden, inner, style),
@@ -314,7 +318,7 @@ def glm4v(config: ModelConfig) -> TowerShape:
     return TowerShape(
         heads=_heads(config, hidden, "num_heads"),
         depth=config.layers("depth", default=24),
-        attention=AttentionStyle(_FUSED, qkv_bias=bias),
+        attention=AttentionStyle(_FUSED, qkv_bias=bias, joins_outputs=True),
         norm_kind="rms",
         norms=("norm1", "norm2"),
         mlp=mlp(hidden, output, style),

@@ -14,7 +14,7 @@ from paraplan.model.config_file import ModelConfig
 from paraplan.model.freezing import FrozenStorage, freeze
 from paraplan.model.reader import read_fields
 from paraplan.model.saved import saved_bytes
-from paraplan.model.spec import ModelSpec
+from paraplan.model.spec import AttentionKernel, ModelSpec
 from paraplan.model.towers import is_of_tower, with_media
 from paraplan.model.trainable import parse_trainable
 
@@ -154,3 +154,86 @@ def test_towers_of_transformers_compute_and_keep_the_same(family: str) -> None:
     if family == "llava":  # CLIP's norm of the class token, which LLaVA does not read, keeps what the last layer gives
         expected -= 2 * fields["vision_config"]["hidden_size"] * (patches + 1)
     assert kept == pytest.approx(expected, rel=0.01 + class_token / patches)
+
+
+# One family of each tower of pictures that attends in its own way; Llama 4's is above.
+_WHOLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llava", "internvl", "smolvlm", "gemma4", "glm4v")
+
+
+def _pixels(family: str, config: Any) -> dict[str, Any]:
+    """Return the inputs of one picture: 24 by 24 patches where it may have any size."""
+    import torch
+
+    size, patch = getattr(config, "image_size", 0), getattr(config, "patch_size", 14)
+    if family in {"gemma3", "llava", "internvl"}:
+        return {"pixel_values": torch.zeros(1, 3, *(size if isinstance(size, list | tuple) else [size, size]))}
+    if family in {"smolvlm", "idefics3"}:
+        return {"pixel_values": torch.ones(1, 1, 3, size, size)}  # a picture of zeros counts as padding
+    if family == "mistral3":
+        side = 24 * patch
+        return {"pixel_values": torch.zeros(1, 3, side, side), "image_sizes": torch.tensor([[side, side]])}
+    if family == "gemma4":
+        grid = torch.stack(torch.meshgrid(torch.arange(24), torch.arange(24), indexing="ij"), -1)
+        return {"pixel_values": torch.zeros(1, 576, 3 * patch**2), "image_position_ids": grid.reshape(1, 576, 2)}
+    frames = getattr(config, "temporal_patch_size", 2)
+    return {"pixel_values": torch.zeros(576, 3 * frames * patch**2), "image_grid_thw": torch.tensor([[1, 24, 24]])}
+
+
+def _counted(family: str, kernel: AttentionKernel, depth: int) -> tuple[float, float, float, float]:
+    """Return FLOPs and saved bytes of a tower of so many layers as read, and each as torch counts it."""
+    import torch
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    draw = random.Random(f"{family} 1")  # noqa: S311  # no secret: the same seed must give the same config
+    fields = tower_fields(family, draw.choice)
+    if family == "gemma4":
+        fields["audio_config"] = None
+    vision = fields["vision_config"]
+    vision["depth" if "depth" in vision else "num_hidden_layers"] = depth
+    if "image_size" in vision:
+        vision["image_size"] = [224, 224] if family == "internvl" else 224
+    config = transformers.AutoConfig.for_model(family, **{k: v for k, v in fields.items() if k != "model_type"})
+    whole = getattr(transformers, fields["architectures"][0])
+    model = whole._from_config(config, attn_implementation=kernel, dtype=torch.bfloat16).train()
+    pixels = {k: v.bfloat16() if v.is_floating_point() else v for k, v in _pixels(family, config.vision_config).items()}
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        features = getattr(model, "model", model)
+        features = features if hasattr(features, "get_image_features") else model
+        output = features.get_image_features(**pixels, return_dict=True).pooler_output
+    parts = [output] if torch.is_tensor(output) else output
+    tokens = sum(one.numel() // one.shape[-1] for one in parts)
+    media = with_media(read_fields(ModelConfig("config", fields)), {"image": tokens}, tokens).media
+    saved = [one for block in media for one in block.saved if one.role != "layer_inputs"]
+    return (
+        tokens * sum(one.flops_per_token for block in media for one in block.matmuls),
+        float(counter.get_total_flops()),
+        saved_bytes(saved, seq_length=tokens, micro_batch_size=1, kernel=kernel),
+        float(sum(one.nbytes() for one in kept.values())),
+    )
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", _WHOLE)
+def test_layers_of_towers_do_what_torch_counts_of_them(family: str) -> None:
+    # Two layers more, so that what a picture needs once, and a token of a class, stay out of it.
+    class_token = 0.006 if family in {"llava", "internvl"} else 0.0
+    kernels: tuple[AttentionKernel, ...] = ("eager",) if family == "gemma4" else ("eager", "sdpa")
+    for kernel in kernels:
+        short, long = (_counted(family, kernel, depth) for depth in (2, 4))
+        flops, counted_flops, saved, counted_saved = (more - less for less, more in zip(short, long, strict=True))
+        if kernel == "eager":  # torch does not count its attention on CPUs
+            assert flops == pytest.approx(counted_flops, rel=1e-9 + 1.5 * class_token)
+            assert long[0] == pytest.approx(long[1], rel=0.02)  # Gemma 4 pools by a product, a class token is one more
+        assert saved == pytest.approx(counted_saved, rel=0.01 + class_token)
+        assert long[2] == pytest.approx(long[3], rel=0.03 if kernel == "eager" else 0.10)
