@@ -56,7 +56,7 @@ def test_random_models_train_as_in_plain_torch_or_are_refused_under(kinds: list[
     failures = [described(verdict) for verdict in verdicts if verdict.is_failure]
     assert len(verdicts) == len(cases)
     assert not failures, "\n".join(failures)
-    refused = [verdict.message for verdict in verdicts if verdict.status == "refused" and verdict.case.plan.cp == 1]
+    refused = [verdict.message for verdict in verdicts if verdict.status == "refused"]
     assert len(refused) < len(cases) if with_all(kinds) else not refused, refused
 
 

@@ -46,6 +46,8 @@ class Context:
         self.attention = ContextAttention(group)
         self.sums = SumsOverRanks(group)
         self.num_tokens = 0
+        self.hidden = torch.Size()
+        """The shape of the state that the block which runs was called with."""
         self.is_local = False
         self.is_cut = False
         self._pass: ExitStack | None = None
@@ -251,7 +253,7 @@ def _own_arguments(
             hint="use a plan without cp",
         )
 
-    context.is_cut = True
+    context.is_cut, context.hidden = True, hidden.shape
 
     def own(name: str, value: Any) -> Any:
         if value is hidden:
@@ -266,7 +268,7 @@ def _own_argument(name: str, value: Any, context: Context) -> Any:
         return tuple(_own_argument(name, one, context) for one in value)
     if not isinstance(value, torch.Tensor) or _WHOLE.search(name):
         return value
-    dim = _token_dim(value, context.num_tokens)
+    dim = _token_dim(value, context.num_tokens, context.hidden)
     if dim is None:
         return value
     if not value.is_floating_point() and not value.is_complex():
@@ -274,8 +276,10 @@ def _own_argument(name: str, value: Any, context: Context) -> Any:
     return context.cut(value, dim)
 
 
-def _token_dim(value: torch.Tensor, num_tokens: int) -> int | None:
-    """Return the dimension of tokens in what stands beside a hidden state, None where it has none."""
+def _token_dim(value: torch.Tensor, num_tokens: int, hidden: torch.Size) -> int | None:
+    """Return the dimension of tokens in what stands beside a state of shape `hidden`, None where it has none."""
+    if value.ndim == len(hidden) and value.shape[-1] == hidden[-1] and value.is_floating_point():
+        return value.ndim - 2 if value.shape[-2] == num_tokens else None  # a batch may be as large
     if value.dtype == torch.bool or not value.ndim:
         return None
     if not value.is_floating_point() and not value.is_complex():
@@ -294,11 +298,11 @@ def run_on_all_tokens(module: nn.Module, context: Context) -> None:
             return tuple(gathered(one) for one in value)
         if not isinstance(value, torch.Tensor):
             return value
-        dim = _token_dim(value, context.num_own)
+        dim = _token_dim(value, context.num_own, context.hidden)
         return value if dim is None else context.gather(value, dim)
 
     def own(_: int, output: torch.Tensor) -> torch.Tensor:
-        dim = _token_dim(output, context.num_tokens)
+        dim = _token_dim(output, context.num_tokens, context.hidden)
         return output if dim is None else context.cut(output, dim)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
