@@ -562,6 +562,7 @@ def test_groups_tell_their_timeout_and_names() -> None:
 
 IN_SOURCES = (
     ("distributed/tensor/_dispatch.py", door.MIXED_TENSORS, "a parameter that is read outside of its module"),
+    ("distributed/tensor/_ops/utils.py", door.NO_SHARDING, "optimizers that write by masks"),
     ("distributed/elastic/agent/server/api.py", "Error waiting on exit barrier", "nodes that end one after the other"),
     ("distributed/elastic/multiprocessing/api.py", "(start_method:", "failures that are told in words"),
     ("distributed/elastic/rendezvous/dynamic_rendezvous.py", "failed to send a keep-alive", "nodes that end"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,7 +193,7 @@ def _assemble_whole(
     return RankPart(
         module=model,
         parameters=dict(model.named_parameters()),
-        buffers=lasting_buffers(model),
+        own_buffers=partial(lasting_buffers, model),
         execution=execution,
         shardings=shardings,
         reductions=reductions_of(called),

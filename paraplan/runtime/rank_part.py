@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,21 +29,26 @@ from paraplan.runtime.step.loss import LossFunction, StepLoss
 class RankPart:
     """What one rank holds of the model: the module, its parameters and buffers by their names in the whole model.
 
-    `buffers` are those that belong to the model's state. `repeated` names the parameters that an earlier pipeline stage
-    holds too, and counts in the norm of the gradient. `shardings` names those of which the ranks of a `tp` group hold
-    parts. `reductions` are those of DDP, which sums the gradients once every one of them is there. `orders` say which
-    blocks are entered, where other ranks are to enter the same.
+    `own_buffers` returns those that belong to the model's state. `repeated` names the parameters that an earlier
+    pipeline stage holds too, and counts in the norm of the gradient. `shardings` names those of which the ranks of a
+    `tp` group hold parts. `reductions` are those of DDP, which sums the gradients once every one of them is there.
+    `orders` say which blocks are entered, where other ranks are to enter the same.
     """
 
     module: nn.Module
     parameters: dict[str, nn.Parameter]
-    buffers: dict[str, torch.Tensor]
+    own_buffers: Callable[[], dict[str, torch.Tensor]]
     execution: Execution
     repeated: frozenset[str] = frozenset()
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     reductions: tuple[ReplicaReduction | ReachedShards, ...] = ()
     orders: tuple[BlockOrder, ...] = ()
     model: nn.Module | None = None
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now: code may have put others in their places."""
+        return self.own_buffers()
 
     def optimized(self) -> RankParameters:
         """Return the parameters that an optimizer is made for.

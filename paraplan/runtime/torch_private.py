@@ -88,6 +88,7 @@ LOST_CONNECTION = (LOST_PEER, "Connection reset by peer", "Broken pipe", "Socket
 TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout caused pair closure", re.IGNORECASE)
 """What gloo raises after a timeout (transport/tcp/unbound_buffer.cc and pair.cc); the error is a plain RuntimeError."""
 
+NO_SHARDING = "in-place operations that require placement changes"
 WRITTEN_IN_PLACE = "has been modified by an inplace operation"
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """What DTensor raises where a shard meets a plain tensor; the error is a plain RuntimeError."""
@@ -149,6 +150,11 @@ def accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the hooks after and before a forward pass. They can be registered in public, and not read."""
     return module._forward_hooks, module._forward_pre_hooks
+
+
+def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the table of a module's own buffers. `named_buffers` gives a copy, and only those that are there."""
+    return module._buffers
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module | None]:

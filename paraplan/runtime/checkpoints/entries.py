@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from paraplan.runtime.checkpoints.chunks import CheckpointChunks, ShardLocation
 from paraplan.runtime.checkpoints.safe_reader import CheckpointError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.averages import ParameterAverage
+from paraplan.runtime.optimizers.several import optimizers_in
+from paraplan.runtime.optimizers.whole_tensors import stepped_whole
 from paraplan.runtime.precision import LossScale
 
 _HINT = "it is damaged; load an older one"
@@ -191,6 +193,10 @@ class CheckpointSource:
         """Return `tensor`, of parameter `name`, as it is written: with its place in the whole if it is a part."""
         return tensor if name not in self.places else CheckpointChunks(tensor, self.places[name])
 
+    def stepped_whole(self) -> set[nn.Parameter]:
+        """Return the parameters whose optimizer's state is whole on every rank."""
+        return stepped_whole(optimizers_in(self.optimizer))
+
     def averages(self) -> dict[str, torch.Tensor]:
         """Return the averages of the parameters as entries."""
         if self.average is None:
@@ -208,17 +214,48 @@ def entries_to_write(source: CheckpointSource) -> dict[str, torch.Tensor]:
     entries = {PROGRESS: as_bytes(json.dumps(_progress(source)))}
     entries |= {f"{MODEL}{name}": source.piece(name, tensor) for name, tensor in source.tensors()}
     entries |= source.averages()
-    options = _options(source.optimizer)
+    options, whole = _options(source.optimizer), source.stepped_whole()
     for name, parameter in source.parameters.items():
         numbers = {}
-        for key, value in source.optimizer.state.get(parameter, {}).items():
+        for key, value in _flat(source.optimizer.state.get(parameter, {})):
             if not isinstance(value, torch.Tensor):
                 numbers[key] = _plain(value)
                 continue
-            entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if value.shape == parameter.shape else value
+            is_part = value.shape == parameter.shape and parameter not in whole
+            entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
         if parameter in options:
             entries[f"{OPTIONS}{name}"] = as_bytes(json.dumps({"options": options[parameter], "numbers": numbers}))
     return entries
+
+
+_PLACE = "#"
+"""Stands between the key of a list in an optimizer's state and the place of an item; alone it says which kind it is."""
+
+
+def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of an optimizer's state, and the items of lists of tensors, which have keys of their own."""
+    for key, value in state.items():
+        if not isinstance(value, (list, tuple)) or not _holds_tensors(value):
+            yield key, value
+            continue
+        yield f"{key}{_PLACE}", type(value).__name__
+        yield from _flat({f"{key}{_PLACE}{place}": item for place, item in enumerate(value)})
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
+def nested(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with the lists that were written item by item."""
+    found = dict(state)
+    for key in sorted((key for key in state if key.endswith(_PLACE)), key=len, reverse=True):
+        count = sum(1 for other in found if other.startswith(key) and other.removeprefix(key).isdecimal())
+        items = [found.pop(f"{key}{place}") for place in range(count)]
+        found[key.removesuffix(_PLACE)] = tuple(items) if found.pop(key) == "tuple" else items
+    return found
 
 
 def copied(entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -242,14 +279,17 @@ def empty_bytes(name: str, description: Any) -> torch.Tensor:
 def empty_states(saved: Mapping[str, Any], source: CheckpointSource) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of the optimizer's state to read into, by parameter, sharded as the parameter is."""
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in source.parameters}
+    whole = source.stepped_whole()
     for entry, description in saved.items():
         if not entry.startswith(OPTIMIZER) or not isinstance(description, TensorStorageMetadata):
             continue
         key, _, name = entry.removeprefix(OPTIMIZER).partition(".")
         if name not in states:
             continue
-        dtype = description.properties.dtype
-        if description.size == source.whole_shape(name):
+        dtype, parameter = description.properties.dtype, source.parameters[name]
+        if parameter in whole:
+            states[name][key] = torch.zeros(description.size, dtype=dtype, device=parameter.device)
+        elif description.size == source.whole_shape(name):
             states[name][key] = torch.zeros_like(source.parameters[name], dtype=dtype, requires_grad=False)
         else:  # a count of steps
             states[name][key] = torch.zeros(description.size, dtype=dtype)

@@ -38,6 +38,7 @@ from paraplan.runtime.checkpoints.entries import (
     empty_bytes,
     empty_states,
     entries_to_write,
+    nested,
     read_options,
     read_progress,
     take_options,
@@ -290,10 +291,10 @@ def _read_tensors(reader: Reader, source: CheckpointSource) -> dict[str, dict[st
         for name, tensor in source.average.tensors.items():
             _check_tensor(folder, saved, AVERAGE, name, source.whole_shape(name), tensor.dtype)
         entries |= source.averages()
-    states = empty_states(saved, source)
+    states, whole = empty_states(saved, source), source.stepped_whole()
     for name, values in states.items():
         for key, value in values.items():
-            is_part = value.shape == source.parameters[name].shape
+            is_part = value.shape == source.parameters[name].shape and source.parameters[name] not in whole
             entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
     reader.read(entries)
     return states
@@ -309,7 +310,7 @@ def _take_optimizer(
         values: dict[str, Any] = _placed(states[name], parameter, held.get(parameter, {}))
         values |= options[name].numbers if name in options else {}
         if values:
-            source.optimizer.state[parameter] = values
+            source.optimizer.state[parameter] = nested(values)
 
 
 def _take_progress(entries: Mapping[str, torch.Tensor], progress: Progress, source: CheckpointSource) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paraplan.runtime.checks.closures import FunctionState
-from paraplan.runtime.torch_private import forward_hooks, submodules, version_of
+from paraplan.runtime.torch_private import buffer_table, forward_hooks, submodules, version_of
 
 LARGEST_STATE = 2**20
 """Elements: what is larger is not written, such as weights that were frozen for being large."""
@@ -34,10 +34,13 @@ class Attributes:
     def __init__(self, *models: nn.Module, largest: int, functions: Iterable[Any] = ()) -> None:
         state = FunctionState([*functions, *(one for model in models for one in _functions_of(model))])
         held = {module for model in models for module in model.modules()}
-        models = (*models, *(one for one in state.modules if one not in held))
+        beside = [one for one in state.modules if one not in held]
+        models = (*models, *beside)
         named = [(name, module) for model in models for name, module in model.named_modules()]
         self._kept = [_Kept(name, vars(module), largest) for name, module in named if _is_of_users(module)]
         self._kept += [_Kept(name, table, largest) for name, table in state.tables]
+        of_beside = [(type(one).__name__, part) for one in beside for part in one.modules()]
+        self._kept += [_Kept(name, buffer_table(part), largest) for name, part in of_beside]
         self._hooks = [(hooks, set(hooks)) for _, module in named for hooks in forward_hooks(module)]
         self._modules = [(table, dict(table)) for table in (submodules(module) for _, module in named)]
 

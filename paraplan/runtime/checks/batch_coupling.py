@@ -198,7 +198,7 @@ class BatchCoupling:
                     reduction.complete()
             for name, held in self._part.parameters.items():
                 if held.grad is not None:
-                    gradient = held.grad.to_local() if isinstance(held.grad, DTensor) else held.grad
+                    gradient = held.grad.to_local() if isinstance(held.grad, DTensor) else held.grad.to_dense()
                     found[name] = found[name].add_(gradient) if name in found else gradient.clone()
         self._part.forget_gradients()
         return found

@@ -123,7 +123,6 @@ def kept_state(*models: nn.Module, functions: Sequence[Any] = ()) -> Callable[[]
 
     So is what `functions` keep, such as a loss, which may be a module too.
     """
-    models = (*models, *(one for one in functions if isinstance(one, nn.Module)))
     modules = {module: None for model in models for module in model.modules()}
     buffers = [
         (one, name, held) for one in modules for name, held in one.named_buffers(recurse=False, remove_duplicate=False)

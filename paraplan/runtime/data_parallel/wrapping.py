@@ -172,8 +172,11 @@ def _shard(
         if plan.tp > 1:
             show_hooks_plain(end)
     fully_shard(module, reshard_after_forward=False, **options)
-    _sum_gradients(module)
-    watch_shards(module, mesh.replica_group, device, find_unused=find_unused)
+    # Backward passes in halves (zero bubble) go around what watches gradients.
+    is_watched = find_unused or plan.pp == 1
+    _sum_gradients(module, with_unused=is_watched)
+    if is_watched:
+        watch_shards(module, mesh.replica_group, device, find_unused=find_unused)
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
@@ -182,16 +185,17 @@ def _shard(
     return module
 
 
-def _sum_gradients(module: nn.Module) -> None:
+def _sum_gradients(module: nn.Module, *, with_unused: bool) -> None:
     """Have FSDP sum gradients, where by itself it takes their mean: the weights of micro-batches add up to 1.
 
-    Where a rank lacks some it sums zeros: others would be sent other sizes, of which gloo aborts the process.
+    Where a rank lacks some it sums zeros (`with_unused`): others would be sent other sizes, of which gloo aborts the
+    process.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
-            if hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13
+            if with_unused and hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13
                 part.set_reduce_scatter_unused_params(True, recurse=False)
 
 

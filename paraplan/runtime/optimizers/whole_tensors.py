@@ -8,7 +8,7 @@ a trial on small numbers, unless it is one that is known.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ _OF_NUMBERS = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 )
+_OF_PLAIN_NUMBERS = (torch.optim.Rprop,)
+"""Those among them that write by masks, which torch does not in a sharded tensor."""
 _TRIAL_STEPS = 12  # some begin otherwise than they go on
 _TRIAL_LENGTH = 6  # of a dimension
 _TOLERANCE = 1e-4
@@ -61,6 +63,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, plan: ParallelPlan) -> Sco
     if not divides and plan.pp == 1:
         return "numbers"
     scope = scope_of(optimizer)
+    if scope == "numbers" and plan.zero_stage and isinstance(optimizer, _OF_PLAIN_NUMBERS):
+        scope = "tensors"
     if scope == "model" and plan.pp > 1:
         raise UnsupportedPlanError(
             f"{name} steps a parameter by what it finds in others, and pp={plan.pp} has them on several ranks",
@@ -135,15 +139,8 @@ class WholeTensorSteps:
             made.version = version_of(made.whole.grad)
         state = optimizer.state.pop(held, None)
         if state is not None:
-            optimizer.state[made.whole] = {key: self._whole_state(name, held, value) for key, value in state.items()}
+            optimizer.state[made.whole] = state
         return made.whole
-
-    def _whole_state(self, name: str, held: nn.Parameter, value: Any) -> Any:
-        """Return what an optimizer keeps of a parameter; a checkpoint has brought it in the parts of this rank."""
-        is_part = isinstance(value, DTensor) or (
-            isinstance(value, torch.Tensor) and name in self._shardings and value.shape == held.shape
-        )
-        return self._gather(name, value) if is_part else value
 
     def _leave(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parts = {made.whole: made for made in self._made.values()}
@@ -174,6 +171,15 @@ class WholeTensorSteps:
             return whole
         shape, offsets = local_shape_and_offset(held.shape, held.device_mesh, held.placements)
         return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
+
+
+def stepped_whole(optimizers: Iterable[torch.optim.Optimizer]) -> set[nn.Parameter]:
+    """Return the parameters for which `optimizers` are given whole tensors, and whose state is whole on every rank."""
+    found = set()
+    for one in optimizers:
+        if any(isinstance(getattr(hook, "__self__", None), WholeTensorSteps) for hook in step_hooks(one)[0].values()):
+            found |= {parameter for group in one.param_groups for parameter in group["params"]}
+    return found
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

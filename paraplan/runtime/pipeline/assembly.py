@@ -249,7 +249,7 @@ def _rank_part(
         module=modules[0] if len(modules) == 1 else nn.ModuleList(modules),
         model=modules[0].model,
         parameters=parameters,
-        buffers={name: value for piece in pieces for name, value in piece.buffers.items()},
+        own_buffers=lambda: {name: value for piece in pieces for name, value in piece.buffers.items()},
         execution=execution,
         repeated=frozenset(repeated & parameters.keys()),
         shardings={name: sharding for piece in pieces for name, sharding in piece.shardings.items()},

@@ -15,7 +15,7 @@ from paraplan.errors import ParaplanError, UnsupportedPlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data_parallel.wrapping import reads_shards
-from paraplan.runtime.torch_private import NO_HOST_MEMORY, WRITTEN_IN_PLACE
+from paraplan.runtime.torch_private import NO_HOST_MEMORY, NO_SHARDING, WRITTEN_IN_PLACE
 from paraplan.runtime.world import World
 from paraplan.units import format_bytes
 
@@ -137,6 +137,12 @@ def explained_failures(
                 f"zero_stage={plan.zero_stage}: the model computes with a parameter outside of the forward pass of the "
                 "module that holds it, where ranks have shards of it",
                 hint="compute with it in the forward pass of that module, or use zero_stage=0",
+            ) from error
+        if NO_SHARDING in str(error):
+            raise UnsupportedPlanError(
+                f"zero_stage={plan.zero_stage}: {type(optimizer).__name__}, a hook or the model computes with shards "
+                f"of a parameter what torch cannot: {_first_line(error)[:200]}",
+                hint="use zero_stage=0, or an optimizer of torch.optim",
             ) from error
         if plan.pp > 1 and _NO_VALUES in str(error):
             raise UnsupportedPlanError(

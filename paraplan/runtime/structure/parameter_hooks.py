@@ -75,8 +75,14 @@ def _is_linear(hook: Callable[..., Any], parameter: torch.Tensor) -> bool:
 def check_written_tables(model: nn.Module, plan: ParallelPlan) -> None:
     """Raise `UnsupportedPlanError` where an embedding scales the rows that it looks up (max_norm), on some ranks alone.
 
-    Ranks look up other rows, and under ZeRO they write into a copy.
+    Ranks look up other rows, and under ZeRO they write into a copy. There its gradient may not be sparse either.
     """
+    for name, module in model.named_modules() if plan.zero_stage else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedPlanError(
+                f"zero_stage={plan.zero_stage}: {name} has sparse=True, and FSDP sums no sparse gradients",
+                hint="make it without sparse=True, or use zero_stage=0 (DDP)",
+            )
     if plan.dp * plan.cp == 1:
         return
     for name, module in model.named_modules():
