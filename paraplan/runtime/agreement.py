@@ -56,7 +56,7 @@ class Agreement:
 
         With `parts` a rank that has failed closes its connections where others wait for it.
         """
-        if not self.world.is_distributed or not dist.is_initialized():
+        if not self._has_others():
             yield
             return
         self.number += 1
@@ -86,7 +86,7 @@ class Agreement:
 
         They wait for it in a collective, whose connections it closes; not where all ranks raise something.
         """
-        if not self.world.is_distributed or not dist.is_initialized():
+        if not self._has_others():
             yield
             return
         if self.has_ended:
@@ -112,6 +112,10 @@ class Agreement:
                 f"a rank has ended while rank {self.world.rank} was in {call()} (connection closed by peer)",
                 hint="look for what the other ranks have written; give every rank the same number of batches",
             ) from error
+
+    def _has_others(self) -> bool:
+        """Whether there are other ranks: not those that a run without a GPU makes believe, which have no store."""
+        return self.world.is_distributed and dist.is_initialized() and dist.get_backend() != "fake"
 
     def _part(self) -> None:
         self.has_ended = True

@@ -30,7 +30,7 @@ class ReachedShards:
         first = {id(parameter): name for name, parameter in self._parameters.items()}
         self._names = {name: first[id(one)] for name, one in module.named_parameters(remove_duplicate=False)}
         self._places = {name: place for place, name in enumerate(self._parameters)}
-        self._reached = torch.zeros(len(self._places), dtype=torch.uint8)
+        self._reached = bytearray(len(self._places))
         self._watched: dict[int, nn.Parameter] = {}
         self._complete: set[str] = set()
         self._group = group
@@ -60,7 +60,7 @@ class ReachedShards:
 
     def begin(self) -> None:
         """Forget what earlier steps have reached."""
-        self._reached.zero_()
+        self._reached = bytearray(len(self._places))
 
     def complete(self) -> None:
         """Do nothing: FSDP has zeros for what the backward pass has not reached."""
@@ -73,13 +73,14 @@ class ReachedShards:
 
     def drop_unused(self, step: int) -> None:
         """Take away the gradients of parameters that no rank has reached; every rank calls it."""
-        reached = self._reached
+        reached = [*self._reached]
         if self._is_told:
-            reached = reached.to(self._device)
-            dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._group)
+            anywhere = torch.tensor(reached, dtype=torch.uint8, device=self._device)
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)
+            reached = anywhere.tolist()
         else:
-            self._digest = zlib.crc32(reached.numpy().tobytes(), self._digest)
-        for parameter, is_reached in zip(self._parameters.values(), reached.tolist(), strict=True):
+            self._digest = zlib.crc32(self._reached, self._digest)
+        for parameter, is_reached in zip(self._parameters.values(), reached, strict=True):
             if not is_reached:
                 parameter.grad = None
 
