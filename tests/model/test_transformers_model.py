@@ -19,13 +19,14 @@ needs_transformers = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
     reason="torch or transformers is not installed",
 )
-GRANITE: dict[str, Any] = {
-    "model_type": "granite",
+UNREAD: dict[str, Any] = {
+    "model_type": "helium",
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "vocab_size": 128,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
@@ -35,7 +36,7 @@ GRANITE: dict[str, Any] = {
 
 def _write(folder: Path, **changes: object) -> str:
     path = folder / "model.json"
-    path.write_text(json.dumps(GRANITE | changes), encoding="utf-8")
+    path.write_text(json.dumps(UNREAD | changes), encoding="utf-8")
     return str(path)
 
 
@@ -48,7 +49,7 @@ def test_a_family_without_a_reader_is_counted_as_transformers_builds_it(tmp_path
         3 * block,
         128 * 64 + 64,
     )
-    assert (model.name, model.model_type, model.max_seq_length, model.num_blocks) == ("model", "granite", 256, 3)
+    assert (model.name, model.model_type, model.max_seq_length, model.num_blocks) == ("model", "helium", 256, 3)
     products = 2 * (3 * (block - 2 * 64) + 128 * 64)
     assert model.flops_per_token(64, with_attention=False) == products
 
@@ -109,7 +110,7 @@ def test_code_of_a_configuration_is_not_executed_for_a_type_that_transformers_kn
     (tmp_path / "trap.py").write_text("raise SystemExit('executed')", encoding="utf-8")
     auto_map = {"AutoConfig": "trap.Config", "AutoModelForCausalLM": "trap.Model"}
     path = _write(tmp_path, auto_map=auto_map, trust_remote_code=True)
-    assert read_model(path, seq_length=16).model_type == "granite"
+    assert read_model(path, seq_length=16).model_type == "helium"
 
 
 def _read_in_new_process(reference: str, before: str = "", **environment: str) -> str:
@@ -134,5 +135,5 @@ def test_a_hub_that_cannot_be_reached_is_told() -> None:
 
 def test_without_transformers_an_unknown_type_says_that_it_may_help(tmp_path: Path) -> None:
     told = _read_in_new_process(_write(tmp_path), before="sys.modules['transformers'] = None")
-    assert "no reader knows model_type='granite'" in told
+    assert "no reader knows model_type='helium'" in told
     assert "install transformers" in told

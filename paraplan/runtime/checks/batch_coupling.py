@@ -231,7 +231,8 @@ class BatchCoupling:
             return None
         # Of three pieces, a mean over some targets of each has in any two of them what shows in the other two pairs.
         counting = sorted(parts, key=lambda one: not float(self._counter.count(*one)))
-        three = counting[:3] if len(parts) > 2 else [*in_two(counting[0]), counting[1]]
+        is_cut = num_sequences_of(counting[0]) > 3 or not batch_norms(self._part.module)  # one row has no statistics
+        three = counting[:3] if len(parts) > 2 or not is_cut else [*in_two(counting[0]), counting[1]]
         alone = self.losses(three)
         pairs = [self.losses([joined(one, other)]) for one, other in itertools.combinations(three, 2)]
         numbers = [0.0] * 4

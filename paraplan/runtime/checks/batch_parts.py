@@ -110,9 +110,9 @@ def _cut(piece: Piece, start: int, end: int) -> Piece:
 
 
 def in_two(piece: Piece) -> list[Piece]:
-    """Return both halves of a piece, of two rows at least each: a single one has no statistics."""
+    """Return both halves of a piece; of two or three rows the first one and the others."""
     size = num_sequences_of(piece)
-    return [piece] if size < 4 else [_cut(piece, 0, size // 2), _cut(piece, size // 2, size)]
+    return [piece] if size < 2 else [_cut(piece, 0, size // 2), _cut(piece, size // 2, size)]
 
 
 def turned(piece: Piece, turn: int) -> Piece:
