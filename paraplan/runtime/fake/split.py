@@ -37,7 +37,7 @@ def _unchecked(
     block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
 ) -> BlockSplit:
     args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
-    for form in forms(block, split, ends, is_plain=not shares_with_blocks(call)):
+    for form in forms(block, split, ends, size=mesh.size("tp"), is_plain=not shares_with_blocks(call)):
         part = copy.deepcopy(block)
         split_block(part, form, tensor_group(mesh), ends)
         try:

@@ -62,7 +62,8 @@ def checked_in_numbers(
         with comparable_runs(device), attributes_kept(whole):
             setting = setting_of(whole, call)
             draws = not setting.modes[0] or draws_in_training(whole, call, setting.dtype)
-        for form in forms(block, replace(split, draws=draws), ends, is_plain=not shares_with_blocks(call)):
+        split, size = replace(split, draws=draws), mesh.size("tp")
+        for form in forms(block, split, ends, size=size, is_plain=not shares_with_blocks(call)):
             try:
                 with comparable_runs(device), attributes_kept(whole):
                     return _checked(whole, name, call, form, tensor_group(mesh), ends, setting)
@@ -93,10 +94,15 @@ def _checked(
         part.to("meta")
 
 
-def forms(block: nn.Module, split: BlockSplit, ends: SequenceEnds | None, *, is_plain: bool) -> Iterator[BlockSplit]:
-    """Return the forms of a split, the one that costs least first; `is_plain`: the block's code can be given parts."""
+def forms(
+    block: nn.Module, split: BlockSplit, ends: SequenceEnds | None, *, size: int, is_plain: bool
+) -> Iterator[BlockSplit]:
+    """Return the forms of a split over `size` ranks, the one that costs least first.
+
+    `is_plain`: the block's code can be given parts.
+    """
     parts = [name for name, child in block.named_children() if any(True for _ in child.children())]
-    sizes = split.divided or written_sizes(block, split)
+    sizes = split.divided or written_sizes(block, split, size)
     for joins in ((), *((part,) for part in parts), ("",)) if ends is not None else ((),):
         form = replace(split, joins=joins)
         if is_plain:
@@ -108,7 +114,7 @@ def forms(block: nn.Module, split: BlockSplit, ends: SequenceEnds | None, *, is_
         yield form
 
 
-def written_sizes(block: nn.Module, split: BlockSplit) -> dict[str, tuple[str, ...]]:
+def written_sizes(block: nn.Module, split: BlockSplit, size: int) -> dict[str, tuple[str, ...]]:
     """Return the attributes that may be sizes of what is split, of modules that hold column layers and all in them."""
     lengths: dict[str, set[int]] = {}
     for layer, role in split.roles.items():
@@ -123,6 +129,7 @@ def written_sizes(block: nn.Module, split: BlockSplit) -> dict[str, tuple[str, .
             if holder is not None
             and type(value) is int
             and value > 1
+            and value % size == 0
             and (value in lengths[holder] or _HEADS.fullmatch(name))
         )
         if names and not is_linear(module):
