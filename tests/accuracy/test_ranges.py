@@ -100,7 +100,7 @@ def test_an_estimate_says_what_its_range_rests_on(workload: MakeWorkload) -> Non
     unknown = range_of("aws-g5-48xlarge", "transformers")
     assert unknown[0] == "not measured"
     assert "neither" in unknown[1]
-    assert known[2] < apart[2] <= unknown[2]
+    assert known[2] < apart[2] <= unknown[2] * (1.0 + 1e-9)  # where one is as wide as the other
 
 
 def test_there_is_no_range_for_cpus(workload: MakeWorkload) -> None:
