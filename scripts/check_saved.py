@@ -20,7 +20,7 @@ from typing import Any, Literal
 from paraplan.errors import ParaplanError
 from paraplan.model.reader import read_config
 from paraplan.model.saved import saved_bytes
-from paraplan.model.spec import Matmul, ModelSpec
+from paraplan.model.spec import Matmul, ModelSpec, SavedTensor
 
 TOLERANCE = 0.02
 KERNELS: tuple[Literal["sdpa", "eager"], ...] = ("sdpa", "eager")
@@ -86,8 +86,16 @@ def written_out(model: ModelSpec) -> ModelSpec:
             convolution = Matmul(name="convolution", k=shape[-1], n=1, rows_per_token=padded)
             saved = tuple(one.replace(kernels=None) for one in kept)
             block = block.replace(saved=saved, matmuls=(*counted, convolution))
+        if model.model_type == "deepseek_v4":
+            block = block.replace(saved=sinks_in_16_bits(block.saved))
         runs.append(run.replace(block=block))
     return model.replace(runs=tuple(runs))
+
+
+def sinks_in_16_bits(saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
+    """Return what a block keeps where all weights are cast, as a trace casts them, and those of DeepSeek-V4 are not."""
+    tensors = (one for one in saved if one.role != "probabilities_copy")
+    return tuple(one.replace(element_type="activation") if one.role == "probabilities" else one for one in tensors)
 
 
 def compare(path: Path, kernel: Literal["sdpa", "eager"]) -> tuple[float, float]:

@@ -8,15 +8,15 @@ from paraplan.units import format_bytes
 _FP32 = 4
 
 
-def index_heads(workload: Workload) -> int | None:
+def index_heads(workload: Workload) -> float | None:
     """Return the heads of a model's indexers whose scores are whole matrices, None where there are none.
 
-    Fused kernels choose tokens without them.
+    Of keys that stand for several tokens it is a share of that. Fused kernels choose tokens without them.
     """
     if workload.framework.kernels.fused:
         return None
-    scores = [one.num_heads for run in workload.model.runs if (one := run.block.index_scores) is not None]
-    return max(scores, default=None)
+    scores = (one for run in workload.model.runs if (one := run.block.index_scores) is not None)
+    return max((one.num_heads / one.tokens_per_key for one in scores), default=None)
 
 
 def indexer_notes(workload: Workload) -> tuple[str, ...]:

@@ -164,13 +164,15 @@ class Workload:
         """Whether torch's sdpa has no fused kernel for this model, as for grouped queries without FlashAttention.
 
         That takes 16 bits, compute capability 8.0 and heads of at most 256 features. Layers whose window is shorter
-        than the sequences give a mask, for which transformers repeats the heads.
+        than the sequences give a mask, for which transformers repeats the heads. Attention over compressed keys is
+        eager in transformers whatever a script asks for.
         """
         training, gpu = self.training, self.cluster.gpu
         if training.attention != "sdpa" or not self.framework.kernels.groups_in_sdpa or gpu.vendor == "cpu":
             return False
         has_flash = training.precision != "fp32" and gpu.shared.runs_flash
-        return any(
+        second = (one for run in self.model.runs if (one := run.block.cross_attention) is not None)
+        return any(one.tokens_per_key > 1 for one in second) or any(
             (not has_flash or core.qk_head_dim > LARGEST_FLASH_HEAD) and core.window is None
             for core in (run.block.attention for run in self.model.runs if _gives_groups(run.block))
             if core is not None

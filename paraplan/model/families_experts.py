@@ -29,7 +29,7 @@ class Mixture(NamedTuple):
     routed ones' width, None where there is none; `shared_width` is the field of the width of one. `dense_layers` is
     what an absent `first_k_dense_replace` means, None where every layer has experts. `groups` are the groups of
     experts, and of those the ones that a token may go to. `has_statistics` says that the router's correction is a
-    parameter, `has_linear_router` that the router is an nn.Linear.
+    parameter, `has_linear_router` that the router is an nn.Linear. `activation` is that of a code of its own.
     """
 
     num_experts: tuple[tuple[str, ...], int | None] = (("n_routed_experts", "num_local_experts"), None)
@@ -46,11 +46,12 @@ class Mixture(NamedTuple):
     reads_dense_layers: bool = True
     bias: Choice = False
     has_statistics: bool = False
+    activation: str | None = None
 
 
 def mixture(config: ModelConfig, hidden: int, fields: Mixture, *, readers: tuple[str, ...] = ()) -> Part:
     """Return router, routed and shared experts. `readers` are other layers that read the same input."""
-    activation = config.text("hidden_act", default="silu")
+    activation = fields.activation or config.text("hidden_act", default="silu")
     inner = config.count(fields.width)
     shared = 0
     if fields.num_shared is not None:

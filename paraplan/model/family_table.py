@@ -11,6 +11,7 @@ from paraplan.model.encoder_decoder import t5
 from paraplan.model.encoders import ENCODERS
 from paraplan.model.families import MODERN, ModernFamily, read_modern
 from paraplan.model.families_classic import CLASSIC
+from paraplan.model.families_deepseek_v4 import deepseek_v4
 from paraplan.model.families_dense import DENSE
 from paraplan.model.families_experts import EXPERTS
 from paraplan.model.families_gemma import gemma4
@@ -42,6 +43,7 @@ _TEXT: dict[str, Reader] = {
     **{name: _modern(family) for name, family in (MODERN | DENSE | EXPERTS | LINEAR).items()},
     **{name: _described(describe) for name, describe in CLASSIC.items()},
     **{name: _latent(family) for name, family in LATENT.items()},
+    "deepseek_v4": deepseek_v4,
     "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
     "t5": t5,

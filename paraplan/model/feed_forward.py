@@ -10,8 +10,9 @@ from paraplan.model.spec import ElementType, Layer, Matmul, Parameter
 
 # How many tensors of the inner width an activation keeps besides its output, run as transformers writes it: torch's own
 # kernels keep their input (ReLU its output); gelu_new is written out and keeps x, tanh, x/2 and 1 + tanh; gpt-oss keeps
-# gate and up before and the gate behind their clamps, and the sigmoid; a squared ReLU the ReLU's output.
-_KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "gpt_oss": 4}
+# gate and up before and the gate behind their clamps, and the sigmoid (DeepSeek-V4's SiLU has no sigmoid of its own);
+# a squared ReLU the ReLU's output.
+_KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4, "quick_gelu": 2, "gpt_oss": 4, "clamped_silu": 3}
 # Of these, how many autocast computes in fp32: gelu_new's power, and what is made of it.
 _PROMOTED_BY_ACTIVATION = {"gelu_new": 3}
 

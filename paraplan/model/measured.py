@@ -83,6 +83,7 @@ def products_of(
 
     Batched products whose output or inner dimension follows the sequence (told by the run at half its length) are the
     two halves of an eager attention. Scores that no values follow, as of an indexer, are products of this length.
+    Keys beyond those of the sequence are compressed ones, a second attention.
     """
     tokens = micro_batch_size * seq_length
     matmuls: list[Matmul] = []
@@ -114,12 +115,19 @@ def products_of(
                 scores = batch // micro_batch_size, k, alone
             elif batch > 1 and k != shorter.dims[2] and scores is not None and len(attentions) < 2:
                 heads, qk_head_dim, _ = scores
-                attentions.append(Attention(num_heads=heads, num_kv_heads=heads, qk_head_dim=qk_head_dim, v_head_dim=n))
+                core = Attention(num_heads=heads, num_kv_heads=heads, qk_head_dim=qk_head_dim, v_head_dim=n)
+                attentions += _with_compressed_keys(core, k, seq_length)[: 2 - len(attentions)]
                 scores = None
             else:
                 matmuls.append(_matmul(f"matmul {index}", k, n, batch * m / tokens, product))
     matmuls += [scores[2]] if scores is not None else []
     return list(_joined(matmuls)), attentions
+
+
+def _with_compressed_keys(core: Attention, keys: int, length: int) -> list[Attention]:
+    """Return attention over the keys of a sequence, and over those beyond them, one for several tokens each."""
+    more = keys - length
+    return [core] if more <= 0 else [core, core.replace(tokens_per_key=max(1, round(length / more)))]
 
 
 def _joined(matmuls: list[Matmul]) -> Iterator[Matmul]:

@@ -22,7 +22,7 @@ ElementType = Literal[
 ]
 ActivationSplit = Literal["tensor", "sequence", "none"]
 NormOutput = Literal["promoted", "weights", "residual"]
-BlockModule = Literal["self_attn", "linear_attn", "mlp"]
+BlockModule = Literal["self_attn", "linear_attn", "mlp", "shared_experts"]
 """The parts of a decoder's block between two sums with the residual stream."""
 Layer = Literal["linear", "experts", "embedding", "other"]
 """What holds a parameter: torch's nn.Linear (or transformers' Conv1D), experts fused in one tensor of three dimensions,
@@ -95,19 +95,22 @@ class Attention(Record):
     """Scaled dot-product attention of one block. `window` is the reach of a sliding window, None for no window.
 
     Where it `is_whole`, tensor parallelism does not divide its heads: each rank attends with all of them.
+    `tokens_per_key` tokens were made one key. `v_head_dim` is 0 where scores alone are computed.
     """
 
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     qk_head_dim: int = Field(gt=0)
-    v_head_dim: int = Field(gt=0)
+    v_head_dim: int = Field(ge=0)
     is_causal: bool = True
     window: int | None = None
     is_whole: bool = False
+    tokens_per_key: int = Field(default=1, gt=0)
 
     def flops_per_token(self, seq_length: int) -> float:
         """Forward FLOPs of QK^T and PV for one token against `seq_length` keys, the mask's saving not counted."""
-        reach = seq_length if self.window is None else min(seq_length, self.window)
+        keys = seq_length // self.tokens_per_key
+        reach = keys if self.window is None else min(keys, self.window)
         return 2.0 * self.num_heads * reach * (self.qk_head_dim + self.v_head_dim)
 
 
@@ -162,7 +165,8 @@ class BlockSpec(Record):
     `saved` is what the block's own modules keep, run one operation after the other (transformers' code on
     torch kernels); `saved_fused` is what remains where norms, activations and rotations are fused kernels
     (Megatron-LM, Transformer Engine), the setting of Korthikanti et al. 2022. Sum one of the two, never both.
-    `cross_attention` is a second attention over an encoder's output (decoders of encoder-decoder models).
+    `cross_attention` is a second attention: over an encoder's output (decoders of encoder-decoder models), or over
+    compressed keys.
     `norm_output` is the type of what its norms return under autocast: fp32 where autocast runs the norm's kernel, that
     of the residual stream, or the wider one of this and the weights.
     `has_backward` is False where nothing in it or before it trains. Adapters start `adapter_kernels` kernels in a

@@ -98,7 +98,9 @@ def module_of(block: BlockSpec, name: str) -> BlockModule | None:
     owner = name.partition(".")[0]
     if owner in _ATTENTION or owner.startswith(_PRODUCTS_OF_STATES):
         return "linear_attn" if block.attention is None else "self_attn"
-    return "mlp" if owner in _MLPS and not name.startswith(f"{owner}.experts") else None
+    if owner not in _MLPS or name.startswith(f"{owner}.experts"):
+        return None
+    return "shared_experts" if name.startswith(f"{owner}.shared") else "mlp"
 
 
 class PlannedModules(NamedTuple):
@@ -139,13 +141,14 @@ def _as_planned(block: BlockSpec, modules: PlannedModules) -> BlockSpec:
     if block.is_traced or not either & {module_of(block, one.name) for one in block.matmuls}:
         return block
 
+    has_experts = any(one.num_experts > 1 for one in block.matmuls)
+
+    def is_whole(tensor: SavedTensor) -> bool:
+        module: BlockModule | None = "shared_experts" if tensor.module == "mlp" and has_experts else tensor.module
+        return module in either and tensor.split == "tensor" and not tensor.is_of_expert_rows
+
     def saved(tensors: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
-        return tuple(
-            one.replace(split="none")
-            if one.module in either and one.split == "tensor" and not one.is_of_expert_rows
-            else one
-            for one in tensors
-        )
+        return tuple(one.replace(split="none") if is_whole(one) else one for one in tensors)
 
     divided = {
         one.name

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,15 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
+class Packed:
+    """A tensor that autograd keeps, for as long as it does."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Writes down, by scope, every product and every storage that autograd keeps beside parameters and buffers.
 
@@ -47,9 +57,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.measured = Measured()
         self._scope = EMBEDDING
         self._layer = ""
-        # Storages are told apart by address, so all that were seen stay alive until the end.
+        # Storages are told apart by address, so all that were seen stay alive until the end, without their graphs.
         self._seen = {storage_key(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         self._parameters = frozenset(self._seen)
+        self._kept = set(self._seen)
+        self._packed: list[tuple[ReferenceType[Packed], int, Kept, int]] = []
         self._frozen = {storage_key(one) for one in module.parameters() if not one.requires_grad}
         self._weights = {
             storage_key(one): (name.removesuffix(".weight"), one.shape[0] if one.dim() == 3 else 1)
@@ -109,12 +121,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
                 else:
                     self._marks[key] = mark
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd packs, each storage once, whole storages even for views."""
-        if storage_key(tensor) not in self._seen:
-            self._seen[storage_key(tensor)] = tensor
-            self.measured.saved_elements[self._scope][self._kind(tensor)] += _elements(tensor)
-        return tensor
+    def keep(self, tensor: Tensor) -> Packed:
+        """Note a tensor that autograd packs."""
+        packed, key = Packed(tensor.detach()), storage_key(tensor)  # an output that is kept would keep its graph
+        self._seen.setdefault(key, packed.tensor)
+        self._packed.append((ref(packed), key, self._kind(tensor), _elements(tensor)))
+        return packed
+
+    def _settle(self) -> None:
+        """Count what autograd still keeps at the end of a scope, each storage once, whole storages even for views.
+
+        What led to no output, as scores that only choose among tokens, is gone by then.
+        """
+        for packed, key, kind, elements in self._packed:
+            if packed() is not None and key not in self._kept:
+                self._kept.add(key)
+                self.measured.saved_elements[self._scope][kind] += elements
+        self._packed.clear()
 
     def _kind(self, tensor: Tensor, layers: tuple[str, ...] | None = None) -> Kept:
         is_split = self._marks.get(storage_key(tensor)) == "split"
@@ -150,14 +173,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             handles.append(block.register_forward_pre_hook(self._enter(name, grows=grows), with_kwargs=True))
             handles.append(block.register_forward_hook(self._leave))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda packed: packed.tensor):
                 yield
+                self._settle()
         finally:
             for handle in handles:
                 handle.remove()
         for scope, inputs in self._inputs.items():
             for key, (tensor, layers) in inputs.items():
-                if key not in self._seen:
+                if key not in self._kept:
                     names = tuple(layer.removeprefix(f"{scope}.") for layer in layers)
                     self.measured.layer_inputs[scope][self._kind(tensor, names)] += _elements(tensor)
         for scope, products in self.measured.products.items():
@@ -179,13 +203,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _note_input(self, layer: str, given: Tensor) -> None:
         if storage_key(given) not in self._parameters:
-            self._inputs[self._scope].setdefault(storage_key(given), (given, []))[1].append(layer)
+            self._inputs[self._scope].setdefault(storage_key(given), (given.detach(), []))[1].append(layer)
 
     def _leave_layer(self, *_: Any) -> None:
         self._layer = ""
 
     def _enter(self, name: str, *, grows: bool) -> Callable[..., Any]:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._settle()
             self._scope = name
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             if self.measured.hidden_size is None and tensors and tensors[0].dim():
@@ -196,6 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return enter
 
     def _leave(self, *_: Any) -> None:
+        self._settle()
         self._scope = HEAD
 
 

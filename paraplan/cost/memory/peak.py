@@ -58,7 +58,7 @@ def _candidates(rank: RankMemory) -> list[StageMemory]:
     return found
 
 
-def index_scores(rank: RankMemory, num_heads: int) -> StageMemory:
+def index_scores(rank: RankMemory, num_heads: float) -> StageMemory:
     """Return the point when a last block's indexer has its scores in fp32, before and after an operation on them."""
     length = rank.workload.training.seq_length
     pairs = rank.table.micro_batch_size * length * length / rank.table.cp
