@@ -97,7 +97,7 @@ CONTRACTS = (
     Contract("torch:Tensor._post_accumulate_grad_hooks", "as above"),
     Contract("torch.ops:aten._unsafe_view.default", "results of layers that code writes into"),
     Contract("torch:Tensor._is_view", "sums in place; what pipeline stages send", ("self",)),
-    Contract("torch:Tensor._make_wrapper_subclass", "split tensors and parts of a checkpoint"),
+    Contract("torch:Tensor._make_wrapper_subclass", "split tensors"),
     Contract("torch:_foreach_mul_", "gradient clipping"),
     Contract("torch:_foreach_lerp_", "averages of weights"),
     Contract("torch:DisableTorchFunctionSubclass", "split tensors as what they are"),
@@ -120,24 +120,6 @@ CONTRACTS = (
         "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
         "parts of checkpoints",
         ("global_shape", "mesh", "placements"),
-    ),
-    Contract(
-        "torch.distributed.checkpoint.filesystem:_StorageInfo",
-        "reading checkpoints without running code",
-        ("relative_path", "offset", "length"),
-    ),
-    Contract(
-        "torch.distributed._checkpointable:_Checkpointable.__create_write_items__",
-        "saving split tensors",
-        ("self", "fqn", "object"),
-    ),
-    Contract(
-        "torch.distributed._checkpointable:_Checkpointable.__create_chunk_list__", "loading split tensors", ("self",)
-    ),
-    Contract(
-        "torch.distributed._checkpointable:_Checkpointable.__get_tensor_shard__",
-        "saving split tensors",
-        ("self", "index"),
     ),
     Contract("torch.distributed.tensor:DTensor._spec", "optimizer state on the host, storage of shards"),
     Contract("torch.distributed.tensor:DTensor._local_tensor", "fake runs: storages of shards"),

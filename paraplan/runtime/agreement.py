@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
 from paraplan.runtime.connections import Connections
+from paraplan.runtime.exchange import has_cpu_backend
 from paraplan.runtime.torch_private import LOST_CONNECTION, default_store
 from paraplan.runtime.world import World
 
@@ -236,7 +237,7 @@ class RankSync:
             self.has_agreed_to_stop = call == "step" and self.wants_stop()
             self.saw_writes = self.has_writes()
             return [size]
-        device = "cpu" if _has_cpu_backend() else self._world.device
+        device = "cpu" if has_cpu_backend() else self._world.device
         digest = 0 if self.orders is None else self.orders.take_digest()
         answer = [_CALLS.index(call), size, int(self.wants_stop()), digest, int(self.has_writes())]
         mine = torch.tensor(answer, device=device)
@@ -287,7 +288,3 @@ class RankSync:
         except RuntimeError:
             return None
         return None
-
-
-def _has_cpu_backend() -> bool:
-    return "gloo" in str(dist.get_backend_config())

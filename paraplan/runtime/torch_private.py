@@ -27,7 +27,6 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]  # re-exported from C++ unmarked
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.pipelining import PipelineStage as PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
 from torch.distributed.tensor import DTensor
@@ -57,7 +56,6 @@ __all__ = [  # of what is imported; names of this module's own are offered as th
 ]
 
 BatchNorm = _BatchNorm
-StorageInfo = _StorageInfo
 local_shape_and_offset = compute_local_shape_and_global_offset
 
 RE_EXPORTED = {
@@ -69,7 +67,6 @@ RE_EXPORTED = {
     "OpOverloadPacket": "the type of torch.ops.aten.mm, which a user may name in a policy; no public name for it",
     "PipelineStage": "the class is public; that schedules call its perform_reduce_grad and backward_maybe_with_nosync, "
     "which ReplicatedStage overrides, is written nowhere",
-    "StorageInfo": "where an entry of a checkpoint lies in its files; an index holds objects of this class",
     "TorchDispatchMode": "see paraplan.model.trace_torch_private",
     "local_shape_and_offset": "which part of a DTensor a rank has; it has no method that says so",
     "pytree": "tensors in nested containers; torch has no public module for it",

@@ -19,18 +19,16 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import Call, RankSync
 from paraplan.runtime.checkpoints.adapter_files import check_adapters, write_adapters
-from paraplan.runtime.checkpoints.chunks import locations
-from paraplan.runtime.checkpoints.entries import MODEL
-from paraplan.runtime.checkpoints.saving import (
-    CheckpointError,
-    CheckpointSource,
-    CheckpointWriter,
+from paraplan.runtime.checkpoints.boxes import CheckpointError, locations
+from paraplan.runtime.checkpoints.entries import MODEL, CheckpointSource
+from paraplan.runtime.checkpoints.loading import (
     FolderReader,
     count_steps,
     has_checkpoint,
     load_checkpoint,
     load_from,
 )
+from paraplan.runtime.checkpoints.saving import CheckpointWriter
 from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.block_order import BlockOrders

@@ -13,8 +13,9 @@ from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 from waiting import PATIENCE_S
 
-from paraplan.runtime.checkpoints.safe_reader import CheckpointError
-from paraplan.runtime.recovery.memory_copies import Box, Copied, Copier, CopyName, Slot, newest_whole, unique
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, owner_of_each
+from paraplan.runtime.checkpoints.entries import State
+from paraplan.runtime.recovery.memory_copies import Copied, Copier, CopyName, Slot, newest_whole
 from paraplan.runtime.recovery.memory_reader import MemoryReader
 from paraplan.shared_memory import CopySlots
 
@@ -112,16 +113,17 @@ def test_a_launch_says_how_much_memory_it_may_take(launch_forked: ForkedLaunch, 
 def test_a_copy_that_is_being_written_does_not_count() -> None:
     made = CopySlots.make(every=1, num_ranks=1, most_bytes=1 << 20)
     slot = Slot(made.paths[0][0])
-    box = Box("a", (0, 0), (2, 3), torch.arange(6.0).view(2, 3))
+    box = Box.of("a", (0, 0), (2, 3), torch.arange(6.0).view(2, 3))
     assert slot.read() is None
-    slot.write([box], name=CopyName(4, 1, 1), writer=0)
+    slot.write(State([box], {"progress": 4}), name=CopyName(4, 1, 1), writer=0)
     assert slot.read() is None
     slot.commit()
     found = Slot(made.paths[0][0]).read()  # as another process does
     assert found is not None
     assert (found.name, found.writer) == (CopyName(4, 1, 1), 0)
-    assert torch.equal(found.boxes[0].values, box.values)
-    slot.write([box], name=CopyName(5, 1, 1), writer=0)
+    assert torch.equal(found.state.boxes[0].values, box.values)
+    assert found.state.values == {"progress": 4}
+    slot.write(State([box], {"progress": 4}), name=CopyName(5, 1, 1), writer=0)
     assert slot.read() is None
 
 
@@ -130,30 +132,30 @@ def test_a_state_of_a_loss_that_is_no_number_does_not_count() -> None:
     slots = [Slot(path) for path in made.paths[0]]
     copier = Copier(slots)
     for step, is_good in ((1, True), (2, False)):
-        copier.begin([Box("a", (0,), (1,), torch.ones(1))], name=CopyName(step, 1, 1), writer=0)
+        copier.begin(State([Box.of("a", (0,), (1,), torch.ones(1))], {}), name=CopyName(step, 1, 1), writer=0)
         assert copier.finish(is_good=is_good) is is_good
     assert [None if found is None else found.name.num_steps for found in (slot.read() for slot in slots)] == [1, None]
 
 
 def test_boxes_of_one_split_fill_those_of_another() -> None:
     whole = torch.arange(24.0).view(4, 6)
-    rows = [Box("w", (first, 0), (4, 6), whole[first : first + 2].clone()) for first in (0, 2)]
+    rows = [Box.of("w", (first, 0), (4, 6), whole[first : first + 2].clone()) for first in (0, 2)]
     name = CopyName(1, 1, 2)
-    reader = MemoryReader([Copied(name, writer, [row]) for writer, row in enumerate(rows)])
+    reader = MemoryReader([Copied(name, writer, State([row], {})) for writer, row in enumerate(rows)])
     target = torch.zeros(4, 6)
-    reader.read({"w": target})
+    reader.read([Box.of("w", (0, 0), (4, 6), target)])
     assert torch.equal(target, whole)
+    twice = MemoryReader([Copied(name, 0, State(rows[:1], {}))] * 2)  # the same, which is not all
     with pytest.raises(CheckpointError, match="lacks some of w"):
-        MemoryReader([Copied(name, 0, rows[:1])] * 2).read({"w": torch.zeros(4, 6)})  # twice the same is not all
+        twice.read([Box.of("w", (0, 0), (4, 6), target)])
 
 
 def test_every_box_is_written_once() -> None:
-    boxes = [Box(name, (0,), (4,), torch.ones(4)) for name in "abcd"]
-    held = [{box.key: box.num_bytes for box in boxes} for _ in range(2)]
-    shares = [{box.name for box in unique(boxes, held, rank)} for rank in range(2)]
-    assert shares[0] | shares[1] == set("abcd")
-    assert not shares[0] & shares[1]
-    assert len(shares[0]) == 2
+    boxes = [Box.of(name, (0,), (4,), torch.ones(4)) for name in "abcd"]
+    owners = owner_of_each([{box.place.key: box.place.num_bytes for box in boxes} | {7: 0} for _ in range(2)])
+    assert owners.pop(7) == 0  # a value, of which rank 0 knows more
+    assert owners.keys() == {box.place.key for box in boxes}
+    assert sorted(owners.values()) == [0, 0, 1, 1]
 
 
 def test_the_newest_step_that_every_rank_has_written_is_taken() -> None:

@@ -15,7 +15,8 @@ from training_cases import GLOBAL_BATCH, MODELS, TOKENS, Decoder, TokenPairs, lo
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.saving import CheckpointError
+from paraplan.runtime.checkpoints.boxes import CheckpointError
+from paraplan.runtime.checkpoints.tensor_files import DTYPES, opened, write_tensors
 from paraplan.runtime.engine import Engine
 
 FIRST_STEPS, LAST_STEPS = 1, 2
@@ -258,3 +259,25 @@ def test_a_folder_without_a_checkpoint_and_one_of_another_model_are_refused(tmp_
         _, other = prepared(model_name, None, seed=0)
         with pytest.raises(CheckpointError, match=words):
             other.load(tmp_path / "checkpoint")
+
+
+def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, dtype in DTYPES.items():
+        data = torch.randint(0, 2, (6, 4 * dtype.itemsize), dtype=torch.uint8, generator=generator)
+        whole = data.view(dtype)
+        tensors |= {
+            name: whole,
+            f"{name} columns": whole[:, 1:3],
+            f"{name} none": whole[:0],
+            f"{name} one": whole[0, 0],
+        }
+    write_tensors(tmp_path / "tensors", tensors)
+    with opened(tmp_path / "tensors") as file:
+        for name, expected in tensors.items():
+            file.check(name, tuple(expected.shape), expected.dtype)
+            found = file.tensor(name, tuple(expected.shape), expected.dtype)
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            bits = [each.reshape(-1).clone().view(torch.uint8) for each in (found, expected)]
+            assert torch.equal(*bits), name

@@ -15,7 +15,7 @@ from training_cases import GLOBAL_BATCH, TOKENS, Decoder, TokenPairs, loss_fn
 from paraplan import runtime
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.saving import find_whole
+from paraplan.runtime.checkpoints.loading import find_whole
 from paraplan.runtime.engine import Engine
 
 

@@ -23,7 +23,10 @@ NUM_STEPS = 4
 
 
 class ByAxis(torch.optim.Optimizer):
-    """Keeps a matrix for each axis, as Shampoo and SOAP do, in a list; steps by them from the third step on."""
+    """Keeps a matrix for each axis, as Shampoo and SOAP do, in a list; steps by them from the third step on.
+
+    What it keeps beside them, in dictionaries and tuples, must be as it was.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -38,9 +41,12 @@ class ByAxis(torch.optim.Optimizer):
     def _step(self, held: nn.Parameter, gradient: torch.Tensor, rate: float) -> None:
         state = self.state[held]
         if not state:
-            state["step"], state["kept"] = 0, (torch.zeros(()), [])
+            state["step"], state["kept"] = 0, {"deep": (torch.zeros(()), [], {3: None}), "betas": [0.9, 0.5]}
             state["axes"] = [torch.zeros(size, size) for size in held.shape] if held.ndim > 1 else []
         state["step"] += 1
+        count, empty, numbers = state["kept"]["deep"]
+        assert (empty, state["kept"]["betas"], numbers) == ([], [0.9, 0.5], {3: None})
+        assert count.add_(1).item() == state["step"]
         for axis, matrix in enumerate(state["axes"]):
             others = [other for other in range(held.ndim) if other != axis]
             matrix.lerp_(torch.tensordot(gradient, gradient, dims=(others, others)), 0.3)

@@ -15,7 +15,7 @@ from training_cases import GLOBAL_BATCH, MODELS, TOKENS, TokenPairs, loss_fn
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.saving import CheckpointError
+from paraplan.runtime.checkpoints.boxes import CheckpointError
 from paraplan.runtime.data.sharding import shard_dataset
 from paraplan.runtime.engine import Engine
 

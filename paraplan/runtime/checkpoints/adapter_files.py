@@ -88,8 +88,7 @@ def write_adapters(folder: Path, checkpoint: Path, adapters: Sequence[Adapter]) 
     for adapter in adapters:
         place = folder if adapter.name == _DEFAULT else folder / adapter.name
         tensors = read_checkpoint(checkpoint, only=set(adapter.names.values()))
-        # A tensor under two names is written twice: safetensors takes no aliases.
-        held = {key: tensors[name].clone().contiguous() for key, name in adapter.names.items()}
+        held = {key: tensors[name] for key, name in adapter.names.items()}  # of two names for one tensor both
         is_inference, adapter.config.inference_mode = adapter.config.inference_mode, True
         try:
             place.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,21 @@
-"""What a checkpoint holds, entry by entry: tensors by their names, and texts."""
+"""What a checkpoint holds, by names: boxes of tensors, and what is no tensor."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import Field, ValidationError
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.chunks import CheckpointChunks, ShardLocation
-from paraplan.runtime.checkpoints.safe_reader import CheckpointError
+from paraplan.records import Record
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, Description, ShardLocation, boxes_of
+from paraplan.runtime.checkpoints.random_numbers import random_states
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.averages import ParameterAverage
 from paraplan.runtime.optimizers.several import optimizers_in
@@ -24,67 +23,68 @@ from paraplan.runtime.optimizers.whole_tensors import stepped_whole
 from paraplan.runtime.precision import LossScale
 
 _HINT = "it is damaged; load an older one"
-_MOST_STEPS = 2**62
+_Count = Annotated[int, Field(strict=True, ge=0, lt=2**62)]
+_Value = None | bool | int | float | str
+_Saved = TypeVar("_Saved", bound=Record)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a training is: steps done, the plan that wrote it, the seed, and states of scheduler and loss scale.
+class SavedScale(Record):
+    """The scale of the loss in fp16."""
 
-    `num_averaged` steps are in the average of the parameters.
-    """
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """What the loss is multiplied by."""
+    steady_steps: _Count
+    """Steps since it last changed."""
+    skipped_steps: _Count
+    """Steps that were left out."""
 
-    num_steps: int
-    seed: int
+
+class Progress(Record):
+    """How far a training is."""
+
+    num_steps: _Count
+    """Steps done."""
+    seed: Annotated[int, Field(strict=True, ge=-(2**64), lt=2**64)]
+    """What torch's generator began with on rank 0."""
     plan: ParallelPlan
+    """The plan that wrote it."""
     scheduler: dict[str, Any] | None
-    loss_scale: dict[str, Any] | None
-    num_averaged: int = 0
+    """The scheduler's state."""
+    loss_scale: SavedScale | None
+    """The scale of the loss in fp16."""
+    num_averaged: _Count = 0
+    """Steps in the average of the parameters."""
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Record):
     """The options of the optimizer for one parameter, and the numbers in its state."""
 
-    options: dict[str, Any]
-    numbers: dict[str, Any]
+    options: dict[str, _Value | tuple[_Value, ...]]
+    """Those of its group: learning rate and the like; pairs are tuples, as optimizers have them."""
+    numbers: dict[str, _Value | tuple[_Value, ...]]
+    """What is no tensor in its state."""
 
 
-def read_progress(values: torch.Tensor) -> Progress:
-    """Return the progress that is written as bytes. Raises `CheckpointError` where it is none."""
-    found = _object("progress", values)
-    plan = found.get("plan")
-    if not isinstance(plan, dict):
-        raise _damaged("progress", "has no plan")
+def read_progress(value: Any) -> Progress:
+    """Return the progress that is written so. Raises `CheckpointError` where it is none."""
+    return _validated(Progress, "progress", value)
+
+
+def read_options(name: str, value: Any) -> Options:
+    """Return the options of parameter `name` that are written so. Raises `CheckpointError` where they are none."""
+    found = _validated(Options, f"options of {name}", value)
+    if "params" in found.options:
+        raise _damaged(f"options of {name}", "name parameters")
+    return found
+
+
+def _validated(kind: type[_Saved], what: str, value: Any) -> _Saved:
     try:
-        checked = ParallelPlan.model_validate_json(json.dumps(plan))
-    except ValueError as error:
-        raise _damaged("progress", f"has a plan that contradicts itself: {str(error).splitlines()[-1]}") from error
-    scale = _optional_object(found, "loss_scale")
-    if scale is not None:
-        _check_loss_scale(scale)
-    return Progress(
-        num_steps=_count(found, "num_steps"),
-        seed=_count(found, "seed", least=-(2**64), limit=2**64),
-        plan=checked,
-        scheduler=_optional_object(found, "scheduler"),
-        loss_scale=scale,
-        num_averaged=_count(found, "num_averaged") if "num_averaged" in found else 0,
-    )
-
-
-def read_options(name: str, values: torch.Tensor) -> Options:
-    """Return the options of parameter `name` that are written as bytes; pairs are tuples, as optimizers have them."""
-    found = _object(f"options of {name}", values)
-    options, numbers = found.get("options"), found.get("numbers")
-    if not isinstance(options, dict) or not isinstance(numbers, dict) or "params" in options:
-        raise _damaged(f"options of {name}", "are not those of an optimizer")
-    for value in (*options.values(), *numbers.values()):
-        items = value if isinstance(value, list) else [value]
-        if any(isinstance(item, (list, dict)) for item in items):
-            raise _damaged(f"options of {name}", "hold more than numbers, texts and lists of them")
-    kept = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    return Options(options=kept, numbers=numbers)
+        return kind.model_validate_json(json.dumps(value))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part)[:100] for part in first["loc"][:3])
+        raise _damaged(what, f"has {field}={str(first['input'])[:100]}: {first['msg'][:200]}") from error
 
 
 def check_kinds(what: str, saved: Mapping[str, Any], held: Mapping[str, Any], *, knows_all: bool = False) -> None:
@@ -123,47 +123,11 @@ def _kind(value: Any) -> str | None:
     return "a list" if isinstance(value, (list, tuple)) else "an object"
 
 
-def _object(what: str, values: torch.Tensor) -> dict[str, Any]:
-    try:
-        found = json.loads(bytes(values.numpy()).decode())
-    except (ValueError, RecursionError) as error:
-        raise _damaged(what, f"cannot be read: {str(error)[:200]}") from error
-    if not isinstance(found, dict):
-        raise _damaged(what, "is not an object")
-    return found
-
-
-def _count(found: Mapping[str, Any], name: str, *, least: int = 0, limit: int = _MOST_STEPS) -> int:
-    value = found.get(name)
-    if type(value) is not int or not least <= value < limit:
-        raise _damaged("progress", f"has {name}={str(value)[:100]}")
-    return value
-
-
-def _optional_object(found: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    value = found.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise _damaged("progress", f"has {name}={str(value)[:100]}")
-    return value
-
-
-def _check_loss_scale(scale: Mapping[str, Any]) -> None:
-    usual = asdict(LossScale())
-    if scale.keys() != usual.keys() or any(type(value) not in (int, float) for value in scale.values()):
-        raise _damaged("progress", f"has loss_scale={str(dict(scale))[:100]}")
-    counts = (scale["steady_steps"], scale["skipped_steps"])
-    if not (math.isfinite(scale["scale"]) and scale["scale"] > 0) or any(
-        type(count) is not int or count < 0 for count in counts
-    ):
-        raise _damaged("progress", f"has loss_scale={str(dict(scale))[:100]}")
-
-
 def _damaged(what: str, reason: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint is damaged: {what} {reason}", hint=_HINT)
 
 
 PROGRESS = "progress"
-_MOST_BYTES = 2**28
 MODEL, OPTIMIZER, OPTIONS, AVERAGE = "model.", "optimizer.", "options.", "average."
 
 
@@ -189,19 +153,13 @@ class CheckpointSource:
         """Return parameters and buffers by their names."""
         return [(name, tensor.detach()) for name, tensor in [*self.parameters.items(), *self.buffers.items()]]
 
-    def piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor`, of parameter `name`, as it is written: with its place in the whole if it is a part."""
-        return tensor if name not in self.places else CheckpointChunks(tensor, self.places[name])
+    def boxes(self, entry: str, name: str, tensor: torch.Tensor) -> list[Box]:
+        """Return what this rank holds of `entry`; `tensor` is one of parameter `name`, and cut as it is."""
+        return boxes_of(entry, tensor, self.places.get(name))
 
     def stepped_whole(self) -> set[nn.Parameter]:
         """Return the parameters whose optimizer's state is whole on every rank."""
         return stepped_whole(optimizers_in(self.optimizer))
-
-    def averages(self) -> dict[str, torch.Tensor]:
-        """Return the averages of the parameters as entries."""
-        if self.average is None:
-            return {}
-        return {f"{AVERAGE}{name}": self.piece(name, tensor) for name, tensor in self.average.tensors.items()}
 
     def whole_shape(self, name: str) -> torch.Size:
         """Return the shape of the whole parameter or buffer `name`."""
@@ -209,11 +167,20 @@ class CheckpointSource:
         return held.shape if name not in self.places else torch.Size(self.places[name].sharding.whole_shape(held.shape))
 
 
-def entries_to_write(source: CheckpointSource) -> dict[str, torch.Tensor]:
-    """Return all that this rank writes, but its random numbers; tensors are those of the training, not copies."""
-    entries = {PROGRESS: as_bytes(json.dumps(_progress(source)))}
-    entries |= {f"{MODEL}{name}": source.piece(name, tensor) for name, tensor in source.tensors()}
-    entries |= source.averages()
+@dataclass(frozen=True)
+class State:
+    """What a rank holds of the state of a training: boxes of tensors, and values of JSON by their names."""
+
+    boxes: list[Box]
+    values: dict[str, Any]
+
+
+def state_of(source: CheckpointSource, only: Callable[[str], bool] = lambda name: True) -> State:
+    """Return what this rank writes, or `only` what this picks by name; boxes are views of the training's tensors."""
+    values: dict[str, Any] = {PROGRESS: _progress(source)}
+    tensors = {f"{MODEL}{name}": (name, tensor) for name, tensor in source.tensors()}
+    if source.average is not None:
+        tensors |= {f"{AVERAGE}{name}": (name, tensor) for name, tensor in source.average.tensors.items()}
     options, whole = _options(source.optimizer), source.stepped_whole()
     for name, parameter in source.parameters.items():
         numbers = {}
@@ -222,77 +189,65 @@ def entries_to_write(source: CheckpointSource) -> dict[str, torch.Tensor]:
                 numbers[key] = _plain(value)
                 continue
             is_part = value.shape == parameter.shape and parameter not in whole
-            entries[f"{OPTIMIZER}{key}.{name}"] = source.piece(name, value) if is_part else value
+            tensors[f"{OPTIMIZER}{key}.{name}"] = (name if is_part else "", value)
         if parameter in options:
-            entries[f"{OPTIONS}{name}"] = as_bytes(json.dumps({"options": options[parameter], "numbers": numbers}))
-    return entries
+            values[f"{OPTIONS}{name}"] = {"options": options[parameter], "numbers": numbers}
+    tensors |= {name: ("", tensor) for name, tensor in random_states(source.mesh.world).items()}
+    boxes = [box for entry, (name, held) in tensors.items() if only(entry) for box in source.boxes(entry, name, held)]
+    as_it_is_now = json.dumps({name: value for name, value in values.items() if only(name)})
+    return State(boxes, json.loads(as_it_is_now))
 
 
 _PLACE = "#"
-"""Stands between the key of a list in an optimizer's state and the place of an item; alone it says which kind it is."""
+"""Stands between the key of a container in an optimizer's state and the place of an item; alone it says which kind."""
 
 
 def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of an optimizer's state, and the items of lists of tensors, which have keys of their own."""
+    """Yield the values of an optimizer's state; items of lists and dictionaries have keys of their own."""
     for key, value in state.items():
-        if not isinstance(value, (list, tuple)) or not _holds_tensors(value):
+        is_container = isinstance(value, (list, tuple, dict))
+        keys = [key, *value] if isinstance(value, dict) else [key]
+        if "." in str(key) or str(key).endswith(_PLACE) or not all(isinstance(each, (str, int)) for each in keys):
+            raise CheckpointError(f"keys {keys} in the optimizer's state cannot be written", hint="name them by words")
+        if not is_container:
             yield key, value
             continue
-        yield f"{key}{_PLACE}", type(value).__name__
-        yield from _flat({f"{key}{_PLACE}{place}": item for place, item in enumerate(value)})
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor)
+        items = value if isinstance(value, dict) else dict(enumerate(value))
+        kind = next(kind for kind in (dict, tuple, list) if isinstance(value, kind))
+        yield f"{key}{_PLACE}", [kind.__name__, *items]
+        yield from _flat({f"{key}{_PLACE}{place}": item for place, item in enumerate(items.values())})
 
 
 def nested(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with the lists that were written item by item."""
+    """Return an optimizer's state with the containers that were written item by item."""
     found = dict(state)
     for key in sorted((key for key in state if key.endswith(_PLACE)), key=len, reverse=True):
-        count = sum(1 for other in found if other.startswith(key) and other.removeprefix(key).isdecimal())
-        items = [found.pop(f"{key}{place}") for place in range(count)]
-        found[key.removesuffix(_PLACE)] = tuple(items) if found.pop(key) == "tuple" else items
+        kind, *keys = found.pop(key)
+        items = [found.pop(f"{key}{place}") for place in range(len(keys))]
+        name = key.removesuffix(_PLACE)
+        found[name] = dict(zip(keys, items, strict=True)) if kind == "dict" else items
+        if kind == "tuple":
+            found[name] = tuple(items)
     return found
 
 
-def copied(entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a copy of `entries` in the host's memory."""
-    return {name: _copied(tensor) for name, tensor in entries.items()}
-
-
-def as_bytes(text: str) -> torch.Tensor:
-    """Return a text as a tensor of its bytes."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def empty_bytes(name: str, description: Any) -> torch.Tensor:
-    """Return a tensor to read the bytes of entry `name` into."""
-    is_right = isinstance(description, TensorStorageMetadata) and len(description.size) == 1
-    if not is_right or description.properties.dtype != torch.uint8 or description.size[0] > _MOST_BYTES:
-        raise CheckpointError(f"the checkpoint is damaged: {name} is not a text", hint="load an older one")
-    return torch.empty(description.size, dtype=torch.uint8)
-
-
-def empty_states(saved: Mapping[str, Any], source: CheckpointSource) -> dict[str, dict[str, torch.Tensor]]:
+def empty_states(saved: Mapping[str, Description], source: CheckpointSource) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of the optimizer's state to read into, by parameter, sharded as the parameter is."""
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in source.parameters}
     whole = source.stepped_whole()
     for entry, description in saved.items():
-        if not entry.startswith(OPTIMIZER) or not isinstance(description, TensorStorageMetadata):
+        if not entry.startswith(OPTIMIZER):
             continue
         key, _, name = entry.removeprefix(OPTIMIZER).partition(".")
         if name not in states:
             continue
-        dtype, parameter = description.properties.dtype, source.parameters[name]
+        dtype, parameter = description.dtype, source.parameters[name]
         if parameter in whole:
-            states[name][key] = torch.zeros(description.size, dtype=dtype, device=parameter.device)
-        elif description.size == source.whole_shape(name):
+            states[name][key] = torch.zeros(description.shape, dtype=dtype, device=parameter.device)
+        elif description.shape == source.whole_shape(name):
             states[name][key] = torch.zeros_like(source.parameters[name], dtype=dtype, requires_grad=False)
         else:  # a count of steps
-            states[name][key] = torch.zeros(description.size, dtype=dtype)
+            states[name][key] = torch.zeros(description.shape, dtype=dtype)
     return states
 
 
@@ -355,11 +310,3 @@ def _plain_tree(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     return value if value is None or isinstance(value, (bool, int, float, str)) else _LEFT_OUT
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, CheckpointChunks):
-        return tensor.copied()
-    if isinstance(tensor, DTensor):
-        return CheckpointChunks.of_shard(tensor).copied()
-    return tensor.detach().to("cpu", copy=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,17 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ModelError, UsageError
-from paraplan.runtime.checkpoints.chunks import chunks_of, locations
+from paraplan.runtime.checkpoints.boxes import CheckpointError, Place, boxes_of, locations
 from paraplan.runtime.checkpoints.entries import MODEL
-from paraplan.runtime.checkpoints.safe_reader import CheckpointError, SafeReader, read_entries
-from paraplan.runtime.checkpoints.saving import find_whole
+from paraplan.runtime.checkpoints.loading import FolderReader
+from paraplan.runtime.checkpoints.tensor_files import CODES, check_library, write_tensors
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.torch_private import local_shape_and_offset
 
 _HINT = "give job.prepare the weights of this model"
 
@@ -38,8 +34,7 @@ class WeightFiles:
     """The tensors of safetensors files by name, of which any box can be read without the rest."""
 
     def __init__(self, source: Path) -> None:
-        if importlib.util.find_spec("safetensors") is None:
-            raise UsageError("safetensors is not installed", hint="pip install safetensors")
+        check_library()
         from safetensors import safe_open
 
         files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
@@ -52,19 +47,21 @@ class WeightFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._holders
 
-    def read_box(self, name: str, offsets: tuple[int, ...], into: torch.Tensor, whole: tuple[int, ...]) -> None:
-        """Read the box at `offsets` of tensor `name`, which must have shape `whole`, into a tensor of its size."""
+    def read_box(self, name: str, place: Place, into: torch.Tensor) -> None:
+        """Read the box at `place` of tensor `name`, which must be of that whole shape, into a tensor of its size."""
         tensor = self._holders[name].get_slice(name)
-        if tuple(tensor.get_shape()) != whole:
+        if tuple(tensor.get_shape()) != place.whole:
             raise ModelError(
-                f"{self._source} holds {name} in shape {tuple(tensor.get_shape())}, and the model has {whole}",
+                f"{self._source} holds {name} in shape {tuple(tensor.get_shape())}, and the model has {place.whole}",
                 hint=_HINT,
             )
         if not into.ndim:
             into.copy_(self._holders[name].get_tensor(name))
         elif into.numel():
             into.copy_(
-                tensor[tuple(slice(start, start + size) for start, size in zip(offsets, into.shape, strict=True))]
+                tensor[
+                    tuple(slice(start, start + size) for start, size in zip(place.offsets, place.shape, strict=True))
+                ]
             )
 
 
@@ -80,20 +77,12 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
         known = next((alias for alias in names.get(name, [name]) if alias in files), None)
         if known is None:
             raise ModelError(f"{source} holds no {name}", hint=_HINT)
-        tensor = parameter.detach()
-        if name in places:
-            whole = places[name].sharding.whole_shape(tensor.shape)
-            for box in chunks_of(tensor, places[name]):
-                files.read_box(known, box.offsets, box.values, whole)
-            continue
-        offsets: Any = (0,) * tensor.ndim
-        if isinstance(tensor, DTensor):
-            _, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        files.read_box(known, tuple(offsets), local, tuple(tensor.shape))
+        for box in boxes_of(name, parameter, places.get(name)):
+            files.read_box(known, box.place, box.values)
     for name, buffer in part.buffers.items():
         if name in files:
-            files.read_box(name, (0,) * buffer.ndim, buffer, tuple(buffer.shape))
+            (box,) = boxes_of(name, buffer)
+            files.read_box(name, box.place, buffer)
 
 
 def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype | None = None) -> int:
@@ -101,8 +90,8 @@ def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype |
 
     One process calls it, with or without a job; it needs the memory of the whole model. A tied parameter is written
     once, under the first of its names. `dtype` converts what is floating point. The file is there when it is whole.
-    Raises `CheckpointError` for a folder without a checkpoint that is whole, and `UsageError` where safetensors is not
-    installed.
+    Raises `CheckpointError` for a folder without a checkpoint that is whole, and `UsageError` where the file cannot be
+    written.
     """
     weights = read_checkpoint(Path(folder))
     if dtype is not None:
@@ -119,33 +108,29 @@ def read_checkpoint(folder: Path, *, only: Collection[str] | None = None) -> dic
 
     Raises `CheckpointError` for a folder without a checkpoint that is whole.
     """
-    whole = find_whole(folder)
-    index = SafeReader(whole).read_metadata()
+    reader = FolderReader(folder, alone=True)
     weights = {
-        name.removeprefix(MODEL): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in index.state_dict_metadata.items()
-        if name.startswith(MODEL)
-        and isinstance(entry, TensorStorageMetadata)
-        and (only is None or name.removeprefix(MODEL) in only)
+        name.removeprefix(MODEL): torch.empty(there.shape, dtype=there.dtype, device="cpu")
+        for name, there in reader.tensors.items()
+        if name.startswith(MODEL) and (only is None or name.removeprefix(MODEL) in only)
     }
     if not weights:
         raise CheckpointError(f"{folder} holds no weights", hint="name a folder that engine.save wrote")
-    read_entries(whole, {f"{MODEL}{name}": value for name, value in weights.items()}, index=index, alone=True)
+    reader.read([box for name, value in weights.items() for box in boxes_of(f"{MODEL}{name}", value)])
     return weights
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], target: Path) -> None:
     """Write `tensors` to the safetensors file `target`, which is there when it is whole.
 
-    Raises `UsageError` where it cannot be written, or safetensors is not installed.
+    Raises `UsageError` where it cannot be written, or safetensors has no such type.
     """
-    if importlib.util.find_spec("safetensors") is None:
-        raise UsageError("safetensors is not installed", hint="pip install safetensors")
-    from safetensors.torch import save_file
-
+    for name, tensor in tensors.items():
+        if tensor.dtype not in CODES:
+            raise UsageError(f"{name} is {tensor.dtype}, which safetensors does not have", hint="give another dtype")
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, beside, metadata={"format": "pt"})
+        write_tensors(beside, tensors)
         beside.replace(target)
     except OSError as error:
         beside.unlink(missing_ok=True)

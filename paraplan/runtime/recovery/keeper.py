@@ -6,26 +6,16 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paraplan.runtime.checkpoints.entries import CheckpointSource, entries_to_write
-from paraplan.runtime.checkpoints.saving import random_entries
-from paraplan.runtime.recovery.memory_copies import (
-    Box,
-    Copied,
-    Copier,
-    CopyName,
-    Slot,
-    describe,
-    newest_whole,
-    sizes,
-    unique,
-)
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, gather_sizes, owner_of_each
+from paraplan.runtime.checkpoints.entries import CheckpointSource, State, state_of
+from paraplan.runtime.exchange import gather_json
+from paraplan.runtime.recovery.memory_copies import Copied, Copier, CopyName, Slot, newest_whole
 from paraplan.runtime.recovery.memory_reader import MemoryReader
 from paraplan.runtime.recovery.neighbour import Neighbour
 from paraplan.runtime.recovery.status import RankStatus
@@ -33,8 +23,8 @@ from paraplan.runtime.world import World
 from paraplan.shared_memory import COPIES_VARIABLE, CopySlots
 from paraplan.units import format_bytes
 
-_COPY_IMMEDIATELY = ("model.", "random.", "progress", "options.")
-"""Entries of which buffers, random numbers and texts change before the next step's optimizer does."""
+_COPY_IMMEDIATELY = ("model.", "random.")
+"""Entries of which buffers and random numbers change before the next step's optimizer does."""
 
 
 class MemoryKeeper:
@@ -47,13 +37,13 @@ class MemoryKeeper:
         self._of_neighbour = {rank: [Slot(path) for path in paths] for rank, paths in slots.of_neighbour.items()}
         self._copier = Copier(self._all[world.local_rank])
         self._world, self._status = world, status
-        self._owned: set[str] | None = None
-        self._shared_out: set[str] = set()
-        self._alone: set[str] = set()
+        self._owned: set[int] | None = None
+        self._shared_out: set[int] = set()
+        self._alone: set[int] = set()
         self._neighbour: Neighbour | None = None
         self._attempt = 0
         self._is_full = False
-        self._noted: tuple[int, list[Box]] | None = None
+        self._noted: tuple[int, State] | None = None
 
     @classmethod
     def of(cls, environment: Mapping[str, str], world: World, status: RankStatus) -> MemoryKeeper | None:
@@ -70,38 +60,41 @@ class MemoryKeeper:
         """Take note of the state behind a step, if its copy is due: what changes before the next step is copied now."""
         if source.num_steps % self._every:
             return
-        entries = entries_to_write(source) | random_entries(source.mesh.world)
-        boxes = describe(entries)
+        try:
+            state = state_of(source)
+        except CheckpointError as error:
+            sys.stderr.write(f"paraplan: no copies in memory: {error.message}\n")
+            self._every = sys.maxsize
+            return
+        boxes = state.boxes
         if self._owned is None and not self._share_out(boxes):
             self._every = sys.maxsize
             return
         parameters = {f"model.{name}" for name in source.parameters}
         # what an optimizer has begun to keep since then is written by all who hold it
-        boxes = [box for box in boxes if box.key in (self._owned or ()) or box.key not in self._shared_out]
-        num_bytes = sum(box.num_bytes for box in boxes)
+        boxes = [box for box in boxes if box.place.key in (self._owned or ()) or box.place.key not in self._shared_out]
+        num_bytes = sum(box.place.num_bytes for box in boxes)
         if num_bytes > self._limit and not self._is_full:
             self._refuse(num_bytes)
             self._is_full = True
         if self._is_full:
             boxes = []  # ranks of other nodes go on to exchange theirs with this one
-        self._noted = (
-            source.num_steps,
-            [
-                Box(box.name, box.offsets, box.whole, box.values.clone())
-                if box.name.startswith(_COPY_IMMEDIATELY) and box.name not in parameters
-                else box
-                for box in boxes
-            ],
-        )
+        kept = [
+            Box(box.place, box.values.clone())
+            if box.name.startswith(_COPY_IMMEDIATELY) and box.name not in parameters
+            else box
+            for box in boxes
+        ]
+        self._noted = (source.num_steps, State(kept, state.values))
 
     def begin(self) -> None:
         """Begin to copy what was noted, once all ranks have come to the next step."""
         if self._noted is not None:
-            num_steps, boxes = self._noted
+            num_steps, state = self._noted
             self._noted = None
             name, writer = CopyName(num_steps, self._attempt, self._world.size), self._world.rank
             mirror = None if self._neighbour is None else partial(self._mirror, self._neighbour, name)
-            self._copier.begin(boxes, name=name, writer=writer, mirror=mirror)
+            self._copier.begin(state, name=name, writer=writer, mirror=mirror)
 
     def finish(self, num_steps: int, *, is_good: bool) -> None:
         """Wait for the copy, before anything of the state changes. It counts if the loss of its step `is_good`."""
@@ -120,34 +113,29 @@ class MemoryKeeper:
             if found is not None:
                 held.setdefault(found.name, []).append(found)
                 mine.setdefault(found.name, []).append(found.writer)
-        told = self._gather((self._node(), mine, time.time_ns()))
+        told = gather_json((self._node(), [*mine.items()], time.time_ns()))
         self._attempt = told[0][2]
-        newest = newest_whole([each for _, each, _ in told])
+        newest = newest_whole([{CopyName(*name): ranks for name, ranks in each} for _, each, _ in told])
         if newest is None:
             return None
         reader = MemoryReader(held.get(newest, []), rank=self._world.rank, nodes=[node for node, _, _ in told])
-        reader.join(self._gather, has_given_up)
+        reader.join(has_given_up)
         return newest.num_steps, reader
 
-    def _mirror(self, neighbour: Neighbour, name: CopyName, written: Sequence[Box]) -> Slot:
+    def _mirror(self, neighbour: Neighbour, name: CopyName, written: State) -> Slot:
         """Give the next node what no other one has of what this rank has copied."""
-        is_first = self._world.rank == 0  # its texts have the seed
-        alone = [
-            box
-            for box in written
-            if box.key in self._alone or box.key not in self._shared_out or (is_first and box.is_text)
-        ]
-        return neighbour.exchange(alone, name=name, writer=self._world.rank)
+        alone = [box for box in written.boxes if box.place.key in self._alone or box.place.key not in self._shared_out]
+        return neighbour.exchange(State(alone, written.values), name=name, writer=self._world.rank)
 
     def _share_out(self, boxes: list[Box]) -> bool:
         """Choose which rank of this node writes which box; return whether all fits in the memory that is kept."""
-        held = self._gather((self._node(), sizes(boxes)))
-        here = [(rank, found) for rank, (node, found) in enumerate(held) if node == self._node()]
-        place = [rank for rank, _ in here].index(self._world.rank)
-        owned = unique(boxes, [found for _, found in here], place)
-        self._owned, self._shared_out = {box.key for box in owned}, {box.key for box in boxes}
+        mine = {box.place.key: box.place.num_bytes for box in boxes}
+        held = [*zip(gather_json(self._node()), gather_sizes(mine), strict=True)]
+        here = {rank: found for rank, (node, found) in enumerate(held) if node == self._node()}
+        place, owners = [*here].index(self._world.rank), owner_of_each([*here.values()])
+        self._owned, self._shared_out = {key for key, owner in owners.items() if owner == place}, {*mine}
         self._find_neighbour([(node, set(found)) for node, found in held])
-        sent: list[int] = self._gather(sum(box.num_bytes for box in owned))
+        sent: list[int] = gather_json(sum(mine[key] for key in self._owned))
         if max(sent) > self._limit:
             if self._world.rank == 0:
                 self._refuse(max(sent))
@@ -160,10 +148,10 @@ class MemoryKeeper:
             )
         return True
 
-    def _find_neighbour(self, held: list[tuple[int, set[str]]]) -> None:
+    def _find_neighbour(self, held: list[tuple[int, set[int]]]) -> None:
         """Find the ranks to exchange with, where some node holds what no other one does. Every rank calls it."""
         by_node: dict[int, list[int]] = {}
-        keys: dict[int, set[str]] = {}
+        keys: dict[int, set[int]] = {}
         for rank, (node, found) in enumerate(held):
             by_node.setdefault(node, []).append(rank)
             keys.setdefault(node, set()).update(found)
@@ -171,7 +159,7 @@ class MemoryKeeper:
         counted = Counter(key for found in keys.values() for key in found)
         self._alone = {key for key in keys[self._node()] if counted[key] == 1}
         is_even = len({len(ranks) for ranks in by_node.values()}) == 1
-        has_room = all(self._gather(bool(self._of_neighbour)))
+        has_room = all(gather_json(bool(self._of_neighbour)))
         if len(nodes) == 1 or not is_even or not has_room or 1 not in counted.values():
             return
         here = nodes.index(self._node())
@@ -189,13 +177,6 @@ class MemoryKeeper:
 
     def _node(self) -> int:
         return int(os.environ.get("GROUP_RANK", "0"))
-
-    def _gather(self, mine: Any) -> list[Any]:
-        if not dist.is_initialized():
-            return [mine]
-        found: list[Any] = [None] * self._world.size
-        dist.all_gather_object(found, mine)
-        return found
 
 
 def is_finite(loss: torch.Tensor | None) -> bool:

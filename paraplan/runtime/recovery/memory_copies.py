@@ -12,60 +12,16 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from paraplan.runtime.checkpoints.chunks import CheckpointChunks
-from paraplan.runtime.checkpoints.entries import OPTIONS, PROGRESS
+from paraplan.runtime.checkpoints.boxes import Box, Place
+from paraplan.runtime.checkpoints.entries import State
 
 _HEAD = 64
 _ALIGN = 64
 _WORDS = 3  # of 8 bytes: whether it is whole, its step, the length of its index
-
-
-@dataclass(frozen=True)
-class Box:
-    """A box of the whole tensor `name` at `offsets`, with its values."""
-
-    name: str
-    offsets: tuple[int, ...]
-    whole: tuple[int, ...]
-    values: torch.Tensor
-
-    @property
-    def key(self) -> str:
-        """What tells it from other boxes: replicas hold the same. Texts differ in length from step to step."""
-        if self.is_text:
-            return self.name
-        return f"{self.name}@{self.offsets}+{tuple(self.values.shape)}"
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it is a text in bytes, and no tensor of the model."""
-        return self.name == PROGRESS or self.name.startswith(OPTIONS)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of its values."""
-        return self.values.numel() * self.values.element_size()
-
-    @property
-    def words(self) -> list[Any]:
-        """What it is, without its values, as JSON holds it."""
-        return [self.name, self.offsets, list(self.values.shape), self.whole, str(self.values.dtype)]
-
-
-def boxes_of(name: str, tensor: torch.Tensor) -> list[Box]:
-    """Return the boxes that this rank holds of an entry of a checkpoint; values are those of the training."""
-    if isinstance(tensor, DTensor):
-        tensor = CheckpointChunks.of_shard(tensor)
-    whole = tuple(tensor.shape)
-    if isinstance(tensor, CheckpointChunks):
-        return [Box(name, chunk.offsets, whole, chunk.values) for chunk in tensor.chunks]
-    return [Box(name, (0,) * tensor.ndim, whole, tensor.detach())]
 
 
 class CopyName(NamedTuple):
@@ -84,7 +40,7 @@ class Copied(NamedTuple):
     name: CopyName
     writer: int
     """The rank that wrote it."""
-    boxes: list[Box]
+    state: State
 
 
 class Slot:
@@ -100,24 +56,25 @@ class Slot:
         self._map = None
         os.close(self._descriptor)
 
-    def write(self, boxes: Sequence[Box], *, name: CopyName, writer: int) -> list[Box]:
-        """Replace what is there; it is not whole until `commit`. Return the boxes with the values in the slot."""
-        room = self.lay_out([box.words for box in boxes], name=name, writer=writer)
-        for box, there in zip(boxes, room, strict=True):
+    def write(self, state: State, *, name: CopyName, writer: int) -> State:
+        """Replace what is there; it is not whole until `commit`. Return the state with the values in the slot."""
+        room = self.lay_out([box.place for box in state.boxes], state.values, name=name, writer=writer)
+        for box, there in zip(state.boxes, room.boxes, strict=True):
             there.values.copy_(box.values)
         return room
 
-    def lay_out(self, words: Sequence[Sequence[Any]], *, name: CopyName, writer: int) -> list[Box]:
+    def lay_out(self, places: Sequence[Place], values: Mapping[str, Any], *, name: CopyName, writer: int) -> State:
         """Make room for boxes in place of what is there, and return them; it is not whole until `commit`."""
-        index = json.dumps({"name": name, "writer": writer, "boxes": words}).encode()
+        words = {"name": name, "writer": writer, "places": [place.words for place in places], "values": values}
+        index = json.dumps(words).encode()
         begin = -(-(_HEAD + len(index)) // _ALIGN) * _ALIGN
-        size = begin + sum(-(-_num_bytes(each) // _ALIGN) * _ALIGN for each in words)
+        size = begin + sum(-(-place.num_bytes // _ALIGN) * _ALIGN for place in places)
         held = self._mapped(size)
         head = memoryview(held).cast("B")[: _WORDS * 8].cast("Q")
         head[0] = 0
         head[1], head[2] = name.num_steps, len(index)
         held[_HEAD : _HEAD + len(index)] = index
-        return _boxes_in(held, begin, words)
+        return State(_boxes_in(held, begin, places), dict(values))
 
     def commit(self) -> None:
         """Have it count."""
@@ -135,7 +92,8 @@ class Slot:
             return None
         index = json.loads(held[_HEAD : _HEAD + length])
         begin = -(-(_HEAD + length) // _ALIGN) * _ALIGN
-        return Copied(CopyName(*index["name"]), index["writer"], _boxes_in(held, begin, index["boxes"]))
+        boxes = _boxes_in(held, begin, [Place.of_words(words) for words in index["places"]])
+        return Copied(CopyName(*index["name"]), index["writer"], State(boxes, index["values"]))
 
     def _mapped(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
@@ -145,31 +103,15 @@ class Slot:
         return self._map
 
 
-def dtype_of(kind: str) -> torch.dtype:
-    """Return the type that the words of a box name."""
-    found = getattr(torch, kind.removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def _num_bytes(words: Sequence[Any]) -> int:
-    _, _, shape, _, kind = words
-    count = dtype_of(kind).itemsize
-    for length in shape:
-        count *= length
-    return count
-
-
-def _boxes_in(held: mmap.mmap, begin: int, words: Sequence[Sequence[Any]]) -> list[Box]:
+def _boxes_in(held: mmap.mmap, begin: int, places: Sequence[Place]) -> list[Box]:
     """Return boxes whose values are views of memory, one behind the other."""
-    boxes, place = [], begin
-    for each in words:
-        name, offsets, shape, whole, kind = each
-        count, dtype = _num_bytes(each), dtype_of(kind)
-        flat = torch.frombuffer(held, dtype=torch.uint8, count=count, offset=place) if count else None
-        values = torch.empty(shape, dtype=dtype, device="cpu") if flat is None else flat.view(dtype).view(shape)
-        boxes.append(Box(name, tuple(offsets), tuple(whole), values))
-        place += -(-count // _ALIGN) * _ALIGN
+    boxes, start = [], begin
+    for place in places:
+        count = place.num_bytes
+        flat = torch.frombuffer(held, dtype=torch.uint8, count=count, offset=start) if count else None
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu") if flat is None else flat
+        boxes.append(Box(place, flat.view(place.dtype).view(place.shape)))
+        start += -(-count // _ALIGN) * _ALIGN
     return boxes
 
 
@@ -185,15 +127,15 @@ class Copier:
 
     def begin(
         self,
-        boxes: Sequence[Box],
+        state: State,
         *,
         name: CopyName,
         writer: int,
-        mirror: Callable[[Sequence[Box]], Slot] | None = None,
+        mirror: Callable[[State], Slot] | None = None,
     ) -> None:
         """Begin to write. What the boxes hold must not change until `finish`.
 
-        `mirror` gets them as they are in the slot, and returns the slot of another node's rank that it has filled.
+        `mirror` gets the state as it is in the slot, and returns the slot of another node's rank that it has filled.
         """
         self._slot = self._slots.pop(0)
         self._slots.append(self._slot)
@@ -201,7 +143,7 @@ class Copier:
 
         def work() -> None:
             try:
-                written = self._slot.write(boxes, name=name, writer=writer)
+                written = self._slot.write(state, name=name, writer=writer)
                 self._mirrored = None if mirror is None else mirror(written)
             except BaseException as error:  # raised by `finish`, in the thread that trains
                 self._failure = error
@@ -225,24 +167,6 @@ class Copier:
         return is_good
 
 
-def unique(boxes: Sequence[Box], held_by_all: Sequence[Mapping[str, int]], rank: int) -> list[Box]:
-    """Return those of `boxes` that rank `rank` of these writes: each box is written once, by who has least to write."""
-    loads = [0] * len(held_by_all)
-    owners: dict[str, int] = {}
-    for key in sorted({key for held in held_by_all for key in held}):
-        holders = [number for number, held in enumerate(held_by_all) if key in held]
-        # rank 0 knows the seed: its texts are the ones to keep
-        is_text = key == PROGRESS or key.startswith(OPTIONS)
-        owner = holders[0] if is_text else min(holders, key=lambda number: loads[number])
-        owners[key], loads[owner] = owner, loads[owner] + held_by_all[owner][key]
-    return [box for box in boxes if owners[box.key] == rank]
-
-
-def sizes(boxes: Sequence[Box]) -> dict[str, int]:
-    """Return the bytes of each box by its key."""
-    return {box.key: box.num_bytes for box in boxes}
-
-
 def newest_whole(found: Sequence[Mapping[CopyName, Sequence[int]]]) -> CopyName | None:
     """Return the newest copy that is there of all ranks that wrote it. `found` has writers by copy, by who looks."""
     writers: dict[CopyName, set[int]] = {}
@@ -251,8 +175,3 @@ def newest_whole(found: Sequence[Mapping[CopyName, Sequence[int]]]) -> CopyName 
             writers.setdefault(name, set()).update(ranks)
     whole = [name for name, ranks in writers.items() if len(ranks) == name.world_size]
     return max(whole, default=None)
-
-
-def describe(entries: Mapping[str, Any]) -> list[Box]:
-    """Return the boxes of all entries."""
-    return [box for name, tensor in entries.items() for box in boxes_of(name, tensor)]

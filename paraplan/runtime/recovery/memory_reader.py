@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from paraplan.runtime.checkpoints.safe_reader import CheckpointError
-from paraplan.runtime.recovery.memory_copies import Box, Copied, boxes_of, dtype_of
-
-Gather = Callable[[Any], list[Any]]
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, Description, Place, volume
+from paraplan.runtime.exchange import gather_json
+from paraplan.runtime.recovery.memory_copies import Copied
 
 
 class OtherGaveUpError(CheckpointError):
@@ -20,15 +19,7 @@ class OtherGaveUpError(CheckpointError):
 
 
 _SMALL_BYTES = 1 << 16
-"""Boxes up to this size are given to all nodes at once: texts, counters, states of random numbers."""
-
-
-class _Place(NamedTuple):
-    """A box without values: a target to fill, or a source that some node has."""
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+"""Boxes up to this size are given to all nodes at once: counters, states of random numbers."""
 
 
 class _Transfer(NamedTuple):
@@ -36,7 +27,7 @@ class _Transfer(NamedTuple):
 
     source: int
     target: int
-    key: str
+    key: int
 
 
 class MemoryReader:
@@ -50,75 +41,94 @@ class MemoryReader:
         Of a box that several wrote that of the lowest rank is kept: rank 0 knows the seed.
         """
         in_order = sorted(copied, key=lambda each: -each.writer)
-        self._held = {box.key: box for each in in_order for box in each.boxes}
-        self._writers = {box.key: each.writer for each in in_order for box in each.boxes}
+        self._held = {box.place.key: box for each in in_order for box in each.state.boxes}
+        self._writers = {box.place.key: each.writer for each in in_order for box in each.state.boxes}
+        self._values = {name: (each.writer, value) for each in in_order for name, value in each.state.values.items()}
         self._rank, self._nodes = rank, nodes
-        self._elsewhere: dict[int, dict[str, list[Any]]] = {}
-        self._gather: Gather = lambda mine: [mine]
+        self._elsewhere: dict[int, dict[int, Place]] = {}
         self._has_given_up: Callable[[], bool] = lambda: False
         self._group: Any = None
 
-    def join(self, gather: Gather, has_given_up: Callable[[], bool]) -> None:
+    def join(self, has_given_up: Callable[[], bool]) -> None:
         """Learn what other nodes have, and take the small boxes of them. Every rank calls it.
 
         `has_given_up` says whether another rank does not read: all who read ask it together.
         """
         is_first = self._nodes.index(self._nodes[self._rank]) == self._rank
-        small = {key: (self._writers[key], box) for key, box in self._held.items() if box.num_bytes <= _SMALL_BYTES}
-        told = gather(([box.words for box in self._held.values()], small) if is_first else None)
+        small = [
+            (self._writers[key], box.place.words, base64.b64encode(_bytes_of(box).numpy().tobytes()).decode())
+            for key, box in self._held.items()
+            if box.place.num_bytes <= _SMALL_BYTES
+        ]
+        mine = {
+            "places": [box.place.words for box in self._held.values()],
+            "small": small,
+            "values": self._values,
+        }
+        told = gather_json(mine if is_first else None)
         by_node = {self._nodes[rank]: each for rank, each in enumerate(told) if each is not None}
-        keys = {node: {_key(words): words for words in found} for node, (found, _) in by_node.items()}
-        for _, boxes in by_node.values():
-            for key, (writer, box) in boxes.items():
-                if key not in self._held or writer < self._writers[key]:
-                    self._held[key], self._writers[key] = box, writer
+        places = {node: [Place.of_words(words) for words in each["places"]] for node, each in by_node.items()}
+        keys = {node: {place.key: place for place in found} for node, found in places.items()}
+        small_ones = set()
+        for each in by_node.values():
+            for name, (writer, value) in each["values"].items():
+                if name not in self._values or writer < self._values[name][0]:
+                    self._values[name] = (writer, value)
+            for writer, words, text in each["small"]:
+                place = Place.of_words(words)
+                small_ones.add(place.key)
+                if place.key not in self._held or writer < self._writers[place.key]:
+                    self._held[place.key], self._writers[place.key] = _box_of(place, base64.b64decode(text)), writer
         every = {key for found in keys.values() for key in found}
-        small_ones = {key for _, boxes in by_node.values() for key in boxes}
         if any(every - small_ones - found.keys() for found in keys.values()):
-            self._elsewhere, self._gather, self._has_given_up = keys, gather, has_given_up
+            self._elsewhere, self._has_given_up = keys, has_given_up
             self._group = dist.new_group(backend="gloo")
 
     @property
-    def saved(self) -> Mapping[str, TensorStorageMetadata]:
-        """What there is, as the index of a checkpoint says it."""
-        words = [each for found in self._elsewhere.values() for each in found.values()]
-        words += [box.words for box in self._held.values()]  # of a text in several lengths this node's own
-        return {
-            name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=dtype_of(kind)), size=torch.Size(whole), chunks=[]
-            )
-            for name, _, _, whole, kind in words
-        }
+    def tensors(self) -> Mapping[str, Description]:
+        """The tensors that there are."""
+        places = [place for found in self._elsewhere.values() for place in found.values()]
+        places += [box.place for box in self._held.values()]
+        return {place.name: Description(place.whole, place.dtype) for place in places}
 
-    def read(self, entries: Mapping[str, torch.Tensor]) -> None:
-        """Fill `entries`. Raises `CheckpointError` on every rank where not all is there, and `OtherGaveUpError`."""
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What is no tensor."""
+        return {name: value for name, (_, value) in self._values.items()}
+
+    def read(self, boxes: Sequence[Box]) -> None:
+        """Fill `boxes`. Raises `CheckpointError` on every rank where not all is there, and `OtherGaveUpError`."""
         if self._elsewhere and self._has_given_up():
             raise OtherGaveUpError("another rank cannot go on from the copy in memory", hint="load a checkpoint")
-        targets = [box for name, tensor in entries.items() for box in boxes_of(name, tensor)]
-        lacking = _unfilled(targets, self._held.values())
-        wanted = self._gather([_Place(box.name, box.offsets, tuple(box.values.shape)) for box in lacking])
-        transfers = [each for rank, places in enumerate(wanted) for each in self._sources(rank, places)]
+        lacking = _unfilled(boxes, self._held.values())
+        wanted = [[box.place.words for box in lacking]]
+        if self._elsewhere:
+            wanted = gather_json(wanted[0])
+        transfers = [
+            each
+            for rank, places in enumerate(wanted)
+            for each in self._sources(rank, [Place.of_words(words) for words in places])
+        ]
         _unfilled(lacking, self._sent([*dict.fromkeys(transfers)]))
 
-    def _sources(self, rank: int, places: Sequence[_Place]) -> Iterator[_Transfer]:
+    def _sources(self, rank: int, places: Sequence[Place]) -> Iterator[_Transfer]:
         """Yield who sends what to a rank that lacks some boxes. Raises `CheckpointError` where nobody has them."""
         node = self._nodes[rank]
-        own = self._elsewhere.get(node, {})
         place_of_rank = [each for each, other in enumerate(self._nodes) if other == node].index(rank)
-        known = {key: (other, words) for other, found in self._elsewhere.items() for key, words in found.items()}
-        known |= {key: (node, words) for key, words in own.items()}
-        by_name: dict[str, list[tuple[str, int, _Place]]] = {}
-        for key, (other, (name, offsets, shape, *_)) in known.items() if places else ():
-            by_name.setdefault(name, []).append((key, other, _Place(name, tuple(offsets), tuple(shape))))
+        known = {key: (other, source) for other, found in self._elsewhere.items() for key, source in found.items()}
+        known |= {key: (node, source) for key, source in self._elsewhere.get(node, {}).items()}
+        by_name: dict[str, list[tuple[int, int, Place]]] = {}
+        for key, (other, source) in known.items() if places else ():
+            by_name.setdefault(source.name, []).append((key, other, source))
         for place in places:
             count = 0
             for key, other, source in by_name.get(place.name, ()):
-                common = _common(place, source)
+                common = place.common(source)
                 count += common
                 if common and other != node:
                     ranks = [each for each, there in enumerate(self._nodes) if there == other]
                     yield _Transfer(ranks[place_of_rank % len(ranks)], rank, key)
-            if count < _volume(place.shape):
+            if count < volume(place.shape):
                 raise CheckpointError(f"the copy in memory lacks some of {place.name}", hint="load a checkpoint")
 
     def _sent(self, transfers: Sequence[_Transfer]) -> list[Box]:
@@ -126,13 +136,11 @@ class MemoryReader:
         works, come = [], list[Box]()
         for each in transfers:
             if each.source == self._rank:
-                values = self._held[each.key].values.reshape(-1).view(torch.uint8)
-                works.append(dist.isend(values, each.target, group=self._group))
+                works.append(dist.isend(_bytes_of(self._held[each.key]), each.target, group=self._group))
             elif each.target == self._rank:
-                words = next(found[each.key] for found in self._elsewhere.values() if each.key in found)
-                name, offsets, shape, whole, kind = words
-                box = Box(name, tuple(offsets), tuple(whole), torch.empty(shape, dtype=dtype_of(kind), device="cpu"))
-                works.append(dist.irecv(box.values.view(-1).view(torch.uint8), each.source, group=self._group))
+                place = next(found[each.key] for found in self._elsewhere.values() if each.key in found)
+                box = Box(place, torch.empty(place.shape, dtype=place.dtype, device="cpu"))
+                works.append(dist.irecv(_bytes_of(box), each.source, group=self._group))
                 come.append(box)
         for work in works:
             assert work is not None
@@ -148,42 +156,15 @@ def _unfilled(targets: Sequence[Box], sources: Iterable[Box]) -> list[Box]:
     return [
         target
         for target in targets
-        if sum(_fill(target, source) for source in by_name.get(target.name, ())) < target.values.numel()
+        if sum(target.fill(source) for source in by_name.get(target.name, ())) < target.values.numel()
     ]
 
 
-def _key(words: Sequence[Any]) -> str:
-    name, offsets, shape, whole, kind = words
-    return Box(name, tuple(offsets), tuple(whole), torch.empty(shape, dtype=dtype_of(kind), device="meta")).key
+def _bytes_of(box: Box) -> torch.Tensor:
+    """Return the values of a box of the host's memory as bytes, in their place."""
+    return box.values.view(-1).view(torch.uint8)
 
 
-def _volume(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
-
-
-def _common(here: _Place, there: _Place) -> int:
-    """Return how many elements two boxes of one tensor have in common."""
-    count = 1
-    for first, length, other, other_length in zip(here.offsets, here.shape, there.offsets, there.shape, strict=True):
-        count *= max(0, min(first + length, other + other_length) - max(first, other))
-    return count
-
-
-def _fill(target: Box, source: Box) -> int:
-    """Copy what two boxes have in common; return the number of elements."""
-    if not target.values.ndim:
-        target.values.copy_(source.values)
-        return 1
-    here, there, count = target.values, source.values, 1
-    for dim, (start, other) in enumerate(zip(target.offsets, source.offsets, strict=True)):
-        first = max(start, other)
-        length = min(start + target.values.shape[dim], other + source.values.shape[dim]) - first
-        if length <= 0:
-            return 0
-        here, there = here.narrow(dim, first - start, length), there.narrow(dim, first - other, length)
-        count *= length
-    here.copy_(there)
-    return count
+def _box_of(place: Place, data: bytes) -> Box:
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return Box(place, values.view(place.dtype).view(place.shape))

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paraplan.runtime.recovery.memory_copies import Box, CopyName, Slot
+from paraplan.runtime.checkpoints.boxes import Box, Place
+from paraplan.runtime.checkpoints.entries import State
+from paraplan.runtime.recovery.memory_copies import CopyName, Slot
 
 _MOST_AT_ONCE = 1 << 28
 
@@ -27,12 +29,13 @@ class Neighbour:
     slots: list[Slot]
     group: Any = field(repr=False)
 
-    def exchange(self, boxes: Sequence[Box], *, name: CopyName, writer: int) -> Slot:
-        """Send `boxes`, which `writer` has copied; return the slot with those that have come, which is not whole yet.
+    def exchange(self, state: State, *, name: CopyName, writer: int) -> Slot:
+        """Send what `writer` has copied of `state`; return the slot with what has come, which is not whole yet.
 
         Every rank calls it, from the thread that copies.
         """
-        words = json.dumps({"writer": writer, "boxes": [box.words for box in boxes]}).encode()
+        places = [box.place.words for box in state.boxes]
+        words = json.dumps({"writer": writer, "places": places, "values": state.values}).encode()
         text = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         size = torch.tensor([len(words)], device="cpu")  # whatever torch's default device is
         other_size = torch.empty_like(size)
@@ -42,8 +45,9 @@ class Neighbour:
         told = json.loads(other_text.numpy().tobytes())
         slot = self.slots.pop(0)
         self.slots.append(slot)
-        room = slot.lay_out(told["boxes"], name=name, writer=told["writer"])
-        self._swap([_flat(box) for box in boxes], [_flat(box) for box in room])
+        coming = [Place.of_words(each) for each in told["places"]]
+        room = slot.lay_out(coming, told["values"], name=name, writer=told["writer"])
+        self._swap([_flat(box) for box in state.boxes], [_flat(box) for box in room.boxes])
         return slot
 
     def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
