@@ -25,6 +25,7 @@ FLOORS = {
     "runtime": 4,
     "launch": 4,
     "interop": 4,
+    "measure": 5,
     "report": 5,
     "api": 6,
     "cli": 7,
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "accuracy": {0, 1, 2, 3},
 }
 EXTERNAL = {
-    "torch": ("runtime/", "launch/", "model/trace"),
+    "torch": ("runtime/", "launch/", "measure/", "model/trace"),
     "pynvml": ("hardware/probe/nvml.py",),
     "typer": ("cli/",),
     "rich": ("cli/", "launch/"),
@@ -51,6 +52,7 @@ ONE_WAY_INSIDE = (
     "hardware",
     "interop",
     "launch",
+    "measure",
     "model",
     "plan",
     "report",

@@ -11,7 +11,7 @@ from paraplan.errors import UsageError
 from paraplan.launch.handover import become_launcher
 from paraplan.launch.parser import parse_arguments
 
-_MODULE = "paraplan.runtime.measure.health"
+_MODULE = "paraplan.measure.health"
 
 app = typer.Typer()
 

@@ -104,7 +104,7 @@ def measure_links(
     `environment` is that of the ranks. They have ended when this returns or raises, also by Ctrl-C or SIGTERM; when
     this process is killed they end by themselves. Raises `MeasurementError` with the last words of a failed rank.
     """
-    return _run_ranks("paraplan.runtime.measure.links", request, RankEvent, num_ranks, environment, on_event)
+    return _run_ranks("paraplan.measure.links", request, RankEvent, num_ranks, environment, on_event)
 
 
 def measure_kernels(
@@ -115,7 +115,7 @@ def measure_kernels(
     on_event: Callable[[KernelEvent], None] = lambda event: None,
 ) -> list[KernelEvent]:
     """Return what ranks report last of each kernel, which all of them time at once; else as `measure_links`."""
-    events = _run_ranks("paraplan.runtime.measure.kernels", request, KernelEvent, num_ranks, environment, on_event)
+    events = _run_ranks("paraplan.measure.kernels", request, KernelEvent, num_ranks, environment, on_event)
     return list({event.case: event for event in events}.values())
 
 

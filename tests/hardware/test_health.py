@@ -12,7 +12,7 @@ from paraplan.hardware.measurement.health import (
     RankHealth,
     with_findings,
 )
-from paraplan.runtime.measure.health import pattern_of, rounds_of_pairs
+from paraplan.measure.health import pattern_of, rounds_of_pairs
 
 GIB = 1 << 30
 

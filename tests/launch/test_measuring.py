@@ -82,7 +82,7 @@ def children_of(pid: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             command = read(entry / "cmdline")
-            if "paraplan.runtime.measure.links" in command and pid in ancestors(int(entry.name)):
+            if "paraplan.measure.links" in command and pid in ancestors(int(entry.name)):
                 found.add(int(entry.name))
     return found
 

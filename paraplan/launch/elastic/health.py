@@ -21,7 +21,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.ranks.spawning import RankCommand, SpawnerHandle
 from paraplan.units import ranks_in_words
 
-_MODULE = "paraplan.runtime.measure.health"
+_MODULE = "paraplan.measure.health"
 _REPORT_FILE, _AT_FILE = "health.json", "health-at-"  # as that module has them
 _START_S = 60.0
 """What starting, connecting and the slowest single message may take on top of the time that is asked for."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paraplan.hardware.measurement.links import MeasuredKind, MeasureRequest, RankEvent, collectives_of
-from paraplan.runtime.measure.rank import run_ranks
+from paraplan.measure.rank import run_ranks
 
 _ELEMENT_BYTES = 4  # float32, as nccl-tests has it by default
 _RUNS = 5  # the median of so many timings is reported

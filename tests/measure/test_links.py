@@ -10,8 +10,8 @@ from rank_harness import RankHarness
 
 from paraplan.errors import UsageError
 from paraplan.hardware.measurement.links import MeasureRequest, RankEvent, collectives_of
-from paraplan.runtime.measure.links import measure
-from paraplan.runtime.measure.rank import join
+from paraplan.measure.links import measure
+from paraplan.measure.rank import join
 
 pytestmark = pytest.mark.ranks
 SIZES = (1024, 40_000)

@@ -1,4 +1,4 @@
-"""The ranks of a job look whether their machines are fit for it: `python -m paraplan.runtime.measure.health`.
+"""The ranks of a job look whether their machines are fit for it: `python -m paraplan.measure.health`.
 
 Each rank times matmuls and its memory while the others do the same; then messages go between pairs, each checked for
 its values, and all-reduces over the ranks of each host and over all. Rank 0 sets all of it side by side. It runs under

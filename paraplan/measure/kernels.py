@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
 from paraplan.hardware.measurement.kernels import KernelCase, KernelEvent, KernelRequest
-from paraplan.runtime.measure.rank import run_ranks
+from paraplan.measure.rank import run_ranks
 
 _RUNS = 8  # of so many timings a fast one is reported
 _MOST_REPEATS = 200
