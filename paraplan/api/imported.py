@@ -19,6 +19,7 @@ from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.automodel import read_automodel
 from paraplan.interop.sources.axolotl import read_axolotl
 from paraplan.interop.sources.deepspeed import read_deepspeed
+from paraplan.interop.sources.hf_trainer import read_hf_trainer
 from paraplan.interop.sources.llama_factory import read_llama_factory
 from paraplan.interop.sources.llama_factory_v1 import read_llama_factory_v1
 from paraplan.interop.sources.megatron_bridge import read_megatron_bridge
@@ -133,6 +134,7 @@ _OF_ONE_FILE = {
 _READERS = {
     "accelerate": read_accelerate,
     "trl": read_trl,
+    "hf-trainer": read_hf_trainer,
     "axolotl": read_axolotl,
     "llama-factory": read_llama_factory,
     "llama-factory-v1": read_llama_factory_v1,

@@ -37,7 +37,7 @@ def import_config(
         list[str],
         typer.Argument(
             metavar="FILE|ARGS",
-            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML of TRL, axolotl, LLaMA-Factory or ms-swift, "
+            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML or command of TRL, axolotl, LLaMA-Factory or ms-swift, "
             "torchtitan's TOML or config_registry.py:NAME, peft's adapter_config.json, "
             "a script with ms-swift's or Megatron-LM's command, or its arguments after --.",
         ),

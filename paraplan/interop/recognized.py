@@ -11,6 +11,7 @@ from paraplan.interop.known_keys import key_table
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.ms_swift import COMMAND
 from paraplan.interop.sources.torchtitan_command import COMMAND as TITAN_COMMAND
+from paraplan.interop.sources.trainer_command import is_trainer_command, tool_of_command
 from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG
 
 Tool = Literal[
@@ -19,6 +20,7 @@ Tool = Literal[
     "megatron-lm",
     "peft",
     "trl",
+    "hf-trainer",
     "axolotl",
     "llama-factory",
     "llama-factory-v1",
@@ -37,6 +39,7 @@ _TABLES: dict[str, Tool] = {
     "llama-factory": "llama-factory",
     "ms-swift": "ms-swift",
     "megatron-swift": "ms-swift",
+    "hf-trainer": "hf-trainer",
     "trl": "trl",
     "deepspeed": "deepspeed",
     "megatron-bridge": "megatron-bridge",
@@ -56,6 +59,8 @@ def tool_of(text: str, source: str) -> Tool:
         return "ms-swift"
     if TITAN_COMMAND.search(text) and not text.lstrip().startswith(("[", "{")):
         return "torchtitan"
+    if is_trainer_command(text):
+        return tool_of_command(text)
     if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
         return "megatron-lm"
     if _TRANSFORMERS.search(text):
@@ -69,8 +74,8 @@ def tool_of(text: str, source: str) -> Tool:
         return _TABLES[best]
     raise PlanError(
         f"{source} is no configuration of DeepSpeed, accelerate, Megatron-LM, Megatron-Bridge, NeMo AutoModel, peft, "
-        "TRL, axolotl, LLaMA-Factory, ms-swift or torchtitan, and no script with transformers' DistributedConfig: none "
-        "of their keys is in it",
+        "transformers' Trainer, TRL, axolotl, LLaMA-Factory, ms-swift or torchtitan, and no script with transformers' "
+        "DistributedConfig: none of their keys is in it",
         hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
         "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
         "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path, ms-swift's tuner_type",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ BASES: dict[str, dict[str, object]] = {
         "dist_config": {"name": "fsdp2"},
     },
     "trl": {"model_name_or_path": "m", "dataset_name": "d", "max_length": 1024, "use_peft": False},
+    "hf-trainer": {"per_device_train_batch_size": 1, "accelerator_config": {"split_batches": False}, "local_rank": -1},
     "ms-swift": {"model": "m", "tuner_type": "lora", "max_length": 1024, "split_dataset_ratio": 0.1},
     "megatron-swift": {"model": "m", "tuner_type": "full", "max_length": 1024, "micro_batch_size": 1},
     "accelerate": {"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"},
@@ -100,6 +102,12 @@ READ: dict[str, list[tuple[str, object]]] = {
         ),
         *(("num_generations", 8), ("accelerate_config", "zero2"), ("attn_implementation", "flash_attention_2")),
     ],
+    "hf-trainer": [
+        *(("per_device_train_batch_size", 4), ("gradient_accumulation_steps", 4), ("block_size", 4096), ("fp16", True)),
+        *(("bf16", True), ("dtype", "bfloat16"), ("activation_checkpointing", True), ("gradient_checkpointing", True)),
+        *(("optim", "lion_32bit"), ("use_liger_kernel", True), ("fsdp", "full_shard"), ("torch_compile", True)),
+        *(("deepspeed", {"zero_optimization": {"stage": 3}}), ("attn_implementation", "eager")),
+    ],
     "ms-swift": [
         *(
             ("per_device_train_batch_size", 4),
@@ -142,6 +150,8 @@ READ: dict[str, list[tuple[str, object]]] = {
     "peft": [("r", 4), ("target_modules", ["k_proj"]), ("lora_dropout", 0.1), ("use_dora", True), ("peft_type", "IA3")],
 }
 """Values that are not the default, and change what is read of that small file."""
+COMMANDS = ("trl", "llama-factory", "hf-trainer")
+"""Tools whose scripts take the keys of a file as options."""
 VALUES = st.one_of(st.integers(2, 9), st.just(True), st.sampled_from(["some", "words"]), st.just(["a", "b"]))
 
 
@@ -180,6 +190,57 @@ def test_a_key_that_is_read_changes_the_setup(tool: str, key: str, value: object
     assert setup_of(BASES[tool] | {key: value}, tmp_path) != setup_of(BASES[tool], tmp_path)
 
 
+def _command(values: dict[str, object]) -> str:
+    program = "python src/train.py"
+    words = [
+        f"    --{key} {' '.join(map(shlex.quote, map(str, value if isinstance(value, list) else [value])))}"
+        for key, value in values.items()
+    ]
+    return " \\\n".join([program, *words, "    --output_dir out"])
+
+
+@pytest.mark.parametrize(("tool", "key", "value"), [(tool, *pair) for tool in COMMANDS for pair in READ[tool]])
+def test_a_command_says_what_the_file_of_its_options_does(tool: str, key: str, value: object, tmp_path: Path) -> None:
+    sections = {"accelerator_config", "deepspeed"}
+    values = {name: each for name, each in (BASES[tool] | {key: value}).items() if name not in sections}
+    path = tmp_path / "run.sh"
+    path.write_text(f"#!/bin/bash\nexport N=3\n{_command(values)}\n")
+    ours = import_plan(path, num_gpus=4).setup
+    file = setup_of({"accelerator_config": {}} | values if tool == "hf-trainer" else values, tmp_path)
+    assert ours.replace(notes=()) == file.replace(notes=())
+
+
+@pytest.mark.parametrize(
+    ("launcher", "plan"),
+    [
+        ("torchrun --nproc_per_node=4 --nnodes 2", "dp8, DDP"),
+        ("accelerate launch --num_processes 4 --multi_gpu", "dp4, DDP"),
+        ("accelerate launch --use_deepspeed --zero_stage 3 --num_processes 4", "dp4, ZeRO-3"),
+        ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2", "dp2, ZeRO-3"),
+        ("deepspeed --num_gpus 8", "dp8, DDP"),
+        ("python -m torch.distributed.run --nproc_per_node 2", "dp2, DDP"),
+    ],
+)
+def test_what_starts_a_script_says_on_how_many_processes(launcher: str, plan: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{launcher} train.py --per_device_train_batch_size 2 --unknown_option 3\n")
+    found = import_plan(path).setup
+    assert found.plan.describe().startswith(plan)
+    assert "unknown_option: not known as keys of transformers' Trainer, and not priced" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("program", "task"),
+    [("trl dpo", "dpo"), ("trl/scripts/grpo.py", "grpo"), ("examples/scripts/reward_modeling.py", "reward")],
+)
+def test_trls_command_says_what_a_step_learns_from(program: str, task: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{'' if program.startswith('trl ') else 'python '}{program} --model_name_or_path m --bf16\n")
+    found = import_plan(path).setup
+    assert found.tool == "TRL, DDP"
+    assert (found.task or "").startswith(task)
+
+
 @pytest.mark.parametrize("tool", BASES)
 def test_a_key_has_one_place_in_its_table(tool: str) -> None:
     table = key_table(tool)
@@ -210,6 +271,7 @@ def test_a_file_is_known_by_its_own_tools_keys(tool: str, tmp_path: Path) -> Non
         "llama-factory": "LLaMA-Factory",
         "llama-factory-v1": "LLaMA-Factory v1",
         "trl": "TRL",
+        "hf-trainer": "transformers' Trainer",
         "ms-swift": "ms-swift",
         "megatron-swift": "ms-swift",
         "accelerate": "accelerate",

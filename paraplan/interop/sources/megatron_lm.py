@@ -11,6 +11,7 @@ from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of
 from paraplan.interop.sources.megatron_stack import flexible_dispatcher, megatron_stack, recomputed_modules
+from paraplan.interop.sources.options import options_of
 from paraplan.interop.sources.shell import command_of
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
@@ -21,8 +22,6 @@ _TRAINS_NOTHING = re.compile(r"generat|inference|eval|export|convert|preprocess|
 """Programs of Megatron-LM's examples and tools that are no training, by their files."""
 _EVALUATES = re.compile(r"EVAL|PROMPT|ZEROSHOT|LAMBADA|WIKITEXT")
 """Values of `--task` of Megatron-LM's tasks/main.py and tasks/msdp/main.py that train nothing."""
-_SEVERAL = ("recompute_modules",)
-"""Options with several words that are all read."""
 _MISSPELT = 0.93
 """An option as near to one that is read as this (difflib's ratio) is that one misspelt.
 
@@ -248,25 +247,6 @@ def _options(arguments: str, source: str) -> tuple[dict[str, object], list[str]]
             named, known = (f"--{word.replace('_', '-')}" for word in (name, meant[0]))
             raise PlanError(f"{source}: {named} is no option of Megatron-LM", hint=f"did you mean {known}?")
     return options, command.notes(source)
-
-
-def options_of(words: list[str]) -> dict[str, object]:
-    """Return the options of a command with their values, True for those without one; words that follow are passed."""
-    options: dict[str, object] = {}
-    name: str | None = None
-    for word in words:
-        if word.startswith("--") and " " in word and "=" not in word:  # an array's element that the shell splits
-            key, _, value = word.partition(" ")
-            options[key[2:].replace("-", "_")] = value.strip("'\"")
-        elif word.startswith("--") and len(word) > 2:
-            key, is_given, value = word.partition("=")
-            name = key[2:].replace("-", "_")
-            options[name] = value if is_given else True
-        elif name is not None and options[name] is True:
-            options[name] = word
-        elif name in _SEVERAL:
-            options[name] = f"{options[name]} {word}"
-    return options
 
 
 def _zero_stage(fields: Fields) -> int:

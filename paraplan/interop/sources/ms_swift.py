@@ -5,7 +5,6 @@ Keys and defaults as in ms-swift of August 2026 (swift/arguments, swift/megatron
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from itertools import pairwise
@@ -21,8 +20,9 @@ from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.liger import with_trainers_liger
-from paraplan.interop.sources.megatron_lm import megatron_setup, options_of
+from paraplan.interop.sources.megatron_lm import megatron_setup
 from paraplan.interop.sources.objectives import Objective, objective_of
+from paraplan.interop.sources.options import typed_options
 from paraplan.interop.sources.shell import command_of
 from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
 from paraplan.model.trainable import AdapterKind
@@ -114,9 +114,9 @@ def _values(text: str, source: str, read_file: trainer.ReadFile) -> _Source:
                     f"{source}: the shell finds the file that its command names", hint="give that file itself"
                 )
             values |= _document(read_file(word), word)
-    options = _listed(command.words)
+    options = typed_options(command.words)
     options.pop("config", None)
-    values |= {key: _scalar(value) if isinstance(value, str) else value for key, value in options.items()}
+    values |= options
     if "rlhf_type" not in values and what == "rlhf":
         values["rlhf_type"] = "dpo"
     is_megatron = found.group(1) == "megatron" or found.group(3) is not None
@@ -159,26 +159,6 @@ def _document(text: str, source: str) -> dict[str, object]:
     return values
 
 
-def _listed(words: list[str]) -> dict[str, object]:
-    """Return a command's options, those with several words as lists."""
-    options = options_of(words)
-    several: dict[str, list[str]] = {}
-    name = None
-    for word in words:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-        elif name is not None:
-            several.setdefault(name, []).append(word)
-    return options | {name: values for name, values in several.items() if len(values) > 1}
-
-
-def _scalar(word: str) -> object:
-    try:
-        return json.loads(word)
-    except ValueError:
-        return {"true": True, "false": False}.get(word.lower(), word)
-
-
 def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup:
     """Return the training of `swift sft` and its kin, which transformers' Trainer runs."""
     train, notes = _trainable(fields, default="lora")
@@ -196,7 +176,7 @@ def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup
     if strategy and not is_bundled:
         name = str(strategy)
         sharding = Fields(load_document(read_file(name), name, hint="ms-swift's own is fsdp2"), source=name)
-    checkpoints = fields.flag("gradient_checkpointing")
+    checkpoints = trainer.recomputes(fields)
     setup = trainer.sharded_setup(
         sharding,
         given,

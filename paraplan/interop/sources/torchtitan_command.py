@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from paraplan.errors import PlanError
-from paraplan.interop.sources.megatron_lm import options_of
+from paraplan.interop.sources.options import options_of
 from paraplan.interop.sources.shell import Command, command_of
 
 COMMAND = re.compile(r"\btorchtitan[./]train\b|(?<![\w.])(\./|torchtitan/)*run_train\.sh\b")

@@ -116,6 +116,10 @@ def sharded_setup(
 def _by_key(fields: Fields, given: Given, read_file: ReadFile, axes: Axes, deepspeed: object) -> Setup | None:
     num_gpus = fields.count("num_processes")
     known = given.replace(num_gpus=num_gpus or given.num_gpus or 1)
+    config = fields.value("accelerate_config")
+    if isinstance(config, Mapping):  # what a command line says in place of a file
+        values = {**config, "num_processes": known.num_gpus}
+        return accelerate_setup(Fields(values, source=fields.source), given=known, read_file=read_file)
     name = fields.text("accelerate_config")
     if name is not None:
         launched = _BUNDLED.get(name)
@@ -140,7 +144,12 @@ def _by_key(fields: Fields, given: Given, read_file: ReadFile, axes: Axes, deeps
 
 def _fsdp(fields: Fields, given: Given, read_file: ReadFile, axes: Axes) -> Setup | None:
     """Return the plan of `fsdp` and `fsdp_config`, whose keys are accelerate's, with or without their prefix."""
-    strategy, section = fields.value("fsdp"), fields.taken("fsdp_config")
+    strategy, named = fields.value("fsdp"), fields.value("fsdp_config")
+    section: Mapping[str, object]
+    if isinstance(named, str) and named.endswith((".json", ".yaml", ".yml")):
+        section = load_document(read_file(named), named, hint="it holds what fsdp_config would")
+    else:
+        section = fields.taken("fsdp_config")
     if not strategy and not section:
         return None
     config = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
@@ -166,6 +175,13 @@ def trainer_optimizer(fields: Fields, key: str) -> tuple[OptimizerName | None, l
     """Return the optimizer that the Trainer takes for `key`; its SGD has a momentum where `optim_args` says so."""
     has_momentum = "momentum" in str(fields.value("optim_args"))
     return optimizer_of(fields.text(key) or "adamw_torch_fused", has_momentum=has_momentum)
+
+
+def recomputes(fields: Fields) -> bool | None:
+    """Return whether the Trainer computes blocks again, None where it is not said; the key was renamed in 2026."""
+    own = fields.flag("activation_checkpointing")
+    older = fields.flag("gradient_checkpointing")
+    return older if own is None else own
 
 
 def tf32_note(fields: Fields, precision: TrainingPrecision | None) -> list[str]:

@@ -15,6 +15,7 @@ from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.objectives import Objective, objective_of
+from paraplan.interop.sources.trainer_command import is_trainer_command, trainer_command
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
 
@@ -29,16 +30,21 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
 
     Raises `PlanError` naming the file and key for what is broken.
     """
-    fields = Fields(load_document(text, source, hint="the keys are those of trl sft --help"), source=source)
-    checkpoints = fields.flag("gradient_checkpointing")
-    objective = _objective(fields)
+    command = trainer_command(text, source, read_file) if is_trainer_command(text) else None
+    if command is None:
+        values = load_document(text, source, hint="the keys are those of trl sft --help")
+    else:
+        values = command.values
+    fields = Fields(values, source=source)
+    checkpoints = trainer.recomputes(fields)
+    objective = _objective(fields, command.objective if command is not None else None)
     batches = trainer.Batches(
         micro_batch=(fields.count("per_device_train_batch_size") or _MICRO_BATCH) * objective.group,
         steps=fields.count("gradient_accumulation_steps") or 1,
         recompute=checkpoints is None or checkpoints,
     )
     setup = trainer.sharded_setup(fields, given, batches, tool="TRL", target="trl", read_file=read_file)
-    notes = [*setup.notes, *objective.notes]
+    notes = [*setup.notes, *(command.notes if command is not None else []), *objective.notes]
     train = None
     has_adapters = fields.flag("use_peft")
     if has_adapters:
@@ -91,8 +97,8 @@ def _length(fields: Fields, objective: Objective, notes: list[str]) -> int:
     return (prompt or _PROMPT) + (fields.count("max_completion_length") or _COMPLETION)
 
 
-def _objective(fields: Fields) -> Objective:
-    """Return what a file is for, by keys that one of TRL's commands has alone: it does not name the command."""
+def _objective(fields: Fields, command: str | None) -> Objective:
+    """Return what a file is for, by keys that one of TRL's commands has alone: it does not name the `command`."""
     signs = {
         "grpo": ("num_generations", "reward_funcs", "max_completion_length"),
         "distillation": ("teacher_model_name_or_path",),
@@ -107,7 +113,8 @@ def _objective(fields: Fields) -> Objective:
         name: str | None = "dpo"
     else:
         name = next((task for task, keys in signs.items() if any(key in fields for key in keys)), None)
-    key = "its keys are those of" if name else "loss_type"
+    name = command or name
+    key = "trl" if command else "its keys are those of" if name else "loss_type"
     completion = (fields.count("max_completion_length") or _COMPLETION) if name == "grpo" else None
     beta = fields.value("beta") if name == "grpo" else None
     precomputed = bool(fields.flag("precompute_ref_log_probs"))

@@ -1,0 +1,155 @@
+"""Command lines of scripts that run transformers' Trainer: TRL's, LLaMA-Factory's, transformers' examples, one's own.
+
+Options of such a script are the keys of its tool's files (`HfArgumentParser`), those of what starts it say on how many
+processes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from math import prod
+from pathlib import PurePosixPath
+from typing import Literal, NamedTuple
+
+from paraplan.errors import PlanError
+from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.options import scalar, typed_options
+from paraplan.interop.sources.shell import command_of
+
+_TRL = "sft|dpo|grpo|kto|reward|rloo|distillation|gkd|online_dpo|nash_md|xpo|bco|cpo|orpo|ppo|prm|gspo|mpo|sdft|sdpo"
+_OPTIONS = re.compile(r"--(per_device_train_batch_size|model_name_or_path|output_dir|finetuning_type)\b")
+_TRL_COMMAND = re.compile(rf"(?:^|[\s/&;])trl[ \t]+({_TRL})\b")
+_COMMAND = re.compile(
+    rf"\b(accelerate|torchrun|deepspeed|llamafactory-cli|trl)\s|\bpython3?\b|\w+\.py\b|{_OPTIONS.pattern}"
+)
+_TRL_SCRIPT = re.compile(rf"^({_TRL})(_\w+)?$")
+_LLAMA_FACTORY_COMMAND = re.compile(r"\bllamafactory-cli[ \t]+train\b")
+_ADAPTERS_OF_TRL = ("use_peft", "lora_target_modules")
+_OF_LLAMA_FACTORY = ("stage", "finetuning_type")
+_PER_NODE = ("nproc_per_node", "num_gpus")
+_NODES = ("nnodes", "num_nodes", "num_machines")
+_LAUNCH_SILENT = (
+    *("main_process_port", "main_process_ip", "main_training_function", "machine_rank", "node_rank"),
+    *("same_network", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
+    *("rdzv_timeout", "max_restarts", "monitor_interval", "standalone", "include", "exclude", "hostfile"),
+    *("launcher", "role", "log_dir", "tee", "redirects", "multi_gpu", "gpu_ids", "module", "no_python"),
+    *("num_cpu_threads_per_process", "dynamo_backend", "deepspeed_hostfile", "debug", "quiet"),
+    *("local_ranks_filter", "use_env"),
+)
+"""Options of launchers without effect on memory and time, but for a step that is compiled."""
+
+TrainerTool = Literal["trl", "llama-factory", "hf-trainer"]
+
+
+class TrainerCommand(NamedTuple):
+    """What a command says."""
+
+    tool: TrainerTool
+    """Whose keys the options are."""
+    values: dict[str, object]
+    """The options, under the names of the tool's keys, and how the launcher starts it under those of TRL."""
+    objective: str | None
+    """What TRL's command, or its script, is for; None where neither says it."""
+    notes: list[str]
+    """What is assumed of the command."""
+
+
+def is_trainer_command(text: str) -> bool:
+    """Return whether a text is a script with such a command."""
+    if text.lstrip("\ufeff \n").startswith("{"):
+        return False
+    return (
+        _TRL_COMMAND.search(text) is not None or "llamafactory-cli train" in text or _OPTIONS.search(text) is not None
+    )
+
+
+def tool_of_command(text: str) -> TrainerTool:
+    """Return whose keys the options of a text's command are."""
+    return trainer_command(text, "the command", lambda _: "{}").tool
+
+
+def trainer_command(text: str, source: str, read_file: Callable[[str], str]) -> TrainerCommand:
+    """Return the command of a text that has most options; `read_file` reads the configuration that it names."""
+    command = command_of(text, source, _OPTIONS, _COMMAND)
+    launcher, program, words = _parts(command.words)
+    values = _options(words)
+    named = values.pop("config", None) if program in _TRL.split("|") or program == "llamafactory-cli" else None
+    for before, word in pairwise(["", *words]):
+        if before in ("", "train") and word.endswith((".yaml", ".yml", ".json")):
+            named = word
+    if isinstance(named, str):
+        own = {key: value for key, value in values.items() if key != named}
+        values = dict(load_document(read_file(named), named, hint="give that file itself")) | own
+    started, notes = _started(launcher, source)
+    found = _TRL_SCRIPT.match(program)
+    if program == "llamafactory-cli" or any(key in values for key in _OF_LLAMA_FACTORY):
+        tool: TrainerTool = "llama-factory"
+    else:
+        is_trl = found is not None or any(key in values for key in _ADAPTERS_OF_TRL)
+        tool = "trl" if is_trl else "hf-trainer"
+    objective = found.group(1) if found is not None else None
+    objective = "reward" if program.startswith("reward") else objective
+    return TrainerCommand(tool, started | values, objective, [*command.notes(source), *notes])
+
+
+def _parts(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """Return the words of what starts a program, the program's name, and its own words."""
+    for place, word in enumerate(words):
+        name = PurePosixPath(word).name
+        if name in ("trl", "llamafactory-cli") and place + 1 < len(words):
+            own = words[place + 2 :] if name == "trl" else words[place + 1 :]
+            return words[:place], words[place + 1] if name == "trl" else name, own
+        if name.endswith(".py"):
+            return words[:place], name.removesuffix(".py"), words[place + 1 :]
+        is_module = place > 0 and words[place - 1] in ("-m", "--module")
+        if is_module and not word.startswith(("torch.distributed", "accelerate", "deepspeed")):
+            return words[:place], word.rpartition(".")[2], words[place + 1 :]
+    return [], "", words
+
+
+def _options(words: list[str]) -> dict[str, object]:
+    """Return options with their values, and what stands before them as key=value."""
+    head = (word.partition("=") for word in words if re.match(r"\w+=", word))
+    return {key: scalar(value) for key, _, value in head} | typed_options(words)
+
+
+def _started(words: list[str], source: str) -> tuple[dict[str, object], list[str]]:
+    """Return how a program is started, as TRL's keys say it, and what is not priced of that."""
+    options = _options(words)
+    values: dict[str, object] = {}
+    counts = [next((options[name] for name in names if name in options), 1) for names in (_PER_NODE, _NODES)]
+    if any(name in options for name in _PER_NODE) and all(isinstance(count, int) for count in counts):
+        values["num_processes"] = prod(count for count in counts if isinstance(count, int))
+    if isinstance(options.get("num_processes"), int):
+        values["num_processes"] = options["num_processes"]
+    file = options.get("config_file")
+    config = _accelerate(options)
+    if file is not None:
+        values["accelerate_config"] = str(file)
+    elif config:
+        values["accelerate_config"] = config
+    known = {*_PER_NODE, *_NODES, "num_processes", "config_file", "mixed_precision", *_LAUNCH_SILENT}
+    rest = [key for key in options if key not in known and not (config and key.startswith(_OF_PLUGINS))]
+    if file is not None and options.get("zero_stage"):
+        raise PlanError(f"{source}: --config_file beside --zero_stage", hint="leave one of them out")
+    return values, [f"{', '.join('--' + key for key in rest)} of what starts the script: not priced"] if rest else []
+
+
+_OF_DEEPSPEED = ("zero", "offload_", "gradient_", "deepspeed_")
+_OF_PLUGINS = ("use_deepspeed", "use_fsdp", "fsdp_", "parallelism_config_", *_OF_DEEPSPEED)
+
+
+def _accelerate(options: dict[str, object]) -> dict[str, object]:
+    """Return the file that `accelerate launch` would make of its options; none where they name no plugin."""
+    beside = {key: value for key, value in options.items() if key.startswith("parallelism_config_")}
+    part = {"parallelism_config": beside} if beside else {}
+    if options.get("use_fsdp"):
+        fsdp = {key: value for key, value in options.items() if key.startswith("fsdp_")}
+        return {"distributed_type": "FSDP", "fsdp_config": fsdp, **part}
+    if options.get("use_deepspeed"):
+        own = {key: value for key, value in options.items() if key.startswith(_OF_DEEPSPEED)}
+        own.pop("deepspeed_hostfile", None)
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": own}
+    return {}
