@@ -37,8 +37,8 @@ def import_config(
         list[str],
         typer.Argument(
             metavar="FILE|ARGS",
-            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML or command of TRL, axolotl, LLaMA-Factory or ms-swift, "
-            "torchtitan's TOML or config_registry.py:NAME, peft's adapter_config.json, "
+            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML of axolotl, of TRL, LLaMA-Factory or ms-swift or a "
+            "script with their command, torchtitan's TOML or config_registry.py:NAME, peft's adapter_config.json, "
             "a script with ms-swift's or Megatron-LM's command, or its arguments after --.",
         ),
     ],
