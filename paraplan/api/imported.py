@@ -20,6 +20,7 @@ from paraplan.interop.sources.automodel import read_automodel
 from paraplan.interop.sources.axolotl import read_axolotl
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.hf_trainer import read_hf_trainer
+from paraplan.interop.sources.liger import with_families_of_liger
 from paraplan.interop.sources.llama_factory import read_llama_factory
 from paraplan.interop.sources.llama_factory_v1 import read_llama_factory_v1
 from paraplan.interop.sources.megatron_bridge import read_megatron_bridge
@@ -30,6 +31,7 @@ from paraplan.interop.sources.shell import with_sourced
 from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
+from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.stack import StackSettings
@@ -62,6 +64,10 @@ class ImportedPlan:
     def notes(self) -> tuple[str, ...]:
         """What the configuration leaves open, and what was assumed."""
         return tuple(self.setup.notes)
+
+    def for_model(self, model: ModelSpec) -> ImportedPlan:
+        """Return what the tool does with a model: it may have no kernels of Liger for the family."""
+        return ImportedPlan(with_families_of_liger(self.setup, model))
 
     def plan_file(self, seq_length: int | None = None) -> PlanFile:
         """Return the plan, and its training where the configuration or `seq_length` says how long sequences are."""

@@ -37,9 +37,9 @@ def import_config(
         list[str],
         typer.Argument(
             metavar="FILE|ARGS",
-            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML of axolotl, of TRL, LLaMA-Factory or ms-swift or a "
-            "script with their command, torchtitan's TOML or config_registry.py:NAME, peft's adapter_config.json, "
-            "a script with ms-swift's or Megatron-LM's command, or its arguments after --.",
+            help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML or a script with the command of TRL, "
+            "LLaMA-Factory or ms-swift, axolotl's YAML, torchtitan's TOML or config_registry.py:NAME, "
+            "peft's adapter_config.json, a script with Megatron-LM's command, or its arguments after --.",
         ),
     ],
     model: Annotated[
@@ -162,9 +162,10 @@ def _compare(
     imported: ImportedPlan, model: str, hardware: HardwareOptions, training: TrainingChoices, given: frozenset[str]
 ) -> Alternatives:
     """Return what a configuration costs and what would be faster. Options that are given come first."""
-    setup = imported.setup
-    length = training.seq_len or setup.seq_length
+    length = training.seq_len or imported.setup.seq_length
     spec = load_model(model, seq_length=length)
+    imported = imported.for_model(spec)
+    setup = imported.setup
     said = training.fields | setup.training | training.asked(given)
     said["packs_samples"] |= setup.packs_samples and training.sample_len is not None
     asked = training_of(spec, seq_length=length, global_batch_size=imported.plan.global_batch_size, **said)
@@ -175,7 +176,7 @@ def _compare(
 
 
 def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
-    for note in imported.notes:
+    for note in imported.notes if compared is None else compared.setup.notes:
         show_note(note)
     if compared is None:
         trained = f", {imported.setup.train}" if imported.setup.train else ""

@@ -14,6 +14,7 @@ from paraplan.interop.targets.hf_trainer import hf_trainer_gaps, to_hf_trainer
 from paraplan.interop.targets.kubernetes import to_jobset, to_pytorchjob, to_trainjob
 from paraplan.interop.targets.megatron_bridge import to_megatron_bridge
 from paraplan.interop.targets.megatron_lm import megatron_gaps, to_megatron_lm
+from paraplan.interop.targets.nemo_automodel import nemo_automodel_gaps, to_nemo_automodel
 from paraplan.interop.targets.skypilot import to_skypilot
 from paraplan.interop.targets.slurm import to_slurm
 from paraplan.interop.targets.torchrun import to_torchrun
@@ -47,6 +48,7 @@ TARGETS: dict[str, Target] = {
     "hf-trainer": Target(to_hf_trainer, "TrainingArguments of transformers, as JSON", hf_trainer_gaps),
     "megatron-lm": Target(to_megatron_lm, "Megatron-LM's arguments, in a script", megatron_gaps),
     "megatron-bridge": Target(to_megatron_bridge, "YAML overrides of a Megatron-Bridge (NeMo) recipe", megatron_gaps),
+    "nemo-automodel": Target(to_nemo_automodel, "the YAML of a NeMo AutoModel recipe", nemo_automodel_gaps),
     "torchtitan": Target(to_torchtitan, "torchtitan's TOML (up to v0.2.2)", torchtitan_gaps),
     "torchtitan-python": Target(
         to_torchtitan_python, "a function for later torchtitan's Python configuration", torchtitan_python_gaps
@@ -73,7 +75,9 @@ _OFFLOADS_ACTIVATIONS = ("trl", "axolotl", "torchtune")
 
 _KNOWN_AS = {
     **dict.fromkeys(("kubernetes", "k8s", "kubeflow"), "pytorchjob, trainjob or jobset, and --image"),
-    **dict.fromkeys(("nemo", "bridge"), "megatron-bridge"),
+    "bridge": "megatron-bridge",
+    "nemo": "megatron-bridge or nemo-automodel",
+    "automodel": "nemo-automodel",
     "megatron": "megatron-lm, or megatron-bridge for NeMo's recipes",
     **dict.fromkeys(("hf", "huggingface", "trainer", "trainingarguments"), "hf-trainer"),
     "sbatch": "slurm",

@@ -130,7 +130,7 @@ def experts(hidden: int, style: ExpertsStyle) -> Part:
     readers = own_reader + style.readers
     part = kept("router_input", hidden, split="sequence", num_readers=len(readers), weights_of=readers)
     layer: Layer = "linear" if style.has_linear_router else "other"
-    part += linear(style.router_name, hidden, count, bias=style.bias, layer=layer)
+    part += linear(style.router_name, hidden, count, bias=style.bias, layer=layer, weighs=True)
     parameters = [
         _expert_parameter(f"{style.owner}.experts.gate_up_proj", up_shape, 2 if style.input_first else 1),
         _expert_parameter(f"{style.owner}.experts.down_proj", down_shape, 1 if style.input_first else 2),
@@ -179,5 +179,5 @@ def _expert_parameter(name: str, shape: tuple[int, ...], tp_dim: int | None) -> 
 def shared_expert_gate(hidden: int) -> Part:
     """Return the gate of one number that scales a shared expert's output."""
     return weight("mlp.shared_expert_gate.weight", 1, hidden, layer="linear") + Part(
-        matmuls=(Matmul(name="mlp.shared_expert_gate", k=hidden, n=1),)
+        matmuls=(Matmul(name="mlp.shared_expert_gate", k=hidden, n=1, weighs=True),)
     )

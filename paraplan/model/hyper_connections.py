@@ -39,5 +39,5 @@ def _weights_of_streams(name: str, hidden: int, streams: int, weights: int) -> P
     part = kept("streams", width, split="sequence")
     normed = norm(name, _NORM, width)
     part += Part(saved=normed.saved, saved_fused=tuple(one for one in normed.saved_fused if one.role != "norm_input"))
-    part += linear(name, width, weights, bias=False, layer="other")
+    part += linear(name, width, weights, bias=False, layer="other", weighs=True)
     return part + kept("stream_weights", weights, element_type="fp32")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from paraplan.model.spec import Attention, ElementType, Matmul, SavedTensor
 from paraplan.model.tp_plan import DividedBy
 
+_ROUTERS = ("gate", "router", "wg")
 _ELEMENT_TYPES: dict[int, ElementType] = {1: "mask", 2: "activation", 4: "fp32"}
 
 
@@ -164,6 +165,7 @@ def _matmul(name: str, k: int, n: int, rows_per_token: float, product: Product) 
         is_narrow=not product.trains,
         num_experts=product.num_experts,
         split=product.divided_by or "none",
+        weighs=product.layer.rpartition(".")[2] in _ROUTERS,
     )
 
 

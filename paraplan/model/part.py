@@ -104,18 +104,19 @@ def linear(
     split: Split = "none",
     input_first: bool = False,
     layer: Layer = "linear",
+    weighs: bool = False,
 ) -> Part:
     """Return a linear layer from `k` to `n` features; its input is kept by whoever makes it.
 
     The weight is [n, k] as in torch's Linear, [k, n] with `input_first` (transformers' Conv1D). A row-parallel bias
     stays whole on each rank: it is added once, after the sum over ranks (Shoeybi et al. 2019, section 3). `layer` is
-    "other" where the model's code multiplies by a parameter of its own.
+    "other" where the model's code multiplies by a parameter of its own; `weighs` is that of `Matmul`.
     """
     dims = {"column": 1, "row": 0, "none": None} if input_first else {"column": 0, "row": 1, "none": None}
     part = weight(f"{name}.weight", *((k, n) if input_first else (n, k)), tp_dim=dims[split], layer=layer)
     if bias:
         part += weight(f"{name}.bias", n, tp_dim=0 if split == "column" else None, layer=layer)
-    return part + Part(matmuls=(Matmul(name=name, k=k, n=n, split=split),))
+    return part + Part(matmuls=(Matmul(name=name, k=k, n=n, split=split, weighs=weighs),))
 
 
 def dropout(role: SavedRole, rate: float, elements: float, *, split: ActivationSplit = "sequence") -> Part:

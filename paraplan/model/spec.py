@@ -68,7 +68,8 @@ class Matmul(Record):
     says that both factors are activations: gradients of both are computed whatever is frozen, and "column" divides the
     rows, which are of heads. Ranks of tensor parallelism gather the outputs of one that `gathers`, or the gradients of
     its inputs where "row" divides these. `dense_rows_per_token` are the rows that transformers' own code computes where
-    it gives each token to every expert (Llama 4), None where it computes no others.
+    it gives each token to every expert (Llama 4), None where it computes no others. One that `weighs` says where tokens
+    go, or by how much something counts: nobody multiplies it in 8 bits.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Matmul(Record):
     of_activations: bool = False
     gathers: bool = False
     dense_rows_per_token: float | None = None
+    weighs: bool = False
 
     @property
     def flops_per_token(self) -> float:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from exported_plans import subject
 
-from paraplan.api.imported import import_plan
+from paraplan.api.imported import ImportedPlan, import_plan
 from paraplan.interop.export import export_plan
 from paraplan.interop.setup import Setup
+from paraplan.model.reader import read_model
 from paraplan.plan.stack import StackSettings
 
 TRL = "model_name_or_path: m\nuse_peft: true\ndataset_name: d\n"
@@ -52,6 +53,28 @@ def read(tmp_path: Path) -> Any:
 def test_liger_is_what_a_tool_switches_on(read: Any, text: str, loss: str, kernels: str | None) -> None:
     setup = read(text, num_gpus=1)
     assert (setup.loss or "plain", setup.stack.fused_kernels) == (loss, kernels)
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "loss", "kernels"),
+    [
+        (TRL + "use_liger_kernel: true\n", "qwen3-8b", "liger", "liger"),
+        (TRL + "use_liger_kernel: true\n", "qwen3.5-27b", "liger", "liger"),
+        (TRL + "use_liger_kernel: true\n", "minimax-m2", "plain", None),
+        (TRL + "use_liger_kernel: true\nloss_type: sigmoid\n", "minimax-m2", "liger", "liger"),
+        (FACTORY + "stage: sft\nenable_liger_kernel: true\n", "smollm3-3b", "plain", None),
+        (SWIFT + "use_liger_kernel: true\n", "smollm3-3b", "liger", "liger"),
+        (AXOLOTL + NORMS_AND_MLPS + "liger_fused_linear_cross_entropy: true\n", "minimax-m2", "liger", None),
+    ],
+)
+def test_families_without_ligers_kernels_train_without(
+    read: Any, text: str, model: str, loss: str, kernels: str | None
+) -> None:
+    setup = ImportedPlan(read(text, num_gpus=1)).for_model(read_model(model)).setup
+    assert (setup.loss, setup.stack.fused_kernels) == (loss, kernels)
+    assert any(f"Liger has no kernels for {read_model(model).model_type}" in note for note in setup.notes) == (
+        kernels is None
+    )
 
 
 def test_a_part_of_ligers_kernels_is_told(read: Any) -> None:

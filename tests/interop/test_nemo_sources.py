@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exported_plans import subject
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from paraplan.api.imported import import_plan
 from paraplan.errors import PlanError
+from paraplan.interop.export import export_plan
 from paraplan.interop.setup import Setup
 
 RECIPE = """
@@ -128,3 +132,66 @@ def test_names_of_megatron_bridges_precisions(read: Any, words: str, precision: 
     setup = read(OVERRIDES + f"mixed_precision: {words}\n", num_gpus=8)
     assert (setup.precision, setup.linear_precision, setup.fp8_recipe) == ("bf16", precision, recipe)
     assert read(OVERRIDES + "mixed_precision: null\n", num_gpus=8).precision == "fp32"
+
+
+PLANS = st.fixed_dictionaries(
+    {
+        "dp": st.sampled_from([1, 2, 4, 8]),
+        "tp": st.sampled_from([1, 2]),
+        "pp": st.sampled_from([1, 2]),
+        "cp": st.sampled_from([1, 2]),
+        "ep": st.sampled_from([1, 2, 4]),
+        "zero_stage": st.integers(0, 3),
+        "zero_shards": st.sampled_from([None, 2]),
+        "micro_batch_size": st.integers(1, 3),
+        "num_microbatches": st.sampled_from([2, 4]),
+        "sequence_parallel": st.booleans(),
+        "recompute": st.sampled_from(["none", "selective_ops", "full"]),
+        "offload": st.sampled_from(["none", "parameters"]),
+    }
+)
+TRAININGS = st.fixed_dictionaries(
+    {
+        "precision": st.sampled_from(["bf16", "bf16-pure"]),
+        "optimizer": st.sampled_from(["adamw", "sgd", "sgd_momentum"]),
+        "loss": st.sampled_from(["plain", "cut", "chunked"]),
+        "compiled": st.booleans(),
+        "linear_precision": st.sampled_from(["16bit", "fp8"]),
+        "train": st.sampled_from(["full", "lora:r=4", "lora:r=8,targets=q_proj|v_proj", "dora:r=16"]),
+        "base_weights": st.sampled_from([None, "nf4", "nf4:double", "int8"]),
+    }
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
+@given(plan=PLANS, training=TRAININGS)
+def test_what_is_written_for_automodel_is_read_back(read: Any, plan: dict[str, Any], training: dict[str, Any]) -> None:
+    schedule = "1f1b" if plan["pp"] > 1 else None
+    is_full = training["train"] == "full"
+    assume(is_full == (training["base_weights"] is None) and (is_full or training["precision"] == "bf16"))
+    try:
+        made = subject({**plan, "pipeline_schedule": schedule}, **training)
+        exported = export_plan(made, "nemo-automodel", partial=True)
+    except (ValueError, PlanError):  # no plan, or no training
+        return
+    if exported.gaps:
+        return
+    found = read(exported.text, num_gpus=made.plan.world_size)
+    assert found.plan == made.plan
+    wanted = made.training
+    assert wanted is not None
+    assert (found.precision, found.optimizer, found.loss) == (wanted.precision, wanted.optimizer, wanted.loss)
+    assert (bool(found.compiled), found.seq_length) == (wanted.compiled, wanted.seq_length)
+    assert (found.linear_precision or "16bit") == wanted.linear_precision
+    assert found.base_weights == (wanted.base_weights or (None if is_full else "bf16"))
+    assert (found.train or "full").partition(",dropout")[0] == wanted.train
+
+
+def test_automodels_interleaved_stages_and_towers(read: Any) -> None:
+    made = subject(
+        {"dp": 2, "pp": 2, "zero_stage": 1, "pipeline_schedule": "interleaved_1f1b"}
+        | {"virtual_pipeline_size": 2, "num_microbatches": 4}
+    )
+    exported = export_plan(made, "nemo-automodel")
+    assert "layers_per_stage: 8" in exported.text
+    assert read(exported.text, num_gpus=4).plan == made.plan

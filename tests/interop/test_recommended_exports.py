@@ -17,7 +17,7 @@ TARGETS = {
     "hf-trainer": "hf-trainer",
     "megatron-core": "megatron-lm",
 }
-NAMED_ALIKE = ("megatron-bridge", "megatron-lm", "torchtune", "trl", "axolotl", "transformers")
+NAMED_ALIKE = ("megatron-bridge", "megatron-lm", "torchtune", "trl", "axolotl", "transformers", "nemo-automodel")
 """Frameworks that are targets of export under the same name."""
 JOBS = {
     "one node": ("llama-3-8b", "dgx-h100", 1, 4096, 64),
@@ -68,7 +68,7 @@ def test_what_is_ranked_for_a_target_by_its_name_is_exported_to_it(framework: st
         assert paraplan.export(file.replace(plan=plan), framework).text
 
 
-@pytest.mark.parametrize("framework", ["transformers", "torchtitan", "deepspeed", "axolotl"])
+@pytest.mark.parametrize("framework", ["transformers", "torchtitan", "deepspeed", "axolotl", "nemo-automodel"])
 def test_who_has_expert_parallelism_is_recommended_it_and_exported_to(framework: str) -> None:
     training = paraplan.TrainingSpec(global_batch_size=64, seq_length=2048)
     cluster = paraplan.load_cluster("dgx-h100", num_nodes=4)

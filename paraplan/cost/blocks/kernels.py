@@ -155,7 +155,7 @@ class KernelTimes(MatmulTimes):
 
         Matmuls that read one input quantize it once. Routers multiply in 16 bits or more.
         """
-        linear = [one for one in block.matmuls if not (one.name.endswith("mlp.gate") or one.of_activations)]
+        linear = [one for one in block.matmuls if not (one.weighs or one.of_activations)]
         inputs = {(one.k, one.rows_per_token, one.split) for one in linear}
         tp, total = self.shardings.tp, np.zeros_like(self.shardings.tp)
         if backward:

@@ -12,6 +12,7 @@ from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan,
 from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
+from paraplan.model.trainable import AdapterKind
 from paraplan.plan.parallel import ParallelPlan, ScheduleName
 from paraplan.plan.stack import Dispatcher
 from paraplan.plan.training import Fp8Recipe, LossKernel, OptimizerName, TrainingPrecision
@@ -58,7 +59,7 @@ def read_automodel(text: str, *, source: str, given: Given) -> Setup:
     setup = Setup(
         plan=_plan(fields, sizes, given, degrees, dp=dp, notes=notes),
         tool="NeMo AutoModel",
-        target=None,
+        target="nemo-automodel",
         framework="nemo-automodel",
         precision=_precision(fields, is_full=train is None or train == "text"),
         optimizer=optimizer,
@@ -147,7 +148,8 @@ def _optimizer(section: Fields) -> tuple[OptimizerName | None, list[str]]:
     name = _class(section) or "AdamW"
     if name == "FlashAdamW":
         return "adamw", ["optimizer FlashAdamW: priced as adamw, whose states take more"]
-    return optimizer_of("adamw" if "adam" in name.lower() else name)
+    momentum = section.value("momentum")
+    return optimizer_of("adamw" if "adam" in name.lower() else name, has_momentum=bool(momentum))
 
 
 def _precision(fields: Fields, *, is_full: bool) -> TrainingPrecision:
@@ -168,8 +170,10 @@ def _trained(fields: Fields, notes: list[str]) -> str | None:
     named = peft.value("target_modules")
     words = [str(word).lstrip("*.") for word in named] if isinstance(named, list) else []
     is_every = bool(peft.flag("match_all_linear")) or not words or any(word in ("", "_proj") for word in words)
+    kind: AdapterKind = "dora" if peft.flag("use_dora") else "lora"
     train, found = trainable_of(
         peft,
+        kind=kind,
         rank=peft.count("dim") or 8,
         targets="all-linear" if is_every else words,
         dropout=peft.value("dropout") or 0.0,
