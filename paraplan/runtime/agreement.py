@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -21,7 +20,7 @@ from paraplan.runtime.world import World
 
 _PATIENCE_S = 5.0
 """How long a rank that has failed waits to see whether others have too, before it says so."""
-_PAUSE_S = 0.01
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.005, 0.1
 _WORDS_TRAVEL_S = 1.0
 """How long a rank that has failed in a call waits for the others to fail alike, or for what one of them says."""
 
@@ -67,16 +66,16 @@ class Agreement:
         except Exception as error:
             if not isinstance(error, FailedElsewhereError):
                 self._tell(prefix, error)
-            else:
-                default_store().add(f"{prefix}/arrived", 1)
-            if not self._wait(prefix, lambda: False, patience_s=_WORDS_TRAVEL_S if parts else _PATIENCE_S) and parts:
+            self._arrive(prefix)
+            if not self._is_soon_there(f"{prefix}/all", _WORDS_TRAVEL_S if parts else _PATIENCE_S) and parts:
                 self._part()
-            other = self._told(prefix)
-            if other is not None and not isinstance(error, ParaplanError):
+            other = None if isinstance(error, ParaplanError) else self._told(prefix)
+            if other is not None:
                 raise _said_by(*other, call=call) from error  # a connection that was lost, since another rank has ended
             raise
-        default_store().add(f"{prefix}/arrived", 1)
-        self._wait(prefix, lambda: default_store().check([f"{prefix}/failed"]), patience_s=None)
+        self._arrive(prefix)
+        with suppress(RuntimeError):  # after the store's timeout, or where the rank that held it has ended
+            default_store().wait([f"{prefix}/over"])  # without a limit of its own: torch writes warnings of those
         other = self._told(prefix)
         if other is not None:
             raise _said_by(*other, call=call)
@@ -102,10 +101,12 @@ class Agreement:
             self.failures += 1
             if not is_lost_connection(error):
                 self._tell(prefix, error)
-                if not self._wait(prefix, lambda: False, patience_s=_WORDS_TRAVEL_S):
+                self._arrive(prefix)
+                if not self._is_soon_there(f"{prefix}/all", _WORDS_TRAVEL_S):
                     self._part()
                 raise
-            other = self._soon_told(prefix)
+            self._is_soon_there(f"{prefix}/over", _WORDS_TRAVEL_S)  # words travel beside the end of a connection
+            other = self._told(prefix)
             self._part()
             if other is not None:
                 raise _said_by(*other, call=call()) from error
@@ -129,58 +130,50 @@ class Agreement:
         return f"paraplan/job/{self.job}"
 
     def _tell(self, prefix: str, error: Exception) -> None:
+        """Have ranks that wait hear of `error` at once; of one that is not in our words only where it is the first."""
         is_known = isinstance(error, ParaplanError)
         words = {
+            "rank": self.world.rank,
             "message": error.message if isinstance(error, ParaplanError) else f"{type(error).__name__}: {error}",
             "hint": error.hint if isinstance(error, ParaplanError) else None,
         }
-        try:
+        with suppress(RuntimeError):  # the rank that held the store has ended
             store = default_store()
-            if is_known or not store.check([f"{prefix}/failed"]):
-                store.set(f"{prefix}/error/{self.world.rank}", json.dumps(words))
-                store.add(f"{prefix}/failed", 1)
-            store.add(f"{prefix}/arrived", 1)
-        except RuntimeError:  # the rank that held the store has ended
-            return
+            if is_known or not store.check([f"{prefix}/over"]):
+                number = store.add(f"{prefix}/failures", 1)
+                store.set(f"{prefix}/failure/{number}", json.dumps(words))
+                store.set(f"{prefix}/over", "")
+
+    def _arrive(self, prefix: str) -> None:
+        """Count this rank; the last one has those go on that wait."""
+        with suppress(RuntimeError):  # the rank that held the store has ended
+            store = default_store()
+            if store.add(f"{prefix}/arrived", 1) == self.world.size:
+                store.set(f"{prefix}/all", "")
+                store.set(f"{prefix}/over", "")
 
     def _told(self, prefix: str) -> tuple[int, str, str | None] | None:
-        """Return the rank, the message and the hint of the first failure of another rank."""
-        try:
-            return self._read(prefix)
-        except RuntimeError:
-            return None
+        """Return rank, message and hint of a failure of another rank: of those that have been told the lowest one's."""
+        told = []
+        with suppress(RuntimeError):  # the rank that held the store has ended
+            store = default_store()
+            for number in range(1, store.add(f"{prefix}/failures", 0) + 1):
+                if not store.check([f"{prefix}/failure/{number}"]):
+                    continue  # a rank that has ended in the midst of it
+                words = json.loads(store.get(f"{prefix}/failure/{number}"))
+                told.append((int(words["rank"]), str(words["message"]), words["hint"]))
+        return min((each for each in told if each[0] != self.world.rank), default=None, key=lambda each: each[0])
 
-    def _soon_told(self, prefix: str) -> tuple[int, str, str | None] | None:
-        """Return what another rank tells within a second; what it says travels beside the end of its connection."""
-        ends_s = time.monotonic() + _WORDS_TRAVEL_S
+    def _is_soon_there(self, key: str, patience_s: float) -> bool:
+        """Return whether `key` is there within a while. A rank that has failed asks, each time after a longer pause."""
+        ends_s, pause_s = time.monotonic() + patience_s, _FIRST_PAUSE_S
         try:
-            while (told := self._read(prefix)) is None and time.monotonic() < ends_s:
-                time.sleep(_PAUSE_S)
-        except RuntimeError:  # the rank that held the store has ended
-            return None
-        return told
-
-    def _read(self, prefix: str) -> tuple[int, str, str | None] | None:
-        store = default_store()
-        if not store.check([f"{prefix}/failed"]):
-            return None
-        for rank in range(self.world.size):
-            if rank != self.world.rank and store.check([f"{prefix}/error/{rank}"]):
-                words = json.loads(store.get(f"{prefix}/error/{rank}"))
-                return rank, str(words["message"]), words["hint"]
-        return None
-
-    def _wait(self, prefix: str, is_over: Callable[[], bool], *, patience_s: float | None) -> bool:
-        """Return once all ranks have arrived, or one has failed, or it took too long; whether all have."""
-        store = default_store()
-        limit: timedelta = store.timeout  # type: ignore[attr-defined]  # torch leaves it out of its annotations
-        ends_s = time.monotonic() + (limit.total_seconds() if patience_s is None else patience_s)
-        try:
-            while store.add(f"{prefix}/arrived", 0) < self.world.size and time.monotonic() < ends_s and not is_over():
-                time.sleep(_PAUSE_S)
-            return store.add(f"{prefix}/arrived", 0) >= self.world.size
+            while not (is_there := default_store().check([key])) and time.monotonic() < ends_s:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         except RuntimeError:  # the rank that held the store has ended
             return False
+        return bool(is_there)
 
 
 def _said_by(rank: int, message: str, hint: str | None, *, call: str) -> ParaplanError:

@@ -122,12 +122,12 @@ class Engine(TrainingState):
         self._guarded(lambda: self._part.execution.train(micro_batches))
         self._batches.end_step()
         if has_values:
-            complete_reductions(self._part.reductions, self.num_steps, self._lacking_of_all)
+            complete_reductions(self._part.reductions, self._lacking_of_all)
         if self._keeper is not None:
             self._keeper.finish(self.num_steps, is_good=is_finite(self._last_loss))
         totals = self._totals.sum("step", loss, has_values=has_values)
         for reduction in self._part.reductions:
-            reduction.drop_unused(self.num_steps)
+            reduction.drop_unused()
         self._freezing.drop_gradients()
         self.metrics = totals.metrics
         own = loss.tally.loss

@@ -68,10 +68,10 @@ class ReachedShards:
     def leave_out(self, parameters: Collection[nn.Parameter]) -> None:
         """Do nothing: parameters that stages share are not sharded."""
 
-    def tell(self, step: int) -> None:
+    def tell(self) -> None:
         """Do nothing: ranks tell each other in `drop_unused`."""
 
-    def drop_unused(self, step: int) -> None:
+    def drop_unused(self) -> None:
         """Take away the gradients of parameters that no rank has reached; every rank calls it."""
         reached = [*self._reached]
         if self._is_told:

@@ -10,7 +10,6 @@ keeps a shard of every parameter with its optimizer state, and
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -40,8 +39,6 @@ from paraplan.runtime.torch_private import (
     ignore_in_replicas,
     version_of,
 )
-
-_UNUSED = "paraplan/unused/{rank}"
 
 
 class GradientSync(Protocol):
@@ -240,7 +237,7 @@ def _replicate(
         **buffers,
     )
     assert mesh.replica_group is not None
-    reduction = ReplicaReduction(module, mesh.replica_group, mesh.world.rank, reduce_dtype)
+    reduction = ReplicaReduction(module, mesh.replica_group, reduce_dtype)
     # Without annotations: torch compares them with its classes, and here they are texts.
     replicated.register_comm_hook(reduction, lambda state, bucket: state.sum(bucket))
     replicated.reduction = reduction  # type: ignore[assignment]
@@ -254,15 +251,15 @@ class ReplicaReduction:
     zeros (`complete`), and those that all ranks lack stay without a gradient (`drop_unused`), as in one process.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, rank: int, reduce_dtype: ReduceType) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, reduce_dtype: ReduceType) -> None:
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._group = group
-        self._rank = rank
         self._is_narrow = reduce_dtype == "bf16"
         self._is_complete = False
         self._versions: list[int] = []
         self._missing: list[int] = []
-        self._has_told = True  # another job of this process may have
+        self._unreached: list[int] = []
+        self._step = self._told_step = self._number = 0
 
     def sum(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum one bucket over the replicas. Buckets go in order, each once all its gradients are there."""
@@ -281,7 +278,8 @@ class ReplicaReduction:
 
     def begin(self) -> None:
         """Take note of the gradients before the last backward pass of a step."""
-        self._is_complete, self._missing = False, []
+        self._is_complete, self._missing, self._unreached = False, [], []
+        self._step += 1
         self._versions = [-1 if one.grad is None else version_of(one.grad) for one in self._parameters]
 
     def leave_out(self, parameters: Collection[nn.Parameter]) -> None:
@@ -309,45 +307,50 @@ class ReplicaReduction:
         reached = [(self._parameters[place] * 0.0).sum() for place in self._missing]
         torch.autograd.backward(reached)
 
-    def drop_unused(self, step: int) -> None:
-        """Take away the zeros of parameters that no rank has reached in `step`; called when all ranks have summed."""
-        if not self._missing:
+    def drop_unused(self) -> None:
+        """Take away the zeros of parameters that no rank has reached; called when all ranks have summed."""
+        if not self._unreached:
             return
         if self._parameters[0].is_cuda:  # what the others have told is there once their sums are
             torch.cuda.current_stream().synchronize()
-        store, found = default_store(), []
-        for rank in dist.get_process_group_ranks(self._group):
-            key = _UNUSED.format(rank=rank)
-            words = json.loads(store.get(key)) if store.check([key]) else {}
-            found.append(set(words["places"]) if words.get("step") == step else set())
-        for place in set.intersection(*found):
+        if default_store().add(self._key(self._step), 0) < self._group.size():
+            return  # a rank has reached all
+        nowhere = torch.zeros(len(self._parameters), dtype=torch.uint8, device=self._parameters[0].device)
+        nowhere[self._unreached] = 1
+        dist.all_reduce(nowhere, op=dist.ReduceOp.MIN, group=self._group)
+        for place in nowhere.nonzero().flatten().tolist():
             self._parameters[place].grad = None
 
-    def tell(self, step: int) -> None:
-        """Tell the others which parameters this rank has not reached in `step`, before all ranks sum their losses.
+    def tell(self) -> None:
+        """Count this rank among those that lack some parameters in a step, before all ranks sum their losses.
 
-        Those that an earlier micro-batch of it has reached have gradients. What was told of a step of this number
-        before, which a checkpoint may have brought back, is taken back.
+        Those that an earlier micro-batch of it has reached have gradients.
         """
-        if self._missing or self._has_told:
-            places = [place for place in self._missing if self._versions[place] == -1]
-            key = _UNUSED.format(rank=self._rank)
-            default_store().set(key, json.dumps({"step": step, "places": places}))
-            # A store does not answer to `set`: another rank's question could overtake it.
-            default_store().check([key])
-        self._has_told = bool(self._missing)
+        self._unreached = [place for place in self._missing if self._versions[place] == -1]
+        if not self._unreached:
+            return
+        if default_store().add(self._key(self._step), 1) == 1 and self._told_step:
+            default_store().delete_key(self._key(self._told_step))  # which all have left behind them
+        self._told_step = self._step
+
+    def _key(self, step: int) -> str:
+        """Return where the ranks of the group are counted; all of them have begun as many steps."""
+        first = dist.get_process_group_ranks(self._group)[0]
+        if not self._number:  # another job of this process may have had the same group
+            self._number = default_store().add(f"paraplan/reductions/{dist.get_rank()}", 1)
+        return f"paraplan/unused/{first}/{self._number}/{step}"
 
 
 def complete_reductions(
-    reductions: Sequence[ReplicaReduction | ReachedShards], step: int, of_all_ranks: Callable[[int], list[int]]
+    reductions: Sequence[ReplicaReduction | ReachedShards], of_all_ranks: Callable[[int], list[int]]
 ) -> None:
-    """Have the replicas of a rank sum what the last micro-batch of `step` has left out.
+    """Have the replicas of a rank sum what the last micro-batch of a step has left out.
 
     Raises `ModelError` where some are still incomplete: on every rank of which `of_all_ranks` returns the numbers.
     """
     for reduction in reductions:
         reduction.complete()
-        reduction.tell(step)
+        reduction.tell()
     if any(of_all_ranks(sum(not one.is_complete for one in reductions))):
         raise ModelError(
             "some parameters are not used in the last micro-batch of a step, but in earlier ones, and the replicas of "
