@@ -242,6 +242,8 @@ def test_generated_answers_count_beside_their_prompts(read: Any) -> None:
         "model: m\ntuner_type: lora\nrlhf_type: grpo\nmax_length: 300\nmax_completion_length: 700\n", num_gpus=2
     )
     assert (swift.task, swift.seq_length) == ("grpo:completion=700,beta=0.04", 1000)  # its default
+    distilled = "model: m\ntuner_type: lora\nrlhf_type: gkd\nmax_length: 300\nmax_completion_length: 700\n"
+    assert [read(distilled + more, num_gpus=2).seq_length for more in ("", "lmbda: 0\n")] == [1000, 300]
     without = read("model: m\ntuner_type: full\nrlhf_type: grpo\nbeta: 0\nmax_length: 3\n", num_gpus=2)
     assert without.task == "grpo"
     trl = read("model_name_or_path: m\nuse_peft: true\nnum_generations: 4\nmax_completion_length: 100\n", num_gpus=2)

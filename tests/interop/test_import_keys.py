@@ -215,6 +215,7 @@ def test_a_command_says_what_the_file_of_its_options_does(tool: str, key: str, v
     [
         ("torchrun --nproc_per_node=4 --nnodes 2", "dp8, DDP"),
         ("accelerate launch --num_processes 4 --multi_gpu", "dp4, DDP"),
+        ("accelerate launch --num_processes 4 --mixed_precision fp16", "dp4, DDP"),
         ("accelerate launch --use_deepspeed --zero_stage 3 --num_processes 4", "dp4, ZeRO-3"),
         ("accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2", "dp2, ZeRO-3"),
         ("deepspeed --num_gpus 8", "dp8, DDP"),
@@ -227,6 +228,14 @@ def test_what_starts_a_script_says_on_how_many_processes(launcher: str, plan: st
     found = import_plan(path).setup
     assert found.plan.describe().startswith(plan)
     assert "unknown_option: not known as keys of transformers' Trainer, and not priced" in found.notes
+    assert found.precision == ("fp16" if "fp16" in launcher else "fp32")
+
+
+def test_a_script_without_the_trainers_options_is_none_of_the_trainers(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("accelerate launch --num_processes 4 nlp_example.py --mixed_precision fp16 --output_dir out\n")
+    with pytest.raises(PlanError, match="no configuration of"):
+        import_plan(path)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ def megatron(options: str) -> Setup:
         (_OVERLAP + "--no-gradient-accumulation-fusion", "fuses_accumulation=false"),
         (_OVERLAP + "--cuda-graph-impl full_iteration", "cuda_graphs=full"),
         (_OVERLAP + "--enable-cuda-graph", "cuda_graphs=layers"),
+        (_OVERLAP + "--cuda-graph-impl local --grpo-group-size 8", ""),
+        (_OVERLAP + "--cuda-graph-impl local --grpo-group-size 8 --rl-training-cuda-graphs", "cuda_graphs=layers"),
         (_OVERLAP + "--grad-reduce-in-bf16", "gradient_bytes=2"),
     ],
 )

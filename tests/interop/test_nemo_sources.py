@@ -187,6 +187,11 @@ def test_what_is_written_for_automodel_is_read_back(read: Any, plan: dict[str, A
     assert (found.train or "full").partition(",dropout")[0] == wanted.train
 
 
+def test_layers_by_the_names_of_their_makers_are_those_of_transformers(read: Any) -> None:
+    text = RECIPE % ("torch_dtype: bf16", "ep_size: 8") + "peft: {dim: 8, target_modules: ['*wq_a', '*wq_b', '*wkv']}\n"
+    assert read(text, num_gpus=8).train == "lora:r=8,targets=q_a_proj|q_b_proj|kv_proj"
+
+
 def test_automodels_interleaved_stages_and_towers(read: Any) -> None:
     made = subject(
         {"dp": 2, "pp": 2, "zero_stage": 1, "pipeline_schedule": "interleaved_1f1b"}

@@ -13,7 +13,7 @@ _USUAL = ("q", "v")
 _EVERY = ("all", "all-linear", "all_linear")
 _PARTS = {"lm_head": "head", "output": "head", "embed_tokens": "embeddings", "wte": "embeddings"}
 """Modules outside of blocks that people train beside adapters, by their names in transformers."""
-_OF_MEGATRON = {
+_OTHER_NAMES = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
@@ -22,8 +22,15 @@ _OF_MEGATRON = {
     "linear_q_up_proj": ("q_b_proj",),
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
+    "linear_q_proj": ("q_proj",),
+    **{f"w{name}": (f"{name}_proj",) for name in ("q", "k", "v", "o", "kv", "q_a", "q_b", "kv_b", "o_a", "o_b")},
+    "wkv_a": ("kv_a_proj_with_mqa",),
+    "w1": ("gate_proj",),
+    "w2": ("down_proj",),
+    "w3": ("up_proj",),
 }
-"""Layers of transformers in those of Megatron-Core, some of which are several in one product."""
+"""Layers of transformers in those of Megatron-Core, some of which are several in one product, and in the names that
+makers of models give them in code of their own (Llama, DeepSeek)."""
 
 
 def trainable_of(
@@ -93,7 +100,7 @@ def _layers(targets: object, usual: tuple[str, ...], notes: list[str]) -> tuple[
     if any(not re.fullmatch(r"[\w.-]+", word) for word in words):
         notes.append("target layers are a regular expression: all linear layers assumed, --train says otherwise")
         return (ALL_LINEAR,)
-    names = (name for word in words for name in _OF_MEGATRON.get(word.rpartition(".")[2].lower(), (word.lower(),)))
+    names = (name for word in words for name in _OTHER_NAMES.get(word.rpartition(".")[2].lower(), (word.lower(),)))
     return tuple(dict.fromkeys(names))
 
 

@@ -47,7 +47,8 @@ def read_hf_trainer(text: str, *, source: str, given: Given, read_file: trainer.
     if words is None:
         notes.append("how the script loads weights is not said: in fp32 here, --precision bf16-pure is in 16 bits")
     optimizer, found = trainer.trainer_optimizer(fields, "optim")
-    precision = _precision(fields, is_pure=words in ("bfloat16", "float16", "auto") and not setup.keeps_fp32)
+    is_pure = words in ("bfloat16", "float16", "auto") and not setup.keeps_fp32
+    precision = _precision(fields, is_pure=is_pure, launched=setup.precision)
     setup = setup.replace(
         precision=precision,
         optimizer=optimizer,
@@ -61,9 +62,13 @@ def read_hf_trainer(text: str, *, source: str, given: Given, read_file: trainer.
     return setup.replace(notes=(*setup.notes, *key_table("hf-trainer").notes(fields)))
 
 
-def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:
-    if fields.flag("fp16"):
+def _precision(fields: Fields, *, is_pure: bool, launched: TrainingPrecision | None) -> TrainingPrecision:
+    """Return the type of the arithmetic: by the script's own flags, else by what `accelerate launch` is told."""
+    words = fields.text("mixed_precision")
+    if fields.flag("fp16") or (words == "fp16" and not fields.flag("bf16")):
         return "fp16"
     if is_pure:
         return "bf16-pure"
-    return "bf16" if fields.flag("bf16") else "fp32"
+    if fields.flag("bf16") or words == "bf16":
+        return "bf16"
+    return launched if launched in ("bf16", "fp16") else "fp32"

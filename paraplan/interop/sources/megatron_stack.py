@@ -60,6 +60,9 @@ def flexible_dispatcher(fields: Fields) -> Dispatcher | None:
     return "deepep" if has_switch else _FLEXIBLE.get(backend)
 
 
+_OF_REINFORCEMENT = ("rl_", "grpo_", "perform_rl_step")
+
+
 def _is_refused(fields: Fields, name: str) -> bool:
     return fields.value(name) is not None and not fields.is_on(name)
 
@@ -71,5 +74,7 @@ def _graphs(fields: Fields) -> Graphs | None:
         return "layers" if any(switches) else None
     if kind not in _GRAPHS:
         raise fields.error("cuda_graph_impl", " or ".join(_GRAPHS))
+    if any(name.startswith(_OF_REINFORCEMENT) for name in fields) and not fields.is_on("rl_training_cuda_graphs"):
+        return None  # generation alone has graphs then (megatron/rl/rl_utils.py)
     is_whole = "full_iteration" in str(fields.values.get("cuda_graph_scope"))  # as core 0.15 spells it
     return "full" if is_whole and kind != "none" else _GRAPHS[kind]

@@ -323,7 +323,10 @@ def _length(fields: Fields, objective: Objective, notes: list[str]) -> int | Non
     packed = fields.count("packing_length")
     if length is None and packed is None:
         notes.append("max_length is not named, which is the model's own longest then: --seq-len says how long they are")
-    if objective.task is not None and objective.task.startswith("grpo") and length is not None:
+    is_generated = objective.task is not None and objective.task.startswith("grpo")
+    if fields.text("rlhf_type") == "gkd":  # which generates a share of its answers
+        is_generated = not is_off(fields.values.get("lmbda", True))
+    if is_generated and length is not None:
         return length + (fields.count("max_completion_length") or _COMPLETION)
     row = packed if is_packed and packed is not None else length
     if is_packed and objective.group == 2 and row is not None:

@@ -19,7 +19,10 @@ from paraplan.interop.sources.options import scalar, typed_options
 from paraplan.interop.sources.shell import command_of
 
 _TRL = "sft|dpo|grpo|kto|reward|rloo|distillation|gkd|online_dpo|nash_md|xpo|bco|cpo|orpo|ppo|prm|gspo|mpo|sdft|sdpo"
-_OPTIONS = re.compile(r"--(per_device_train_batch_size|model_name_or_path|output_dir|finetuning_type)\b")
+_OPTIONS = re.compile(
+    r"--(per_device_train_batch_size|finetuning_type|use_peft)\b|--stage[ =](pt|sft|rm|ppo|dpo|kto)\b"
+    rf"|\b(trl|examples)/scripts/({_TRL})\w*\.py\b"
+)
 _TRL_COMMAND = re.compile(rf"(?:^|[\s/&;])trl[ \t]+({_TRL})\b")
 _COMMAND = re.compile(
     rf"\b(accelerate|torchrun|deepspeed|llamafactory-cli|trl)\s|\bpython3?\b|\w+\.py\b|{_OPTIONS.pattern}"
@@ -130,6 +133,8 @@ def _started(words: list[str], source: str) -> tuple[dict[str, object], list[str
         values["accelerate_config"] = str(file)
     elif config:
         values["accelerate_config"] = config
+    if options.get("mixed_precision") is not None:
+        values["mixed_precision"] = options["mixed_precision"]
     known = {*_PER_NODE, *_NODES, "num_processes", "config_file", "mixed_precision", *_LAUNCH_SILENT}
     rest = [key for key in options if key not in known and not (config and key.startswith(_OF_PLUGINS))]
     if file is not None and options.get("zero_stage"):

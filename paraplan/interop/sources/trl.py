@@ -124,7 +124,8 @@ def _objective(fields: Fields, command: str | None) -> Objective:
 
 def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:
     """Return the type of the arithmetic; TRL trains in bf16 unless told otherwise, over weights as they were loaded."""
-    if fields.flag("fp16"):
+    launched = fields.text("mixed_precision")  # of accelerate launch; TRL's own bf16 comes before it
+    if fields.flag("fp16") or (launched == "fp16" and fields.flag("bf16") is False):
         return "fp16"
     if fields.flag("bf16") is False:
         return "bf16-pure" if is_pure else "fp32"
