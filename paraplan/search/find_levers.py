@@ -11,6 +11,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.model.reader import bundled_models, read_model
 from paraplan.plan.executor import Executor
+from paraplan.search.cluster_sizes import part_of
 from paraplan.search.constraints import Constraints
 from paraplan.search.lever_trials import MOST_OFFERS, offer_of
 from paraplan.search.levers import Lever, levers
@@ -59,7 +60,7 @@ def find_offers(
         if len(offers) == MOST_OFFERS:
             continue
         try:
-            more = look(lever.workload(asked), lever.constraints(fixed))
+            more = look(lever.workload(_left(find, asked, most)), lever.constraints(fixed))
         except ParaplanError:  # nothing with it either
             continue
         if more is None or (most is not None and _value(find, more) <= most + WORTH_FINDING * abs(most)):
@@ -71,6 +72,16 @@ def find_offers(
         most = _value(find, more)
         kept = lever if offer.is_free or found is None else kept
     return (*offers, *lacking)
+
+
+def _left(find: Find, asked: Workload, most: int | None) -> Workload:
+    """Return the workload on the machines that a lever has to do with, which are fewer than those that were found."""
+    if find != "fewest-gpus" or most is None:
+        return asked
+    per_node = asked.cluster.gpus_per_node
+    count = int(-most * (1 - WORTH_FINDING))
+    count = count if count < per_node else count // per_node * per_node
+    return asked if count < 1 else replace(asked, cluster=part_of(asked.cluster, count))
 
 
 def _value(find: Find, workload: Workload) -> int:

@@ -197,6 +197,8 @@ def _find_levers(
     def look(workload: Workload, fixed: Constraints) -> Workload | None:
         if question.find == "largest-model":
             return larger_model(workload, executor=question.executor, fixed=fixed)
+        if question.find == "fewest-gpus" and best is not None and best.plan.offload == "none":
+            fixed = replace(fixed, offload="none")  # on how many fewer it fits with offload is said before
         larger, words = _found(workload, replace(question, fixed=fixed), executor=question.executor)
         return None if words is None else larger
 

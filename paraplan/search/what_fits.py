@@ -93,18 +93,21 @@ def fewest_gpus(
 ) -> tuple[Cluster, str] | None:
     """Return the smallest cluster of the workload's machines on which some plan fits, and which were tried, in words.
 
-    None where none up to the workload's own does.
+    None where none up to the workload's own does. Numbers are tried downwards: that a plan fits is known soon, that
+    none does when all were looked at.
     """
 
     def fits_on(cluster: Cluster) -> bool:
         return some_plan_fits(replace(workload, cluster=cluster), executor=executor, fixed=fixed)
 
-    too_small = 0
-    for cluster in smaller_clusters(workload.cluster):
+    fitting, too_small = None, 0
+    for cluster in reversed(list(smaller_clusters(workload.cluster))):
         if fits_on(cluster):
-            return first_between(too_small, cluster, fits_on)
-        too_small = cluster.num_gpus
-    return None
+            fitting = cluster
+        elif fitting is not None or cluster.num_gpus < workload.cluster.num_gpus:
+            too_small = cluster.num_gpus
+            break
+    return None if fitting is None else first_between(too_small, fitting, fits_on)
 
 
 def fewest_nodes(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> int | None:

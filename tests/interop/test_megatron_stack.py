@@ -39,8 +39,6 @@ def megatron(options: str) -> Setup:
         (_OVERLAP + "--no-gradient-accumulation-fusion", "fuses_accumulation=false"),
         (_OVERLAP + "--cuda-graph-impl full_iteration", "cuda_graphs=full"),
         (_OVERLAP + "--enable-cuda-graph", "cuda_graphs=layers"),
-        (_OVERLAP + "--cuda-graph-impl local --grpo-group-size 8", ""),
-        (_OVERLAP + "--cuda-graph-impl local --grpo-group-size 8 --rl-training-cuda-graphs", "cuda_graphs=layers"),
         (_OVERLAP + "--grad-reduce-in-bf16", "gradient_bytes=2"),
     ],
 )
@@ -54,6 +52,12 @@ def test_a_dispatcher_that_is_not_priced_is_named() -> None:
     setup = megatron(_OVERLAP + _EXPERTS + "flex --moe-flex-dispatcher-backend ncclep")
     assert setup.stack.dispatcher is None
     assert any("--moe-token-dispatcher-type flex" in note for note in setup.notes)
+
+
+def test_generation_alone_has_graphs_in_reinforcement_learning() -> None:
+    options = _OVERLAP + "--cuda-graph-impl local --grpo-group-size 8"
+    assert megatron(options).stack.text == ""
+    assert megatron(f"{options} --rl-training-cuda-graphs").stack.text == "cuda_graphs=layers"
 
 
 def test_an_unknown_kind_of_graphs_is_refused_with_those_that_are_known() -> None:
