@@ -233,6 +233,9 @@ def price_the_choice(survey: Survey, objective: Objective, is_named: Callable[[P
         survey.find(plans.column("offload") == 0, at_most_s=2 * _surest_s(survey), most_share=share)
     survey.find(is_data_parallel(plans.column), at_most_s=(1 + RANGE) * _surest_s(survey), most_share=ROOMY)
     survey.find(is_data_parallel(plans.column), at_most_s=(1 + RANGE) * _surest_s(survey), most_share=1 - SPARE)
+    if is_small_rig(survey.workload):
+        offloading = is_data_parallel(plans.column, offloads=True) & (plans.column("offload") != 0)
+        survey.find(offloading, at_most_s=(1 + RANGE) * _surest_s(survey), most_share=1 - SPARE)
     for most in (1,) * is_small_rig(survey.workload) + (USUAL_VIRTUAL,):
         for share in (ROOMY, 1 - SPARE):
             among = plans.column("virtual") <= most

@@ -71,6 +71,8 @@ class Selection:
         selection = cls._among(plans, objective, narrow[0], loads if loads.any() else ~loads)
         if objective == "memory" or not TOLERANCE[objective]:
             return selection
+        if is_small_rig(plans.workload) and columns("offload")[selection.row]:  # nothing without it is near
+            narrow.append(is_data_parallel(columns, offloads=True))
         for wanted in narrow:
             kept = selection.kept & wanted
             narrower = cls._among(plans, objective, narrow[0], kept) if kept.any() else selection
@@ -198,7 +200,8 @@ def _with_room(plans: EvaluatedPlans, found: list[int], values: Floats, passed: 
     return found[0]
 
 
-def is_data_parallel(column: Callable[[str], Ints]) -> Mask:
-    """Return which plans spread data alone, with or without shards, and offload nothing."""
+def is_data_parallel(column: Callable[[str], Ints], *, offloads: bool = False) -> Mask:
+    """Return which plans spread data alone, with or without shards, and offload nothing, unless it `offloads`."""
     axes = [column(name) == 1 for name in ("tp", "pp", "cp", "ep")]
-    return np.asarray(np.logical_and.reduce([*axes, *(column(name) == 0 for name in ("offload", "shards"))]))
+    nothing = ("shards",) if offloads else ("offload", "shards")
+    return np.asarray(np.logical_and.reduce([*axes, *(column(name) == 0 for name in nothing)]))

@@ -215,6 +215,13 @@ def test_a_pipeline_that_stands_still_is_never_simpler_and_more_virtual_stages_n
         assert level() > level(cp=4, tp=4, num_microbatches=64, offload=2)
 
 
+def test_small_rigs_that_offload_get_data_parallelism_too(workload: MakeWorkload) -> None:
+    made = workload("glm-4-9b", profile="v100-pcie-x4", seq_length=1024, global_batch_size=16, precision="fp16")
+    deepspeed = Workload.of(made.model, made.training, made.cluster, framework="deepspeed")
+    plan = search(deepspeed, executor=executor_of(deepspeed)).best.plan
+    assert (plan.dp, plan.offload) == (4, "optimizer")
+
+
 def test_small_rigs_get_stages_that_somebody_would_write_within_the_range(workload: MakeWorkload) -> None:
     made = workload("qwen3-30b-a3b", profile="4xrtx-4090", seq_length=2048, global_batch_size=16, train="lora:r=16")
     result = search(made, num_candidates=5)
