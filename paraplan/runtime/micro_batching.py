@@ -17,6 +17,7 @@ from paraplan.runtime.agreement import Agreement, Call, RankSync
 from paraplan.runtime.checks.batch_coupling import Coupling
 from paraplan.runtime.checks.plan_check import PlanCheck
 from paraplan.runtime.checks.references import Reference
+from paraplan.runtime.checks.trial_runs import TrialRuns
 from paraplan.runtime.checks.trials import global_sequences
 from paraplan.runtime.data.batches import (
     MicroBatch,
@@ -75,11 +76,7 @@ class MicroBatching:
             return whole_tensor(tensor, part.shardings.get(name), mesh)
 
         self._check = PlanCheck(
-            part,
-            plan=plan,
-            mesh=mesh,
-            precision=checking.precision,
-            counter=checking.counter,
+            TrialRuns(part, plan=plan, mesh=mesh, precision=checking.precision, counter=checking.counter),
             coupling=checking.coupling,
             reference=checking.reference,
             whole=whole,
@@ -118,7 +115,7 @@ class MicroBatching:
                     words = "the check before the first" if not self._sync.num_steps else "the check of a"
                     stack.enter_context(checking.agreement.on(f"{words} {call}", parts=True))
                 stack.enter_context(explained_timeouts(lambda: f"the check of engine.{call}"))
-                guarded(lambda: self._check.run(call, pieces, sizes))
+                guarded(lambda: self._check.run(call, pieces))
         self._loss.gathers, self._loss.total = gathers, None
         is_divided = division.count * self._mesh.size("dp") > 1
         if gathers or not is_divided:

@@ -7,6 +7,7 @@ Runs without values have a door of their own, `paraplan.runtime.fake.torch_priva
 
 from __future__ import annotations
 
+import dis
 import json
 import re
 import sys
@@ -87,6 +88,9 @@ TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout ca
 
 NO_SHARDING = "in-place operations that require placement changes"
 WRITTEN_IN_PLACE = "has been modified by an inplace operation"
+USED_TWICE = "Trying to backward through the graph a second time"
+ONE_ENTRY = "Expected more than 1 value per channel"
+SPARSE_GRADIENT = "from the 'Sparse"
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """What DTensor raises where a shard meets a plain tensor; the error is a plain RuntimeError."""
 
@@ -116,6 +120,19 @@ COLLECTIVES_FILE = "distributed_c10d.py"
 def schema_of(operator: Any) -> Any:
     """Return what an operator takes and returns, None for calls that take functions. Only its name is public."""
     return getattr(operator, "_schema", None)
+
+
+def is_of_torch(error: BaseException) -> bool:
+    """Whether torch raised `error`: its Python code, or an operation that was called in the frame of a script."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    frame = traceback.tb_frame
+    is_statement = dis.opname[frame.f_code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
+    is_operation = type(error) in (RuntimeError, NotImplementedError) and not is_statement
+    return is_operation or frame.f_globals.get("__name__", "").split(".")[0] == "torch"
 
 
 def is_compiler_loaded() -> bool:

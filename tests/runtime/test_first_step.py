@@ -220,15 +220,17 @@ def with_dropout() -> nn.Module:
 
 @pytest.mark.ranks
 def test_one_pass_of_a_piece_shows_all_that_is_asked_of_it(ranks: RankHarness) -> None:
-    """One part by two seeds; both parts, and both together, with weights as they are and shaken.
+    """Both parts and both together, with weights as they are, with other targets in each half, and with shaken weights.
 
-    With shaken weights, and in later checks, gradients are compared too. Dropout is looked for in evaluation too, and
-    whether it can be held fixed in training.
+    With shaken weights gradients are compared too, and in later checks. Dropout is looked for by two seeds, in training
+    and in evaluation, and whether it can be held fixed in training.
     """
-    losses = gradients = 3
-    again = losses + gradients + 1
-    first, random = 2 + losses + losses + gradients + 1, 4 + (2 + losses) + (2 + losses) + gradients + 1
-    assert ranks.run(losses_of_two_steps, [plain, with_dropout], size=2) == [[[first, again], [random, 2 + again]]] * 2
+    first, again = 3 + 2 + 3, 3 + 2
+    random = 2 + 2 + 2 + 2 + first
+    assert (
+        ranks.run(losses_of_two_steps, [plain, with_dropout], size=2)
+        == [[[first + 1, again + 1], [random + 1, again + 1]]] * 2
+    )
 
 
 def memory_after_a_step() -> tuple[int, int, int]:

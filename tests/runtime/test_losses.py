@@ -267,6 +267,30 @@ def test_a_mean_over_other_targets_than_are_counted_is_told_with_both_losses(cap
         assert told(caplog, loss, cut_into(4)) == []
 
 
+def over_positives(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * targets.flatten()).sum() / targets.sum().clamp(min=1)
+
+
+def in_pairs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Compare sequences with their neighbours, which no cut parts."""
+    return F.mse_loss(logits[::2] * targets[::2, :, None], logits[1::2])
+
+
+def test_counts_of_other_targets_are_told_where_parts_have_as_many_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    tokens = batch_of(2)[0]
+    rows = torch.tensor([3, 1, 1, 3])  # positives of each sequence: four in each of two parts, as in their mean
+    targets = (torch.arange(TOKENS) < rows[:, None]).long()
+    for loss, said in ((over_positives, 1), (in_pairs, 0)):
+        caplog.clear()
+        prepared(loss, cut_into(2)).step(tokens, targets)
+        assert len(caplog.records) == said, loss.__name__
+        assert all("the mean of loss_fn goes over other targets" in one.getMessage() for one in caplog.records)
+    caplog.clear()
+    prepared(over_positives, cut_into(2)).step(tokens, targets[1:2].repeat(BATCH, 1))  # as many in every sequence
+    assert not caplog.records
+
+
 def test_the_index_that_a_loss_ignores_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     inputs, targets = batch_of(2)
     labels = targets["labels"].clamp(min=0).flatten(0, 1).view(BATCH, TOKENS)

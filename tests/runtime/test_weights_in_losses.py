@@ -72,6 +72,32 @@ def compared(plan: ParallelPlan) -> str | float:
     return train(plan, compares=True)
 
 
+class Keeping(Base):
+    """Keeps its hidden states, for its loss."""
+
+    def run(self, hidden: torch.Tensor, *beside: object) -> torch.Tensor:
+        self.kept = super().run(hidden)
+        return self.kept
+
+
+def kept_losses(plan: ParallelPlan) -> list[float]:
+    """Return the losses of steps, by what the model has kept of its pass beside its outputs."""
+    job, model = runtime.init(plan, shows_progress=False), made(Keeping)
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten()) + 0.1 * model.kept.square().mean()
+
+    engine = job.prepare(model, loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.1))
+    generator = torch.Generator().manual_seed(5)
+    tokens, targets = torch.randint(WORDS, (2, BATCH, LENGTH), generator=generator).chunk(job.dp, dim=1)[job.dp_rank]
+    return [engine.step(tokens, targets).item() for _ in range(4)]
+
+
+def test_what_a_model_keeps_of_its_pass_is_read_by_a_loss_also_where_a_step_is_checked(ranks: RankHarness) -> None:
+    expected = ranks.run_alone(kept_losses, ParallelPlan(micro_batch_size=BATCH))
+    assert ranks.run(kept_losses, DDP.replace(zero_stage=3), size=2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 def test_trained_weights_of_a_loss_are_refused_under_plans_of_several_ranks(ranks: RankHarness) -> None:
     assert isinstance(ranks.run_alone(weighed, ParallelPlan(micro_batch_size=BATCH)), float)
     for said in ranks.run(weighed, DDP, size=2):

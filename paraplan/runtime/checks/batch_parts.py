@@ -3,19 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checks.trials import Piece, gathered_numbers
+from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.data.batches import MicroBatch, is_of_batch
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import pytree
 
 FEWEST_SEQUENCES = 8
 """Of which a batch consists that shows what compares them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Inputs and targets of some sequences, with their numbers among all that are looked at."""
+
+    inputs: Any
+    targets: Any
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, piece: MicroBatch, place: int = 0) -> Part:
+        """Return the part of a micro-batch behind `place` others of its size."""
+        size = _num_rows(piece)
+        return cls(piece.inputs, piece.targets, tuple(range(place * size, (place + 1) * size)))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def rows(self, rows: Sequence[int]) -> Part:
+        """Return copies of these sequences, in this order."""
+        index = torch.tensor(rows)
+
+        def pick(leaf: Any) -> Any:
+            if is_of_batch(leaf):
+                return leaf[index.to(leaf.device)]
+            return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+        inputs, targets = pytree.tree_map(pick, (self.inputs, self.targets))
+        return Part(inputs, targets, tuple(self.numbers[row] for row in rows))
+
+    def micro_batch(self, weight: float, device: torch.device) -> MicroBatch:
+        """Return the sequences as a micro-batch that a model may write into."""
+        own = self.rows(range(len(self)))
+        share = torch.tensor(weight, device=device)
+        return MicroBatch(own.inputs, own.targets, num_sequences=len(self), weight=share)
+
+
+def _num_rows(piece: MicroBatch) -> int:
+    """Return the sequences of a micro-batch, also of zeros."""
+    leaves = pytree.tree_leaves((piece.inputs, piece.targets))
+    return next((int(leaf.shape[0]) for leaf in leaves if is_of_batch(leaf)), 1)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Return all parts as one batch."""
+
+    def join(*leaves: Any) -> Any:
+        return torch.cat(leaves) if is_of_batch(leaves[0]) else leaves[0]
+
+    inputs, targets = pytree.tree_map(join, *((one.inputs, one.targets) for one in parts))
+    return Part(inputs, targets, tuple(number for one in parts for number in one.numbers))
+
+
+def halves(parts: Sequence[Part]) -> list[Part]:
+    """Return the first halves of two parts, which take no more memory together than one of them does."""
+    return [one.rows(range(len(one) // 2)) for one in parts[:2] if len(one) > 1]
+
+
+def by_targets(part: Part, labels: Any) -> list[Part]:
+    """Return the sequences in two: those with the smallest and those with the largest `labels`, added up.
+
+    Targets that a mean goes over are as many in both only where every sequence has as many. Nothing where sums are all
+    the same.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(labels) if is_of_batch(leaf) and not leaf.is_complex()]
+    sums = sum((leaf.double().flatten(1).sum(1) if leaf.ndim > 1 else leaf.double() for leaf in leaves), torch.zeros(1))
+    order: list[int] = torch.argsort(sums, stable=True).tolist()
+    if len(order) < 2 or not sums.max() > sums.min():
+        return []
+    return [part.rows(order[: len(order) // 2]), part.rows(order[len(order) // 2 :])]
 
 
 class BatchParts:
@@ -25,32 +97,30 @@ class BatchParts:
         self._plan = plan
         self._mesh = mesh
 
-    def take(self, pieces: Sequence[MicroBatch], *, start: int, most: int) -> list[Piece]:
-        """Return parts of the global batch, from number `start` on, the same on all ranks; at most `most` of one size.
+    def take(self, pieces: Sequence[MicroBatch], *, start: int, is_first: bool) -> list[Part]:
+        """Return parts of one size of the global batch, from number `start` on, the same on all ranks.
 
-        Where ranks have sequences of other lengths, each takes parts of its own share: its micro-batches, or the halves
-        of one.
+        In the first check they are many, up to those of two steps. Where ranks have sequences of other lengths, each
+        takes parts of its own share: its micro-batches, or the halves of one.
         """
-        own = [(one.inputs, one.targets) for one in pieces if one.num_sequences]
-        size = num_sequences_of((pieces[0].inputs, pieces[0].targets))
+        own, size = [one for one in pieces if one.num_sequences], _num_rows(pieces[0])
         rows = gathered_numbers([float(len(own)), float(size)], self._mesh)
         held = {self._mesh.grid.coordinates(rank)["dp"]: int(count) for rank, (count, _) in enumerate(rows)}
-        fewest = min(held.values())
+        fewest, in_step = min(held.values()), 2 * len(pieces) // self._plan.pp if is_first else 2
+        most = max(2, -(-FEWEST_SEQUENCES // int(rows[0][1])), in_step)
         if len(held) > 1 and self.are_alike(pieces[0]):
             turns = [(place, turn) for turn in range(max(held.values())) for place in sorted(held)]
             places = [(place, turn) for place, turn in turns if turn < held[place]]
             chosen = [places[(start + one) % len(places)] for one in range(min(most, len(places)))]
-            return [self.fetched(pieces[index], place) for place, index in chosen]
-        if fewest > 1:
-            return [own[(start + one) % fewest] for one in range(min(most, fewest))]
-        if len(held) == 1 or not fewest or min(size for _, size in rows) < 2:
-            return own[:1] if fewest else []
-        return [_cut(own[0], 0, size // 2), _cut(own[0], size // 2, 2 * (size // 2))]
-
-    def most(self, size: int, count: int, *, is_first: bool) -> int:
-        """Return how many parts of `size` sequences are looked at, in a step of `count` micro-batches."""
-        in_step = 2 * count // self._plan.pp if is_first else 2
-        return max(2, -(-FEWEST_SEQUENCES // size), in_step)
+            found = [self.fetched(pieces[index], place) for place, index in chosen]
+        elif fewest > 1:
+            found = [own[(start + one) % fewest] for one in range(min(most, fewest))]
+        else:
+            found = own[:1] if fewest else []
+        parts = [Part.of(one, number) for number, one in enumerate(found)]
+        if len(held) > 1 and len(parts) == 1 and min(size for _, size in rows) > 1:
+            return [parts[0].rows(range(size // 2)), parts[0].rows(range(size // 2, 2 * (size // 2)))]
+        return parts
 
     def are_alike(self, piece: MicroBatch) -> bool:
         """Whether all ranks have sequences of the same lengths."""
@@ -62,7 +132,7 @@ class BatchParts:
         rows = gathered_numbers(own, self._mesh)
         return all(row == rows[0] for row in rows)
 
-    def fetched(self, piece: MicroBatch, place: int) -> Piece:
+    def fetched(self, piece: MicroBatch, place: int) -> MicroBatch:
         """Return this micro-batch of rank `place` of dp."""
         group = self._mesh.group("dp")
 
@@ -80,47 +150,4 @@ class BatchParts:
             return value
 
         inputs, targets = pytree.tree_map(sent, (piece.inputs, piece.targets))
-        return inputs, targets
-
-
-def joined(first: Piece, second: Piece) -> Piece:
-    """Return both pieces as one batch."""
-
-    def both(one: Any, other: Any) -> Any:
-        return torch.cat([one, other]) if is_of_batch(one) else one
-
-    inputs, targets = pytree.tree_map(both, first, second)
-    return inputs, targets
-
-
-def copied(piece: Piece) -> Piece:
-    """Return a piece that a model may write into."""
-    inputs, targets = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, piece)
-    return inputs, targets
-
-
-def num_sequences_of(piece: Piece) -> int:
-    """Return the sequences of a piece."""
-    return next((int(leaf.shape[0]) for leaf in pytree.tree_leaves(piece) if is_of_batch(leaf)), 1)
-
-
-def _cut(piece: Piece, start: int, end: int) -> Piece:
-    inputs, targets = pytree.tree_map(lambda leaf: leaf[start:end] if is_of_batch(leaf) else leaf, piece)
-    return inputs, targets
-
-
-def in_two(piece: Piece) -> list[Piece]:
-    """Return both halves of a piece; of two or three rows the first one and the others."""
-    size = num_sequences_of(piece)
-    return [piece] if size < 2 else [_cut(piece, 0, size // 2), _cut(piece, size // 2, size)]
-
-
-def turned(piece: Piece, turn: int) -> Piece:
-    """Return the rows of a piece in another order, `turn` places on."""
-    inputs, targets = pytree.tree_map(lambda leaf: leaf.roll(turn, 0) if turn and is_of_batch(leaf) else leaf, piece)
-    return inputs, targets
-
-
-def halves(parts: Sequence[Piece]) -> list[Piece]:
-    """Return the first halves of two parts, which take no more memory together than one of them does."""
-    return [_cut(one, 0, size // 2) for one in parts[:2] if (size := num_sequences_of(one)) > 1]
+        return MicroBatch(inputs, targets, num_sequences=piece.num_sequences)

@@ -16,11 +16,13 @@ class FixedNoise(TorchDispatchMode):
 
     What has no entry for each sequence (a step of diffusion for all of them) is drawn alike for any batch. Seed torch's
     generator before each pass: draws follow from its state, so that recomputed blocks draw again what they drew.
+    `draws` says whether anything was drawn.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._numbers = numbers
+        self.draws = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -29,6 +31,7 @@ class FixedNoise(TorchDispatchMode):
         given = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **given)
+        self.draws = True
         base = int(torch.randint(2**31, ()))
         after = torch.get_rng_state()
         try:

@@ -6,8 +6,6 @@ Where a plan divides a batch, buffers see its parts. They stay the same on all r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.checks.trials import gathered_numbers, state_of
+from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.structure.snapshots import state_of
 from paraplan.runtime.structure.weights import is_quantized
 
 Buffers = dict[str, torch.Tensor]
@@ -30,16 +29,37 @@ class ForwardState:
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self._module = module
         self._mesh = mesh
-        self._written: list[str] = []
+        self._written: dict[str, None] = {}
+        self._sums: list[WeightSums] = []
 
     def buffers(self) -> Buffers:
         """Return copies of what a forward pass may write."""
         return {name: _local(one).clone() for name, one in state_of(self._module).items()}
 
-    def note(self, before: Buffers, after: Buffers) -> None:
-        """Take note of what a pass has written."""
-        written = [name for name in before if name in after and not _same(after[name], before[name])]
-        self._written = list(dict.fromkeys([*self._written, *written]))
+    def note(self, before: Buffers) -> None:
+        """Take note of what a pass has written, and of the weights."""
+        now = state_of(self._module)
+        self._written |= {name: None for name in before if name in now and not _same(_local(now[name]), before[name])}
+        if len(self._sums) == 1:
+            self._sums.append(weight_sums(self._module))
+
+    def watch_weights(self) -> None:
+        """Begin to look at weights, which no pass but the first one behind this may write."""
+        self._sums = [weight_sums(self._module)]
+
+    def check_weights(self) -> None:
+        """Raise `UnsupportedPlanError` on every rank where a forward pass has written weights anew.
+
+        What the first one wrote (a weight that is clamped) and the others left alone is the same on all ranks.
+        """
+        if not self._sums:
+            return
+        before, self._sums, now = self._sums[-1], [], weight_sums(self._module)
+        written = [name for name, one in before.items() if one != now[name] and not any(map(math.isnan, one))]
+        rows = gathered_numbers([float(bool(written))], self._mesh)
+        ranks = [rank for rank, (is_written,) in enumerate(rows) if is_written]
+        if ranks and self._mesh.world.size > 1:
+            raise written_weights(written[0] if written else f"a parameter of rank {ranks[0]}")
 
     def named(self, *, counters: bool = False) -> str | None:
         """Return one of the buffers that are written from a batch, or one of `counters`; None without any."""
@@ -84,23 +104,6 @@ def weight_sums(module: nn.Module) -> WeightSums:
         return {}
     pairs = torch.stack([one.to(numbers[0].device) for one in numbers]).tolist()
     return {name: (first, second) for name, (first, second) in zip(held, pairs, strict=True)}
-
-
-def check_weights_stay(sums: Sequence[WeightSums], mesh: Mesh) -> None:
-    """Raise `UnsupportedPlanError` on every rank where a forward pass has written weights anew.
-
-    `sums` are those before a pass and after each of some. What the first one wrote (a weight that is clamped) and the
-    others left alone is the same on all ranks.
-    """
-    written = [name for one, other in pairwise(sums[1:]) for name in one if _differ(one[name], other[name])]
-    rows = gathered_numbers([float(bool(written))], mesh)
-    ranks = [rank for rank, (is_written,) in enumerate(rows) if is_written]
-    if ranks and mesh.world.size > 1:
-        raise written_weights(written[0] if written else f"a parameter of rank {ranks[0]}")
-
-
-def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return one != other and not any(map(math.isnan, one))
 
 
 def written_weights(name: str) -> UnsupportedPlanError:

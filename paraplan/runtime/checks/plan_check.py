@@ -14,30 +14,22 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Call
-from paraplan.runtime.checks.attributes import LARGEST_STATE, Attributes
-from paraplan.runtime.checks.batch_coupling import COMPARES, BatchCoupling, Coupling, Losses
-from paraplan.runtime.checks.forward_state import ForwardState, WeightSums, check_weights_stay, weight_sums
+from paraplan.runtime.checks.batch_coupling import COMPARES, BatchCoupling, Coupling
+from paraplan.runtime.checks.batch_parts import BatchParts, Part
+from paraplan.runtime.checks.comparison import ROUNDING, relative
+from paraplan.runtime.checks.forward_state import ForwardState
 from paraplan.runtime.checks.references import Reference, Whole, changes_the_model
-from paraplan.runtime.checks.trials import (
-    Piece,
-    check_same_batch,
-    check_same_numbers,
-    gathered_numbers,
-    modes,
-)
-from paraplan.runtime.checks.verification import Verification
+from paraplan.runtime.checks.trial_runs import Record, TrialRuns
+from paraplan.runtime.checks.trials import anywhere, check_same_batch, check_same_numbers, modes
+from paraplan.runtime.checks.verification import Verification, refusal
 from paraplan.runtime.checks.weight_reads import WeightReads
-from paraplan.runtime.data.batches import MicroBatch, TargetCounter
-from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.seeds import python_numbers
 from paraplan.runtime.structure.shaken_weights import shaken_weights
+from paraplan.runtime.structure.snapshots import Snapshot
 
 _LOGGER = logging.getLogger(__name__)
-_ROUNDING = 1e-6
 _WORTH_SAYING_S = 0.5
 
 
@@ -46,12 +38,8 @@ class PlanCheck:
 
     def __init__(
         self,
-        part: RankPart,
+        runs: TrialRuns,
         *,
-        plan: ParallelPlan,
-        mesh: Mesh,
-        precision: TrainingPrecision,
-        counter: TargetCounter,
         coupling: Coupling,
         reference: Reference | None,
         whole: Whole,
@@ -59,34 +47,27 @@ class PlanCheck:
         every: int | None = None,
         has_values: bool = True,
     ) -> None:
-        self._module = part.module
-        self._execution = part.execution
-        self._loss = part.execution.loss
-        self._orders = part.orders
-        self._plan = plan
-        self._mesh = mesh
+        self._runs = runs
+        self._mesh = runs.mesh
+        self._plan = runs.plan
+        self._module = runs.part.module
         self._policy = coupling
         self._is_off = is_off
         self._has_values = has_values
         self._every = every
-        self._state = ForwardState(part.module, mesh)
-        self._coupling = BatchCoupling(part, plan=plan, mesh=mesh, precision=precision, counter=counter)
-        self._verification = (
-            None
-            if reference is None
-            else Verification(reference, part, plan=plan, mesh=mesh, precision=precision, whole=whole, counter=counter)
-        )
+        self._batch = BatchParts(runs.plan, runs.mesh)
+        self._state = ForwardState(self._module, self._mesh)
+        self._coupling = BatchCoupling(runs)
+        self._verification = None if reference is None else Verification(reference, runs, whole)
         self._called: set[Call] = set()
         self._num_steps = 0
         self._told: set[str] = set()
-        self._sums: WeightSums | None = None
         self._numbers: int | None = None
         self._reads: WeightReads | None = None
-        self._has_trained = False
         self._is_random = self._is_always_random = self._has_verified = False
-        changes = changes_the_model(plan) and plan.devices_per_process == 1
+        changes = changes_the_model(self._plan) and self._plan.devices_per_process == 1
         if has_values and reference is None and changes:
-            self._loss.watch = self._reads = WeightReads(part.module)
+            runs.loss.watch = self._reads = WeightReads(self._module)
 
     def is_due(self, call: Call) -> bool:
         """Whether `run` is to look at a batch, the same on every rank."""
@@ -100,7 +81,7 @@ class PlanCheck:
             return self._every > 0 and number % self._every == 0
         return number == 2 or (number >= 10 and 10 ** round(math.log10(number)) == number)
 
-    def run(self, call: Call, pieces: Sequence[MicroBatch], sizes: Sequence[int]) -> None:
+    def run(self, call: Call, pieces: Sequence[MicroBatch]) -> None:
         """Check a batch before it is trained on, or evaluated. Every rank calls it.
 
         Raises `UnsupportedPlanError` on every rank where the plan does not train the model as one process does.
@@ -109,52 +90,74 @@ class PlanCheck:
         if not self._called:
             check_same_batch((pieces[0].inputs, pieces[0].targets), self._mesh)
         self._called.add(call)
-        coupling, count = self._coupling, len(pieces)
-        most = coupling.batch.most(sizes[0] // count or 1, count, is_first=is_first)
-        parts = coupling.batch.take(pieces, start=0 if is_first else self._num_steps, most=most)
-        if parts and is_first:
-            self._look_at_state(parts)
+        parts = self._batch.take(pieces, start=0 if is_first else self._num_steps, is_first=is_first)
+        first = self._look_at_state(parts) if parts and is_first else None
         if not is_first:  # passes of the first check are alike on all ranks: blocks are compared in what follows it
             self._restart_orders()
         if parts and not self._is_off:
-            self._measure(call, pieces, parts, is_first=is_first)
-        self._execution.forget_runs()
+            self._measure(call, pieces, parts, first, is_first=is_first)
+        self._runs.part.execution.forget_runs()
         self._restart_orders()
         if call == "step" and is_first:
-            self._sums = weight_sums(self._module)
+            self._state.watch_weights()
             self._numbers = python_numbers() if self._plan.tp * self._plan.cp > 1 else None
 
     def _restart_orders(self) -> None:
-        for order in self._orders:
+        for order in self._runs.part.orders:
             order.restart()
 
-    def _measure(self, call: Call, pieces: Sequence[MicroBatch], parts: Sequence[Piece], *, is_first: bool) -> None:
+    def _is_divided(self) -> bool:
+        return self._plan.dp * self._plan.num_microbatches > 1
+
+    def _measure(
+        self, call: Call, pieces: Sequence[MicroBatch], parts: Sequence[Part], first: Record | None, *, is_first: bool
+    ) -> None:
+        """Look at a batch with the weights as they are, in the first check also with shaken ones."""
         is_divided = self._plan.dp * len(pieces) > 1
-        is_common = self._plan.dp == 1 or self._coupling.batch.are_alike(pieces[0])
-        verified = parts if is_common or self._verification is None else [self._coupling.batch.fetched(pieces[0], 0)]
+        verified = parts
+        if self._verification is not None and self._plan.dp > 1 and not self._batch.are_alike(pieces[0]):
+            verified = [Part.of(self._batch.fetched(pieces[0], 0))]
         if is_divided and self._policy == "gather":
-            self._coupling.check_gathered(pieces)
+            self._check_gathered(pieces)
         for is_shaken in (False, True)[: 1 + is_first]:
             with shaken_weights(self._module) if is_shaken else nullcontext():
-                if is_divided and self._policy != "gather":
-                    gradients = call == "step" and (is_shaken or not is_first)
-                    where = " with weights shaken a little" if is_shaken else ""
-                    words = self._coupling.measure(parts, is_random=self._is_random, gradients=gradients, where=where)
+                if is_divided and self._policy != "gather" and len(parts) > 1:
+                    trains = call == "step" and (is_shaken or not is_first)
+                    words = self._coupling.measure(
+                        parts,
+                        is_random=self._is_random,
+                        is_shaken=is_shaken,
+                        trains=trains,
+                        run=None if is_shaken else first,
+                    )
                     self._tell(words)
                 if call == "step" and self._verification is not None:
                     self._verify(self._verification, verified)
 
-    def _verify(self, verification: Verification, parts: Sequence[Piece]) -> None:
+    def _check_gathered(self, pieces: Sequence[MicroBatch]) -> None:
+        """Raise `UnsupportedPlanError` where the loss from gathered outputs is not that of the whole batch."""
+        copies, place = self._mesh.size("dp"), self._mesh.coordinate("dp")
+        parts = self._batch.take(pieces, start=0, is_first=False)[:copies]
+        if len(parts) != copies:
+            return
+        found = self._coupling.gathered(parts[place], parts)
+        if found.worst(self._runs.most, self._mesh) is not None:
+            raise UnsupportedPlanError(
+                f"the loss of a batch is {found.expected:.8g}, and {found.loss:.8g} where its outputs are gathered "
+                f"from dp={copies} ranks: loss_fn does not compute it from the outputs alone",
+                hint="compute the loss in loss_fn, from what the model returns for each sequence",
+            )
+
+    def _verify(self, verification: Verification, parts: Sequence[Part]) -> None:
         if self._has_verified:
             self._restart_orders()
-        try:
-            taken_s = verification.check(parts, trains=not self._is_random, may_differ=self._is_always_random)
-        except UnsupportedPlanError as error:
-            if not (self._has_trained and verification.differs):
-                raise
+        taken_s, found = verification.check(parts, trains=not self._is_random)
+        if found is not None and not self._is_always_random:  # where ranks may draw other numbers nothing follows
+            error = refusal(found, self._plan.describe())
+            if not self._num_steps:
+                raise error
             self._say(f"step {self._num_steps + 1}: {error.message}")  # what a script has changed may be the cause
-            return
-        if self._has_verified:
+        if self._has_verified or found is not None:
             return
         self._has_verified = True
         if self._mesh.world.rank == 0 and (taken_s is None or taken_s > _WORTH_SAYING_S):
@@ -177,65 +180,68 @@ class PlanCheck:
             _LOGGER.warning(words)
         self._told.add(kind)
 
-    def _look_at_state(self, parts: Sequence[Piece]) -> None:
-        """Find out what passes write: buffers, which replicas share, attributes, and weights, which none may."""
-        if self._is_off and not self._anywhere(bool(self._state.buffers())):
-            return
-        sums, before, state = [weight_sums(self._module)], self._state.buffers(), self._state
-        functions = [self._loss.loss_fn]
-        attributes, written = Attributes(self._module, largest=LARGEST_STATE, functions=functions), set[str]()
+    def _look_at_state(self, parts: Sequence[Part]) -> Record | None:
+        """Find out what passes write: buffers, which replicas share, attributes, and weights, which none may.
+
+        Return what `parts` came to in training, None where random numbers were drawn.
+        """
+        runs, state = self._runs, self._state
+        if self._is_off and not anywhere(bool(state.buffers()), self._mesh):
+            return None
+        state.watch_weights()
+        before, written = state.buffers(), set[str]()
+        attributes = Snapshot(self._module, functions=[runs.loss.loss_fn])
 
         def see() -> None:
-            state.note(before, state.buffers())
+            state.note(before)
             written.update(attributes.written())
 
-        found = []
-        for seed in (0, 1):
-            found.append(self._coupling.losses(parts[:1], seed=seed, seen=see))
-            sums.append(weight_sums(self._module))
-        check_weights_stay(sums, self._mesh)
-        if self._anywhere(bool(before)):
+        found = runs.run(parts if len(parts) > 1 else [*parts] * 2, seen=see)
+        state.check_weights()
+        if anywhere(bool(before), self._mesh):
             with shaken_weights(self._module):  # a moving average of weights starts as these
-                self._coupling.losses(parts[:1], seen=see)
-        self._is_random = self._anywhere(_apart(*found) > 0.0)
+                runs.run(parts[:1], seen=see)
+        runs.draws = anywhere(found.draws, self._mesh)
+        self._is_random = runs.draws and self._differs_by_seed(parts[:1])
         if self._is_random:
             with modes(self._module, training=False):
-                found = [self._coupling.losses(parts[:1], seed=seed) for seed in (0, 1)]
-            self._is_always_random = self._anywhere(_apart(*found) > 0.0)
-        if self._plan.dp * self._plan.num_microbatches == 1 or len(parts) < 2 or self._is_off:
-            return
-        name = state.named()
+                self._is_always_random = self._differs_by_seed(parts[:1])
+        if self._is_divided() and len(parts) > 1 and not self._is_off:
+            self._tell_of_state(parts, written)
+        return None if self._is_random else found
+
+    def _differs_by_seed(self, parts: Sequence[Part]) -> bool:
+        one, other = (self._runs.run(parts, seed=seed).loss for seed in (0, 1))
+        return anywhere(relative(one, other) > 0.0, self._mesh)
+
+    def _tell_of_state(self, parts: Sequence[Part], written: set[str]) -> None:
+        name, counter = self._state.named(), self._state.named(counters=True)
         if name is not None and self._policy != "gather":
             self._tell(
                 f"the model writes {name.removeprefix('model.')} from its batch: from each part of one, and replicas "
                 "take what the first has written"
             )
-        counter = state.named(counters=True)
         if name is None and counter is not None and self._plan.num_microbatches > 1:
             self._tell(
                 f"the model counts its forward passes in {counter.removeprefix('model.')}: there are "
                 f"{self._plan.num_microbatches} in a step, one for each micro-batch"
             )
-        self._tell(self._kept_between_passes(parts, min(written, default=None)))
+        if anywhere(bool(written), self._mesh) and self._depends_on_passes(parts):
+            what = min(written, default="something").removeprefix("model.")
+            self._tell(
+                f"the loss depends on the forward passes before it, for which the model keeps {what}: on those of the "
+                "parts that a batch is cut into"
+            )
 
-    def _kept_between_passes(self, parts: Sequence[Piece], written: str | None) -> str | None:
-        """Return what is to be said of a loss that depends on passes before it, by attributes that the model keeps."""
-        if not self._anywhere(written is not None):
-            return None
-        alone, again, other, same = (
-            self._coupling.losses([parts[1]], earlier=one) for one in ((), (), [parts[0]], [parts[1]])
-        )
-        expected = alone if self._plan.num_microbatches > 1 else same  # what counts calls alone is alike on all ranks
-        if not self._anywhere(_apart(other, expected) > 10 * _apart(alone, again) + _ROUNDING):
-            return None
-        what = "something" if written is None else written.removeprefix("model.")
-        return (
-            f"the loss depends on the forward passes before it, for which the model keeps {what}: on those of the "
-            "parts that a batch is cut into"
-        )
-
-    def _anywhere(self, mine: bool) -> bool:
-        return any(row[0] for row in gathered_numbers([float(mine)], self._mesh))
+    def _depends_on_passes(self, parts: Sequence[Part]) -> bool:
+        """Whether the loss of a part is another one behind a pass of another part."""
+        second = parts[1:2]
+        other, alone = self._runs.run(second, earlier=parts[:1]), self._runs.run(second)
+        expected = alone  # what counts calls alone is alike on all ranks
+        if self._plan.num_microbatches == 1:
+            expected = self._runs.run(second, earlier=second)
+        gap = relative(other.loss, expected.loss)
+        return anywhere(gap > ROUNDING[self._runs.computes_in_halves].loss, self._mesh)
 
     def after_step(self) -> None:
         """Keep what forward passes have written the same on all replicas, and look once at what the first step has.
@@ -245,20 +251,11 @@ class PlanCheck:
         other numbers.
         """
         self._num_steps += 1
-        self._has_trained = True
         if self._numbers is not None:
             numbers, self._numbers = self._numbers, None
             check_same_numbers(numbers, self._mesh, has_drawn=python_numbers() != numbers)
         if self._reads is not None:
-            reads, self._reads, self._loss.watch = self._reads, None, nullcontext
+            reads, self._reads, self._runs.loss.watch = self._reads, None, nullcontext
             reads.check(self._mesh, self._plan.describe())
-        if self._sums is not None:
-            before, self._sums = self._sums, None
-            check_weights_stay([before, before, weight_sums(self._module)], self._mesh)
+        self._state.check_weights()
         self._state.share()
-
-
-def _apart(one: Losses | None, other: Losses | None) -> float:
-    if one is None or other is None:
-        return 0.0
-    return abs(one.mean - other.mean) / max(abs(one.mean), 1e-3)

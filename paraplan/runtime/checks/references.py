@@ -24,12 +24,13 @@ from torch import nn
 
 from paraplan.model.trace import stack_names
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checks.attributes import ChangedAttributes
+from paraplan.runtime.checks.changed_attributes import ChangedAttributes
 from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute.blocks import recompute_in_backward
 from paraplan.runtime.structure.blocks import modules_around
+from paraplan.runtime.structure.snapshots import MODULE_FIELDS
 from paraplan.runtime.structure.weights import is_quantized
 
 _LOGGER = logging.getLogger(__name__)
@@ -138,6 +139,10 @@ def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(nothing, requires_grad=parameter.requires_grad)
 
 
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {key: one for key, one in vars(module).items() if key not in MODULE_FIELDS and key != "forward"}
+
+
 class Abandoned(Exception):  # noqa: N818  # no error: another rank could not go on
     """Another rank has given up running its reference."""
 
@@ -155,6 +160,7 @@ class RunningReference:
         self._mesh = mesh
         self._whole = whole
         self._attributes = ChangedAttributes(part.model or part.module)
+        self._before: dict[str, dict[str, Any]] = {}
         self._sources: dict[str, int] = {}
         self._compare: Compare | None = None
         self._terms: list[torch.Tensor] = []
@@ -189,6 +195,7 @@ class RunningReference:
         self._terms.clear()
         self._settled.clear()
         self._compare = None
+        self._before.clear()
         self._empty()
         for parameter, nothing in self._residents.values():
             parameter.data = nothing
@@ -210,6 +217,15 @@ class RunningReference:
                 else:
                     term.backward()  # type: ignore[no-untyped-call]
         return went[0]
+
+    def lend_attributes(self) -> None:
+        """Set on the part's modules what a pass has set on those of the model: a loss may read it there."""
+        held = dict((self._part.model or self._part.module).named_modules())
+        for name, module in self.model.named_modules():
+            before = self._before.get(name, {})
+            changed = {key: one for key, one in _attributes_of(module).items() if before.get(key, self) is not one}
+            if changed and name in held:
+                held[name].__dict__.update(changed)
 
     def compare(self, with_part: Compare) -> bool:
         """Call `with_part` once with the name and the gradient of each parameter; return whether it went well."""
@@ -238,6 +254,7 @@ class RunningReference:
 
     def _fetch_residents(self) -> None:
         self._attributes.bring(self.model)
+        self._before = {name: _attributes_of(module) for name, module in self.model.named_modules()}
         self._sources = self._stages_of(dict(self.model.named_parameters()), self._part.parameters)
         for name, (parameter, _) in self._residents.items():
             parameter.data = self._fetched(name, parameter)

@@ -1,29 +1,22 @@
-"""Trying a prepared model before it trains, with all that is written put back."""
+"""What ranks compare before they train, and how a model is put into the modes of a trial."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.checks.attributes import LARGEST_STATE, Attributes
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.seeds import kept_python_numbers
-from paraplan.runtime.structure.weights import is_quantized
 from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree
 
-Piece = tuple[Any, Any]
-"""Inputs and targets of some sequences."""
 
-
-def check_same_batch(batch: Piece, mesh: Mesh) -> None:
+def check_same_batch(batch: Any, mesh: Mesh) -> None:
     """Raise `UsageError` on every rank where ranks that hold parts of one copy of the model have different batches."""
     if mesh.size("tp") * mesh.size("pp") * mesh.size("cp") == 1:
         return
@@ -108,54 +101,6 @@ def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool =
             module.running_mean = module.running_var = None
 
 
-@contextmanager
-def nothing_changed(*models: nn.Module, functions: Sequence[Any] = ()) -> Iterator[None]:
-    """Put what a forward pass and `functions` write, and random numbers, back at the end of this context."""
-    put_back = kept_state(*models, functions=functions)
-    try:
-        yield
-    finally:
-        put_back()
-
-
-def kept_state(*models: nn.Module, functions: Sequence[Any] = ()) -> Callable[[], None]:
-    """Return what puts the buffers and attributes of `models`, and random numbers, back to what they are now.
-
-    So is what `functions` keep, such as a loss, which may be a module too.
-    """
-    modules = {module: None for model in models for module in model.modules()}
-    buffers = [
-        (one, name, held) for one in modules for name, held in one.named_buffers(recurse=False, remove_duplicate=False)
-    ]
-    state = [held for model in models for held in state_of(model).values()]
-    values = [(held, held.detach().clone()) for held in {id(held): held for held in state}.values()]
-    gpus = sorted({one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"})
-    numbers, on_gpus = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in gpus]
-    put_numbers_back = kept_python_numbers()
-    attributes = Attributes(*models, largest=LARGEST_STATE, functions=functions)
-
-    def put_back() -> None:
-        attributes.put_back()
-        put_numbers_back()
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer)  # code may have put another one in its place
-        for held, value in values:
-            held.data.copy_(value)
-        torch.set_rng_state(numbers)
-        for gpu, number in zip(gpus, on_gpus, strict=True):
-            torch.cuda.set_rng_state(number, gpu)
-
-    return put_back
-
-
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a forward pass of `model` may write, by name: buffers, and frozen parameters but large ones.
-
-    Under ZeRO those are left out: their storage comes and goes. So are quantized ones, which code only reads: torchao
-    makes a copy of one by quantizing it anew, and what is put back would be another.
-    """
-    found = dict(model.named_buffers())
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return found
-    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
-    return found | {name: one for name, one in frozen.items() if one.numel() <= LARGEST_STATE and not is_quantized(one)}
+def anywhere(mine: bool, mesh: Mesh) -> bool:
+    """Whether any rank says so."""
+    return any(row[0] for row in gathered_numbers([float(mine)], mesh))

@@ -167,13 +167,14 @@ class TargetCounter:
         """Return the number of targets of some sequences, a tensor where values have to be looked at."""
         if self.given is not None:
             return self.given(targets)
-        return counted_targets(self._labels(inputs, targets), ignored=self.ignored)
+        return counted_targets(self.labels(inputs, targets), ignored=self.ignored)
 
     def reads_values(self, inputs: Any, targets: Any) -> bool:
         """Whether more than the number of sequences decides what `count` returns."""
-        return self.given is not None or bool(_classes(self._labels(inputs, targets)))
+        return self.given is not None or bool(_classes(self.labels(inputs, targets)))
 
-    def _labels(self, inputs: Any, targets: Any) -> Any:
+    def labels(self, inputs: Any, targets: Any) -> Any:
+        """Return the targets that are counted: `labels` among inputs or targets, or all targets."""
         for tree in (inputs, targets):
             labels = tree.get("labels") if isinstance(tree, dict) else None
             if isinstance(labels, torch.Tensor) and _classes(labels):

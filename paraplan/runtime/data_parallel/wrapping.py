@@ -197,8 +197,12 @@ def _sum_gradients(module: nn.Module, *, with_unused: bool) -> None:
 
 
 def never_sharded(module: nn.Module, plan: ParallelPlan) -> frozenset[nn.Parameter]:
-    """Return the parameters of `module` that stay whole under ZeRO: single numbers have no dimension to cut."""
-    return frozenset(parameter for parameter in module.parameters() if plan.zero_stage and not parameter.ndim)
+    """Return the parameters of `module` that stay whole under ZeRO: single numbers, and complex ones.
+
+    Single numbers have no dimension to cut, and FSDP gathers no other type beside that of a module's first parameter.
+    """
+    held = module.parameters() if plan.zero_stage else ()
+    return frozenset(parameter for parameter in held if not parameter.ndim or parameter.is_complex())
 
 
 def share_among_devices(
@@ -366,7 +370,7 @@ def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction | ReachedShards
     return tuple(one for one in found if isinstance(one, (ReplicaReduction, ReachedShards)))
 
 
-def reads_shards(error: RuntimeError) -> bool:
+def reads_shards(error: Exception) -> bool:
     """Whether torch raised `error` because code has computed with a shard as if it were the parameter."""
     return MIXED_TENSORS in str(error)
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UsageError
-from paraplan.runtime.checks.attributes import ChangedAttributes
+from paraplan.runtime.checks.changed_attributes import ChangedAttributes
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, has_some

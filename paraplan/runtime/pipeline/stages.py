@@ -284,11 +284,16 @@ class StageModule(nn.Module):
         self.received: HiddenShape | None = None
         self.sent: HiddenShape | None = None
 
-    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+    def forward(self, received: torch.Tensor, *args: Any, number: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """Return the hidden state after this stage, or the loss, of micro-batch `number`.
 
         `received` is the hidden state before this stage; the first stage is given the number in its place.
         """
+        if number is None or args or kwargs:
+            raise UsageError(
+                "engine.module is one stage of a pipeline, and was called with a batch",
+                hint="call engine.step, engine.predict or engine.eval_step, which run all stages",
+            )
         micro_batch = self.micro_batches[int(number)]
         if self._inject is not None:
             self._inject[0].hold(_with_contiguous_gradient(received))

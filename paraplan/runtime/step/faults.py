@@ -14,8 +14,18 @@ from torch.distributed.tensor import DTensor
 from paraplan.errors import ParaplanError, UnsupportedPlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.agreement import is_lost_connection
 from paraplan.runtime.data_parallel.wrapping import reads_shards
-from paraplan.runtime.torch_private import NO_HOST_MEMORY, NO_SHARDING, WRITTEN_IN_PLACE
+from paraplan.runtime.timeouts import waited_s
+from paraplan.runtime.torch_private import (
+    NO_HOST_MEMORY,
+    NO_SHARDING,
+    ONE_ENTRY,
+    SPARSE_GRADIENT,
+    USED_TWICE,
+    WRITTEN_IN_PLACE,
+    is_of_torch,
+)
 from paraplan.runtime.world import World
 from paraplan.units import format_bytes
 
@@ -94,6 +104,7 @@ class LossWatch:
         )
 
 
+_OF_CODE = (RuntimeError, AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 _NO_VALUES = " meta"  # torch's word for the device of tensors without values, of which blocks of other stages are
 _TOLERANCE = 1.1  # what counts as more than predicted: the estimate's own parts are good to some percent
 
@@ -131,32 +142,12 @@ def explained_failures(
     """
     try:
         return work()
-    except RuntimeError as error:
-        if plan.zero_stage and reads_shards(error):
-            raise UnsupportedPlanError(
-                f"zero_stage={plan.zero_stage}: the model computes with a parameter outside of the forward pass of the "
-                "module that holds it, where ranks have shards of it",
-                hint="compute with it in the forward pass of that module, or use zero_stage=0",
-            ) from error
-        if NO_SHARDING in str(error):
-            raise UnsupportedPlanError(
-                f"zero_stage={plan.zero_stage}: {type(optimizer).__name__}, a hook or the model computes with shards "
-                f"of a parameter what torch cannot: {_first_line(error)[:200]}",
-                hint="use zero_stage=0, or an optimizer of torch.optim",
-            ) from error
-        if plan.pp > 1 and _NO_VALUES in str(error):
-            raise UnsupportedPlanError(
-                f"pp={plan.pp}: the loss, or a hook, computes with a parameter that another pipeline stage holds",
-                hint="compute with it in the forward pass of the module that holds it, or use pp=1",
-            ) from error
-        if plan.pp > 1 and WRITTEN_IN_PLACE in str(error):
-            raise UnsupportedPlanError(
-                f"pp={plan.pp}: the model writes into a tensor that several stages read, its input perhaps, before "
-                "their backward passes",
-                hint="write into a copy (x = x.clamp(...) in place of x.clamp_(...)), or use pp=1",
-            ) from error
+    except _OF_CODE as error:
         if not is_out_of_memory(error):
-            raise
+            known = _failure_of_plan(error, plan, optimizer)
+            if known is None:
+                raise
+            raise known from error
         raise _memory_error(
             error,
             parameters=parameters,
@@ -169,6 +160,77 @@ def explained_failures(
                 int(torch.cuda.max_memory_allocated(world.device)) if world.device.type == "cuda" else None
             ),
         ) from error
+
+
+_SENTENCES: tuple[tuple[str, Callable[[ParallelPlan], bool], str, str], ...] = (
+    (
+        NO_SHARDING,
+        lambda plan: True,
+        "zero_stage={plan.zero_stage}: {name}, a hook or the model computes with shards of a parameter what torch "
+        "cannot: {text}",
+        "use zero_stage=0, or an optimizer of torch.optim",
+    ),
+    (
+        _NO_VALUES,
+        lambda plan: plan.pp > 1,
+        "pp={plan.pp}: the loss, or a hook, computes with a parameter that another pipeline stage holds",
+        "compute with it in the forward pass of the module that holds it, or use pp=1",
+    ),
+    (
+        WRITTEN_IN_PLACE,
+        lambda plan: plan.pp > 1,
+        "pp={plan.pp}: the model writes into a tensor that several stages read, its input perhaps, before their "
+        "backward passes",
+        "write into a copy (x = x.clamp(...) in place of x.clamp_(...)), or use pp=1",
+    ),
+    (
+        USED_TWICE,
+        lambda plan: plan.num_microbatches > 1,
+        "num_microbatches={plan.num_microbatches}: what one forward pass has kept is used in the backward pass of "
+        "another one",
+        "keep nothing that has a gradient from one pass for the next, or use one micro-batch and pp=1",
+    ),
+    (
+        ONE_ENTRY,
+        lambda plan: plan.dp * plan.num_microbatches > 1,
+        "micro_batch_size={plan.micro_batch_size}: batch norm has one entry for each channel, and no variance",
+        "use a larger micro_batch_size",
+    ),
+    (
+        SPARSE_GRADIENT,
+        lambda plan: plan.dp * plan.num_microbatches > 1,
+        "a gradient is sparse, of nn.Embedding(sparse=True) perhaps, and is summed over ranks or compared",
+        "use sparse=False",
+    ),
+)
+"""What torch says, for which plans, and what is said in its place."""
+
+
+def _failure_of_plan(
+    error: Exception, plan: ParallelPlan, optimizer: torch.optim.Optimizer
+) -> UnsupportedPlanError | None:
+    """Return what is said in place of an error of torch's, None where it is of the script's own code or of a lost rank.
+
+    A script's error says the same under every plan: what it raises itself is left to it.
+    """
+    text, name = _first_line(error)[:200], type(optimizer).__name__
+    if plan.zero_stage and reads_shards(error):
+        return UnsupportedPlanError(
+            f"zero_stage={plan.zero_stage}: the model computes with a parameter outside of the forward pass of the "
+            "module that holds it, where ranks have shards of it",
+            hint="compute with it in the forward pass of that module, or use zero_stage=0",
+        )
+    for words, applies, message, hint in _SENTENCES:
+        if words in str(error) and applies(plan):
+            return UnsupportedPlanError(message.format(plan=plan, name=name, text=text), hint=hint)
+    is_of_others = is_lost_connection(error) or waited_s(error) is not None
+    is_split = plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage > 0  # else torch says the same in one process
+    if not is_split or is_of_others or not is_of_torch(error):
+        return None
+    return UnsupportedPlanError(
+        f"the model, loss_fn or {name} does not run under '{plan.describe()}', in torch's words: {text}",
+        hint="where it runs in plain torch, use another plan (DDP runs any model)",
+    )
 
 
 def _memory_error(

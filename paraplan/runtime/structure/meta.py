@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.structure.snapshots import Snapshot
 from paraplan.runtime.torch_private import FakeTensor, all_taken_for_nonzero, dtensor_like, in_place_of_reentrant
 
 
@@ -69,7 +70,8 @@ def _replace(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 @contextmanager
 def attributes_kept(*models: nn.Module) -> Iterator[None]:
-    """Put the attributes of modules back at the end of this context: what code keeps of a pass that was a trial."""
+    """Put the attributes of modules, and what their functions keep, back at the end of this context, after a trial."""
+    snapshot = Snapshot(*models)
     before = [(vars(module), dict(vars(module))) for model in models for module in model.modules()]
     try:
         yield
@@ -77,6 +79,7 @@ def attributes_kept(*models: nn.Module) -> Iterator[None]:
         for held, kept in before:
             held.clear()
             held.update(kept)
+        snapshot.put_attributes_back()
 
 
 Context = Callable[[], AbstractContextManager[Any]]
