@@ -15,6 +15,7 @@ from training_cases import GLOBAL_BATCH, MODELS, TOKENS, TokenPairs, loss_fn
 from paraplan import runtime
 from paraplan.errors import ModelError, UsageError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checkpoints.boxes import CheckpointError
 
 PLANS = {
     2: [
@@ -93,3 +94,7 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
         losses(other, None, str(tmp_path))
     with pytest.raises(UsageError, match="holds no weights"):
         losses(wider, None, str(tmp_path / "absent"))
+    file = tmp_path / "decoder.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"decoder.safetensors cannot be read: .*"):
+        losses(wider, None, str(tmp_path))

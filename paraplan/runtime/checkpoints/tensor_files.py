@@ -79,7 +79,7 @@ def _header_of(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 class TensorFile:
-    """A file of tensors that is open. `tensor` returns views of the file, which is read where they are."""
+    """A file of tensors that is open. What it returns are views of the file, which is read where these are."""
 
     def __init__(self, path: Path, opened: Any) -> None:
         self._path, self._opened = path, opened
@@ -96,10 +96,20 @@ class TensorFile:
                 hint=DAMAGED,
             )
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that `check` has found to be there."""
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return [*self._opened.keys()]
+
+    def as_written(self, name: str) -> torch.Tensor:
+        """Return the tensor `name`, which must be there, in the type and shape that the file says."""
         with _explained(self._path):
             found: torch.Tensor = self._opened.get_tensor(name)
+        return found
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that `check` has found to be there."""
+        found = self.as_written(name)
         # a file may have bytes at any place: complex numbers of 16 bytes must not lie at those
         return found if dtype in CODES else found.clone().view(dtype).view(shape)
 
@@ -107,19 +117,14 @@ class TensorFile:
 @contextmanager
 def opened(path: Path) -> Iterator[TensorFile]:
     """Open a file of tensors. Raises `CheckpointError` where it is none, or cut off, or missing."""
-    check_library()
+    if importlib.util.find_spec("safetensors") is None:
+        raise UsageError("safetensors is not installed", hint="pip install safetensors")
     from safetensors import safe_open
 
     with _explained(path):
         file = safe_open(path, framework="pt")
     with file as entered:
         yield TensorFile(path, entered)
-
-
-def check_library() -> None:
-    """Raise `UsageError` where safetensors is not installed."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise UsageError("safetensors is not installed", hint="pip install safetensors")
 
 
 @contextmanager

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from paraplan.errors import ModelError, UsageError
-from paraplan.runtime.checkpoints.boxes import CheckpointError, Place, boxes_of, locations
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, boxes_of, locations
 from paraplan.runtime.checkpoints.entries import MODEL
 from paraplan.runtime.checkpoints.loading import FolderReader
-from paraplan.runtime.checkpoints.tensor_files import CODES, check_library, write_tensors
+from paraplan.runtime.checkpoints.tensor_files import CODES, TensorFile, opened, write_tensors
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 
@@ -30,59 +30,39 @@ def names_of_ties(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-class WeightFiles:
-    """The tensors of safetensors files by name, of which any box can be read without the rest."""
-
-    def __init__(self, source: Path) -> None:
-        check_library()
-        from safetensors import safe_open
-
-        files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
-        if not files:
-            raise UsageError(f"{source} holds no weights", hint="name a safetensors file or a folder with such files")
-        self._source = source
-        self._opened: list[Any] = [safe_open(file, framework="pt") for file in files]
-        self._holders: dict[str, Any] = {name: opened for opened in self._opened for name in opened.keys()}  # noqa: SIM118
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._holders
-
-    def read_box(self, name: str, place: Place, into: torch.Tensor) -> None:
-        """Read the box at `place` of tensor `name`, which must be of that whole shape, into a tensor of its size."""
-        tensor = self._holders[name].get_slice(name)
-        if tuple(tensor.get_shape()) != place.whole:
-            raise ModelError(
-                f"{self._source} holds {name} in shape {tuple(tensor.get_shape())}, and the model has {place.whole}",
-                hint=_HINT,
-            )
-        if not into.ndim:
-            into.copy_(self._holders[name].get_tensor(name))
-        elif into.numel():
-            into.copy_(
-                tensor[
-                    tuple(slice(start, start + size) for start, size in zip(place.offsets, place.shape, strict=True))
-                ]
-            )
-
-
 def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str, list[str]]) -> None:
     """Read what this rank holds of a model from `source`, a safetensors file or a folder of them.
 
-    `names` are all names of each parameter. Raises `ModelError` for a parameter that is not there or has another shape.
-    Buffers that are not there stay as they are.
+    `names` are all names of each parameter. Raises `ModelError` for a parameter that is not there or has another shape,
+    `CheckpointError` for a damaged file. Buffers that are not there stay as they are.
     """
+    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{source} holds no weights", hint="name a safetensors file or a folder with such files")
     places = locations(part.shardings, mesh.coordinate("tp"))
-    files = WeightFiles(source)
-    for name, parameter in part.parameters.items():
-        known = next((alias for alias in names.get(name, [name]) if alias in files), None)
-        if known is None:
-            raise ModelError(f"{source} holds no {name}", hint=_HINT)
-        for box in boxes_of(name, parameter, places.get(name)):
-            files.read_box(known, box.place, box.values)
-    for name, buffer in part.buffers.items():
-        if name in files:
-            (box,) = boxes_of(name, buffer)
-            files.read_box(name, box.place, buffer)
+    with ExitStack() as stack:
+        entered = [stack.enter_context(opened(file)) for file in files]
+        holders = {name: file for file in entered for name in file.names}
+        for name, parameter in part.parameters.items():
+            known = next((alias for alias in names.get(name, [name]) if alias in holders), None)
+            if known is None:
+                raise ModelError(f"{source} holds no {name}", hint=_HINT)
+            _fill(source, boxes_of(known, parameter, places.get(name)), holders[known])
+        for name, buffer in part.buffers.items():
+            if name in holders:
+                _fill(source, boxes_of(name, buffer), holders[name])
+
+
+def _fill(source: Path, boxes: Sequence[Box], file: TensorFile) -> None:
+    """Fill the boxes of one tensor. Raises `ModelError` where the file has it in another shape."""
+    for box in boxes:
+        whole = file.as_written(box.name)
+        if tuple(whole.shape) != box.place.whole:
+            raise ModelError(
+                f"{source} holds {box.name} in shape {tuple(whole.shape)}, and the model has {box.place.whole}",
+                hint=_HINT,
+            )
+        box.fill(Box.of(box.name, (0,) * whole.ndim, whole.shape, whole))
 
 
 def export_weights(folder: str | Path, path: str | Path, *, dtype: torch.dtype | None = None) -> int:

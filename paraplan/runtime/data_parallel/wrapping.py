@@ -225,7 +225,11 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
 def _replicate(
     module: nn.Module, mesh: Mesh, *, find_unused: bool, reduce_dtype: ReduceType
 ) -> DistributedDataParallel:
-    """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes."""
+    """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes.
+
+    torch's replicate on FSDP2 (2.13) computes the same gradients in 15 to 26 % more CPU time (two ranks, 6 blocks), and
+    sums nothing for a parameter that a rank leaves out, without a word.
+    """
     quantized = [name for name, one in module.named_parameters() if is_quantized(one)]  # equal already; DDP copies
     ignore_in_replicas(module, [*sharded_names(module), *quantized])
     # torch 2.13 renamed the option and warns about the old name.

@@ -243,7 +243,11 @@ class OperatorChoice:
         return bool(self.every_second) and isinstance(operator, OpOverload) and _name_of(operator) in self.every_second
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of a run that keeps results, and of the one in the backward pass that takes them."""
+        """Return the contexts of a run that keeps results, and of the one in the backward pass that takes them.
+
+        Those of torch (`create_selective_checkpoint_contexts`, 2.13) raise in the backward pass where a kept result was
+        written in place, and draw other random numbers behind a kept result that was drawn.
+        """
         kept: dict[Any, _Result] = {}
         return _Keeping(self, kept), _Taking(self, kept)
 
