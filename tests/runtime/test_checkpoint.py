@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from training_cases import GLOBAL_BATCH, MODELS, TOKENS, Decoder, TokenPairs, lo
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.boxes import CheckpointError
+from paraplan.runtime.checkpoints.boxes import CheckpointError, ShardLocation, boxes_of
+from paraplan.runtime.checkpoints.index import Index, SavedTensor, file_of, key_in_file, write_index
+from paraplan.runtime.checkpoints.loading import FolderReader
 from paraplan.runtime.checkpoints.tensor_files import DTYPES, opened, write_tensors
 from paraplan.runtime.engine import Engine
+from paraplan.runtime.shards.sharding import Sharding
 
 FIRST_STEPS, LAST_STEPS = 1, 2
 
@@ -281,3 +285,39 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
             assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
             bits = [each.reshape(-1).clone().view(torch.uint8) for each in (found, expected)]
             assert torch.equal(*bits), name
+
+
+def test_boxes_of_any_split_are_read_as_those_of_any_other(tmp_path: Path) -> None:
+    whole = torch.arange(24.0 * 24).view(24, 24)
+    cuts = (((24,), 1), ((8, 8, 8), 1), ((16, 4, 4), 1), ((8, 4), 2))
+    shardings = [
+        Sharding(dim, segments, size, repeats)
+        for dim, size, (segments, repeats) in itertools.product((0, 1), (1, 4, 5), cuts)
+        if len(segments) == 1 or all(segment % size == 0 for segment in segments)
+    ]
+
+    def parts(sharding: Sharding) -> list[torch.Tensor]:
+        pieces = [sharding.pieces(rank) for rank in range(sharding.size)]
+        return [
+            torch.cat([whole.narrow(sharding.dim, start, n) for start, _, n in each], sharding.dim) for each in pieces
+        ]
+
+    files: list[dict[str, torch.Tensor]] = [{} for _ in range(5)]
+    tensors: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {str(each): [] for each in shardings}
+    for sharding in shardings:
+        for rank, part in enumerate(parts(sharding)):
+            for place, values in (
+                (box.place, box.values) for box in boxes_of(str(sharding), part, ShardLocation(sharding, rank))
+            ):
+                files[rank][key_in_file(place.name, place.offsets, place.shape, place.whole)] = values
+                tensors[place.name].append((rank, place.offsets, place.shape))
+    for rank, held in enumerate(files):
+        write_tensors(tmp_path / file_of(rank), held)
+    saved = {name: SavedTensor(dtype="float32", shape=(24, 24), boxes=tuple(boxes)) for name, boxes in tensors.items()}
+    write_index(tmp_path, Index(state={}, tensors=saved))
+    reader = FolderReader(tmp_path)
+    for written, read in itertools.product(shardings, shardings):
+        for rank, part in enumerate(parts(read)):
+            target = torch.full_like(part, -1.0)
+            reader.read(boxes_of(str(written), target, ShardLocation(read, rank)))
+            assert torch.equal(target, part), (written, read, rank)
