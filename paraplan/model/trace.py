@@ -47,6 +47,7 @@ def trace_module(
     micro_batch_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     source: str = "factory",
+    tells_reasons: bool = True,
 ) -> ModelSpec:
     """Return the model that `factory` builds, measured for `micro_batch_size` sequences of `seq_length` tokens.
 
@@ -55,7 +56,8 @@ def trace_module(
     grows with the sequence's square is told apart by a second run at half its length. `is_traced` marks the blocks.
     `requires_grad` says which parameters train; the others are stored in the type that the module has them in. Where
     the two are of different types, as peft makes them, both keep theirs, and products are computed as under autocast.
-    Where all train, another run without gradients of weights tells what is kept for those alone.
+    Where all train, another run without gradients of weights tells what is kept for those alone, unless `tells_reasons`
+    is False: it takes half of the time, and what freezing saves is then not known.
     """
     seq_length = seq_length or DEFAULT_SEQ_LENGTH
     with torch.device("meta"):
@@ -72,10 +74,11 @@ def trace_module(
         source, "the model was cast", lambda: module.to(device="meta", dtype=None if is_mixed else dtype)
     ).train()
     blocks = find_blocks(module)
-    whole = _explained(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length)
-    half = None
-    if seq_length >= 2:
-        half = _explained(module, blocks, source, micro_batch_size=micro_batch_size, seq_length=seq_length // 2)
+    measured = partial(
+        _explained if tells_reasons else _measure, module, blocks, source, micro_batch_size=micro_batch_size
+    )
+    whole = measured(seq_length=seq_length)
+    half = measured(seq_length=seq_length // 2) if seq_length >= 2 else None
     scopes = _parameters_by_scope(module, blocks, whole, sizes)
     return _assemble(
         module, blocks, scopes, whole, half, source, micro_batch_size=micro_batch_size, seq_length=seq_length

@@ -235,10 +235,7 @@ def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> 
         other = json.loads(run(*small, *way, "--json")[1])
         assert (other["plan"]["offload"], other["warnings"]) == ("none", [])
     assert json.loads(run(*small, "--offload", "optimizer", "--json")[1])["warnings"] == []
-    # The fewest GPUs are those that need no offload, where there are as many.
-    fewest = json.loads(run(*small, "--nodes", "4", "--find", "fewest-gpus", "--json")[1])
-    assert (fewest["plan"]["offload"], fewest["warnings"]) == ("none", [])
-    assert "16 of 32" in fewest["found"]
+    # The fewest GPUs are those that need no offload only where there are as many.
     fewest = json.loads(run(*small, "--find", "fewest-gpus", "--json")[1])
     assert fewest["plan"]["offload"] != "none"
 

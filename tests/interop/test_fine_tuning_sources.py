@@ -9,27 +9,13 @@ from typing import Any
 import pytest
 from exported_plans import subject
 
-from paraplan.api.imported import Tool, import_plan
 from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.interop.export import export_plan
-from paraplan.interop.setup import Setup
 
 AXOLOTL = "base_model: m\n"
 TRL = "model_name_or_path: m\n"
 FACTORY = "stage: sft\nmodel_name_or_path: m\n"
 PEFT = "peft_type: LORA\n"
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Any:
-    """Return what reads a text as a file."""
-
-    def read_text(text: str, tool: Tool | None = None, **given: Any) -> Setup:
-        path = tmp_path / "config.yaml"
-        path.write_text(text, encoding="utf-8")
-        return import_plan(path, tool, **given).setup
-
-    return read_text
 
 
 @pytest.mark.parametrize(

@@ -7,24 +7,10 @@ from typing import Any
 
 import pytest
 
-from paraplan.api.imported import import_plan
 from paraplan.errors import PlanError
-from paraplan.interop.setup import Setup
 
 AXOLOTL = "base_model: m\nsequence_len: 8192\n"
 FACTORY = "model_name_or_path: m\ndo_train: true\nbf16: true\n"
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Any:
-    """Return what reads a text as a file."""
-
-    def read_text(text: str, name: str = "config.yaml", **given: Any) -> Setup:
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8")
-        return import_plan(path, **given).setup
-
-    return read_text
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from exported_plans import subject
 
-from paraplan.api.imported import ImportedPlan, import_plan
+from paraplan.api.imported import ImportedPlan
 from paraplan.interop.export import export_plan
-from paraplan.interop.setup import Setup
 from paraplan.model.reader import read_model
 from paraplan.plan.stack import StackSettings
 
@@ -21,18 +19,6 @@ SWIFT = "model: m\ntuner_type: lora\nmax_length: 64\n"
 AXOLOTL = "base_model: m\nsequence_len: 64\nplugins: [axolotl.integrations.liger.LigerPlugin]\n"
 ACCELERATE = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\nmixed_precision: fp8\n"
 NORMS_AND_MLPS = "liger_rms_norm: true\nliger_glu_activation: true\n"
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Any:
-    """Return what reads a text as a file."""
-
-    def read_text(text: str, **given: Any) -> Setup:
-        path = tmp_path / "config.yaml"
-        path.write_text(text, encoding="utf-8")
-        return import_plan(path, **given).setup
-
-    return read_text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ from exported_plans import subject
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from paraplan.api.imported import import_plan
 from paraplan.errors import PlanError
 from paraplan.interop.export import export_plan
-from paraplan.interop.setup import Setup
 
 RECIPE = """
 recipe: TrainFinetuneRecipeForNextTokenPrediction
@@ -28,18 +25,6 @@ model: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1, seq_leng
 train: {micro_batch_size: 2, global_batch_size: 32, train_iters: 5}
 logger: {log_interval: 1}
 """
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Any:
-    """Return what reads a text as a file."""
-
-    def read_text(text: str, **given: Any) -> Setup:
-        path = tmp_path / "config.yaml"
-        path.write_text(text, encoding="utf-8")
-        return import_plan(path, **given).setup
-
-    return read_text
 
 
 @pytest.mark.parametrize(
