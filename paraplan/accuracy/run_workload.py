@@ -338,8 +338,9 @@ def _named_model(run: MeasuredRun, known: Mapping[str, Fields]) -> ModelSpec | N
         return None
     if fields is None:
         raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
-    vocabulary = run.vocab or int(fields["vocab_size"])
-    fields = fields | {"vocab_size": vocabulary, "mtp_num_layers": run.mtp_layers or 0}
+    stated = {"mtp_num_layers": run.mtp_layers or 0} | ({"vocab_size": run.vocab} if run.vocab else {})
+    text = fields.get("text_config")
+    fields = fields | ({"text_config": text | stated} if text else stated)
     config = ModelConfig(run.model_name, fields, run.model_name, run.seq_len)
     return read_fields(config)
 
