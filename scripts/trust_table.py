@@ -59,6 +59,7 @@ LATER = tuple(
         "fourth_blind",
         "fifth_blind",
         "sixth_blind",
+        "seventh_blind",
     )
 )
 LATER_FINE_TUNING = RUNS / "later_fine_tuning.csv"
@@ -86,7 +87,7 @@ def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, Ac
         unseen_sentence([row for _, row in later if row.id not in poor]),
         sentence(**standard.sweeps),
         range_sentence(accuracy),
-        fits_sentence(score_fits([(run, retold(row, accuracy)) for run, row in found.rows])) + left_out,
+        fits_sentence(score_fits(found.rows), risks_left_out((*found.rows, *later, *tuned))) + left_out,
     ]
     return scores, "\n".join(sentences), accuracy
 
@@ -97,28 +98,48 @@ def validated(files: tuple[Path, ...], *, everything: bool = False) -> Validatio
     return validate_runs({path.name: path.read_text() for path in files}, everything=everything)
 
 
-def retold(row: RunPrediction, accuracy: AccuracyTable) -> RunPrediction:
-    """Return a prediction with the risk that is told from now on."""
-    if row.allocator_share is None or row.out_of_memory_risk is None:
-        return row
-    return row.replace(out_of_memory_risk=accuracy.memory_risk.at(row.allocator_share))
+def tell_failures(rows: Sequence[Row]) -> list[Row]:
+    """Return the runs of sources that publish runs out of memory; others say nothing of how often plans fail."""
+    telling = {row.source for row in outcomes(rows).out_of_memory}
+    return [(run, row) for run, row in rows if row.source in telling]
+
+
+def risk_of(rows: Sequence[Row], *, without: str | None = None) -> MemoryRisk:
+    """Return the risk of running out of memory that runs tell, those of one source left out."""
+    ended = outcomes(rows)
+    return MemoryRisk.of(
+        [
+            (row.allocator_share, failed)
+            for failed, group in ((False, ended.ran), (True, ended.out_of_memory))
+            for row in group
+            if row.allocator_share is not None and row.source != without
+        ]
+    )
+
+
+def risks_left_out(rows: Sequence[Row]) -> FitScore:
+    """Return the score of risks, each source's told by the others that publish failures."""
+    told = tell_failures(rows)
+    lines = {source: risk_of(told, without=source) for source in {row.source for _, row in told}}
+    return score_fits(
+        [
+            (run, row.replace(out_of_memory_risk=lines[row.source].at(row.allocator_share)))
+            for run, row in told
+            if row.allocator_share is not None
+        ]
+    )
 
 
 def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
     """Return what ranges and risks are made of, from the runs of all tables beside their predictions."""
     timed = [row for _, row in rows if row.step_time_error is not None]
     ratios = [*first_ratios(timed).values()]
-    ended, poor = outcomes(rows), poor_rows((*LATER, LATER_FINE_TUNING))
-    shares = [
-        (row.allocator_share, failed)
-        for failed in (False, True)
-        for row in (ended.out_of_memory if failed else ended.ran)
-    ]
+    poor = poor_rows((*LATER, LATER_FINE_TUNING))
     return AccuracyTable(
         measured=measured_on(timed),
         step_time=errors_by_evidence(ratios),
         memory=memory_errors(row for _, row in rows if row.id not in poor),
-        memory_risk=MemoryRisk.of([(share, failed) for share, failed in shares if share is not None]),
+        memory_risk=risk_of(tell_failures(rows)),
     )
 
 
@@ -244,18 +265,21 @@ def range_row(name: str, errors: Errors) -> str:
     return f"| {name} | {errors.low - 1:+.0%} to {errors.high - 1:+.0%} | {errors.rows} | {errors.sources} | {shares} |"
 
 
-def fits_sentence(fits: FitScore) -> str:
+def fits_sentence(fits: FitScore, risks: FitScore) -> str:
     """Return in words how often a run that ended, or ran out of memory, was predicted to, and what risks are worth."""
     alarms = fits.ran - fits.ran_predicted
     told, failed = fits.out_of_memory_predicted, fits.out_of_memory
     lines = [
         f"Fits or not: of {failed} runs that ran out of memory {told} ({told / max(1, failed):.0%}) were predicted to, "
         f"of {fits.ran} that ran {alarms} ({alarms / max(1, fits.ran):.0%}) too.\n",
-        "| told risk of running out of memory | runs | ran out |",
-        "| --- | --: | --: |",
+        "Risks are made of sources that publish runs out of memory; what became of a source's runs is told of risks",
+        "that the others make.\n",
+        "| told risk of running out of memory | runs | ran out | mean of sources |",
+        "| --- | --: | --: | --: |",
         *(
-            f"| {one.low:.0%} to {min(1.0, one.high):.0%} | {one.rows} | {one.failed / one.rows:.0%} |"
-            for one in fits.by_risk
+            f"| {one.low:.0%} to {min(1.0, one.high):.0%} | {one.rows} | {one.failed / one.rows:.0%} | "
+            f"{one.failed_share_of_sources or 0:.0%} |"
+            for one in risks.by_risk
             if one.rows
         ),
     ]
@@ -267,14 +291,14 @@ def fits_sentence(fits: FitScore) -> str:
     return "\n".join((*lines, ""))
 
 
-def table(title: str, figures: Score) -> str:
-    """Return one row a source, then all rows and the mean of the sources."""
+def table(title: str, figures: Score, *, shows_sources: bool = True) -> str:
+    """Return one row a source where they are shown, then all rows and the mean of the sources."""
     rows = [f"| {source} | {cells(row)} |" for source, row in figures.by_source.items()]
     return "\n".join(
         [
             f"| {title}: source | rows | mean error | median | worst | bias |",
             "| --- | --: | --: | --: | --: | --: |",
-            *rows,
+            *(rows if shows_sources else ()),
             f"| **all rows** | {cells(figures.all_rows)} |",
             f"| **mean of the sources** | {len(rows)} | {figures.mean_of_sources or 0:.1%} | | | |\n",
         ]
@@ -310,7 +334,9 @@ def pages(text_of: TextOf) -> dict[Path, str]:
     """Return the page, the README and the ranges with the figures of today; `text_of` reads what they were."""
     titles = ("step time", "peak memory", "peak memory of other runs")
     scores, sweeps, accuracy = validate(KNOWN)
-    tables = [table(title, figures) for title, figures in zip(titles, scores, strict=True)]
+    tables = [
+        table(title, figures, shows_sources=title != titles[-1]) for title, figures in zip(titles, scores, strict=True)
+    ]
     tables.insert(1, sweeps)
     return {
         PAGE: between(text_of(PAGE), START, END, "\n" + "\n".join(tables) + "\n"),

@@ -106,7 +106,8 @@ def _ends(ratios: Sequence[Ratio]) -> dict[float, tuple[float, float]]:
 class MemoryRisk(Record):
     """The share of runs that ran out of memory, by what torch's allocator was predicted to take of the GPU.
 
-    Its log odds are a line in the logarithm of what is taken, as a share of the GPU's memory (logistic regression).
+    Its log odds are a line in the logarithm of what is taken, as a share of the GPU's memory (logistic regression),
+    over runs of sources that publish failures: those that publish successes alone say nothing of how often plans fail.
     """
 
     log_odds_when_full: float

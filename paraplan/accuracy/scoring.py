@@ -86,6 +86,8 @@ class RiskBin(Record):
     high: float
     rows: int
     failed: int
+    failed_share_of_sources: float | None
+    """The share that failed as the mean of sources, None without any."""
 
 
 @dataclass(frozen=True)
@@ -204,11 +206,18 @@ def score_fits(pairs: Iterable[tuple[MeasuredRun | UnusableRow, RunPrediction]])
 
 
 def _risk_bin(ended: Outcomes, low: float, high: float) -> RiskBin:
-    def within(rows: Sequence[RunPrediction]) -> int:
-        return sum(row.out_of_memory_risk is not None and low <= row.out_of_memory_risk < high for row in rows)
-
-    failed = within(ended.out_of_memory)
-    return RiskBin(low=low, high=high, rows=failed + within(ended.ran), failed=failed)
+    by_source: dict[str, list[bool]] = {}
+    for has_failed, rows in ((True, ended.out_of_memory), (False, ended.ran)):
+        for row in rows:
+            if row.out_of_memory_risk is not None and low <= row.out_of_memory_risk < high:
+                by_source.setdefault(row.source, []).append(has_failed)
+    return RiskBin(
+        low=low,
+        high=high,
+        rows=sum(map(len, by_source.values())),
+        failed=sum(map(sum, by_source.values())),
+        failed_share_of_sources=fmean(fmean(each) for each in by_source.values()) if by_source else None,
+    )
 
 
 def _is_offloaded(run: MeasuredRun) -> bool:

@@ -37,8 +37,6 @@ class ShardingImplementation(Record):
     """Seconds of the host to gather a block, or a module of it (`gathers_each_weight`)."""
     reduce_host_s: float = 0.0
     """The same to reduce gradients."""
-    host_cpu: str | None = None
-    """The CPU that took these seconds, as Linux names it; None: they are taken for any."""
     gathers_each_weight: bool = False
     """ZeRO-3 gathers and scatters the weights of each module by itself, not those of a block together."""
     bucket_elements: float = 0.0

@@ -16,7 +16,6 @@ from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, Mask, PlanTable, 
 from paraplan.cost.stack import DETERMINISTIC_WORKSPACE_BYTES, told_profile
 from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.cpus import one_core_score
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.attention import LARGEST_FLASH_HEAD
@@ -258,14 +257,6 @@ class Workload:
     def _of_group(self, size: Ints) -> Ints:
         pair, many = self.constants.pair_communicator_bytes, self.constants.communicator_bytes
         return np.asarray(np.where(size > 2, many, np.where(size == 2, pair, 0)))
-
-    def host_slowdown(self, measured_on: str | None) -> float:
-        """Return how many times as long as on the CPU of a measurement the host takes, 1 where either is not known.
-
-        By the scores of one core: Python and the calls that start kernels run on one.
-        """
-        theirs, ours = (one_core_score(name) if name else None for name in (measured_on, self.cluster.cpu))
-        return theirs / ours if theirs and ours else 1.0
 
     def optimizer_traffic(self, how: str) -> float:
         """Return the bytes that an optimizer step that goes `how` over parameters moves for each of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paraplan.cost.blocks.costs import block_costs
+from paraplan.cost.blocks.kernels import computed_share
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework_files import FrameworkCatalog
 from paraplan.cost.plan_table import PlanTable
@@ -13,6 +14,7 @@ from paraplan.hardware.architecture import load_architecture
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_gpu
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.reader import read_model
+from paraplan.model.spec import Attention
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
 
@@ -121,3 +123,13 @@ def test_maxtext_attends_as_transformer_engine_does() -> None:
     flops = 0.5 * (1 + 880 / 8192) * 4 * 8192 * 8192 * 4096 * 32
     cheaper_s = flops / 2250e12 * (1 / 0.53 + 2.5 / 0.47)
     assert compute_s("jax") < compute_s("fsdp") - cheaper_s
+
+
+@pytest.mark.parametrize("window", [None, 4096, 1024, 128])
+def test_a_causal_mask_halves_the_pairs_of_all_keys_and_not_those_of_a_window(window: int | None) -> None:
+    attention, length = Attention(num_heads=1, num_kv_heads=1, qk_head_dim=64, v_head_dim=64, window=window), 4096
+    seen = sum(min(query + 1, window or length) for query in range(length))
+    assert computed_share(attention, length) * length * min(length, window or length) == pytest.approx(seen, rel=0.01)
+    # A block at each edge of the mask is computed whole: one edge without a window, nearly two with a short one.
+    blocks = computed_share(attention, length, edge_tokens=350.0) * min(length, window or length) - seen / length
+    assert blocks == pytest.approx(175.0 * (2.0 - (window or length) / length), abs=1.0)

@@ -244,13 +244,12 @@ class KernelTimes(MatmulTimes):
             flops = flops * (2.5 if backward else 1.0)
             measured = self._attention_rate(backward=backward)
             if measured is not None:
-                return np.asarray((0.5 if attention.is_causal else 1.0) * flops / measured)
+                return np.asarray(computed_share(attention, length) * flops / measured)
             width = (attention.qk_head_dim + attention.v_head_dim) / 2
             efficiency = speed.peak_share(width, backward=backward) * constants.flash_attention_factor
             efficiency *= stack_values().fp8_attention_speedup if self.training.stack.fp8_attention else 1.0
             efficiency *= self._reached_share() if speed.is_of_reached else 1.0
-            reach = min(length, attention.window or length)
-            computed = 0.5 * (1.0 + speed.causal_tokens / reach) if attention.is_causal else 1.0
+            computed = computed_share(attention, length, edge_tokens=speed.causal_tokens)
             if backward:
                 queries = self.shardings.tokens * attention.num_heads * attention.qk_head_dim / ranks
                 moved_s = self.moved_s(queries * speed.backward_bytes)
@@ -275,3 +274,17 @@ class KernelTimes(MatmulTimes):
         if self._fit is None:
             return None
         return self._fit.attention_backward_flops_per_s if backward else self._fit.attention_forward_flops_per_s
+
+
+def computed_share(attention: Attention, length: int, *, edge_tokens: float = 0.0) -> float:
+    """Return which share of the pairs of queries and `window` keys, of all keys without one, is computed under a mask.
+
+    A causal mask leaves half of all pairs. A window much shorter than the sequence leaves all of its own: only the
+    first queries see fewer keys. Blocks on an edge of the mask are computed whole, which costs half of `edge_tokens`
+    keys a query at each edge: one on the diagonal, another at the far end of a window (Dao-AILab/flash-attention,
+    csrc/flash_attn/src/flash_fwd_kernel.h: key blocks run from that of the window's far end to that of the diagonal).
+    """
+    if not attention.is_causal:
+        return 1.0
+    reach = min(length, attention.window or length)
+    return (1.0 - 0.5 * reach / length) * (1.0 + edge_tokens / reach)

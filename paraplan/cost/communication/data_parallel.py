@@ -64,8 +64,7 @@ def weight_work(workload: Workload, table: PlanTable) -> WeightWork:
     cast = np.where(is_whole, AUTOCAST_BYTES if storage.is_autocast and is_mixed else 0.0, 0.0)
     made_bytes = np.where(cast > 0, 4.0, float(workload.training.activation_bytes))
     adds = np.where(keeps_shards, 0.0, 0.0 if profile.fuses_accumulation else 1.0 - once)
-    slowdown = workload.host_slowdown(sharding.host_cpu)
-    host_s = slowdown * (_modules_of_block(workload.model) if sharding.gathers_each_weight else 1.0)
+    host_s = _modules_of_block(workload.model) if sharding.gathers_each_weight else 1.0
     forward_host_s = gathers * sharding.gather_host_s * host_s
     has_replicas = is_whole & (table.dp * table.cp > 1) & (table.devices == 1)
     narrow, wide = sharding.reduce_traffic
