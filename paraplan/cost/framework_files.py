@@ -37,6 +37,7 @@ class FrameworkCatalog:
         self._loaded: dict[str, FrameworkProfile] = {}
         self._aliases: dict[str, str] = {}
         self._table_aliases: dict[str, str] = {}
+        self._named: dict[str, str | None] = {}  # texts of tables, which name the same few again and again
 
     def names(self) -> list[str]:
         """Return the names of the bundled profiles that plans can be made for."""
@@ -66,11 +67,17 @@ class FrameworkCatalog:
     def find(self, text: str) -> FrameworkProfile | None:
         """Return the profile that a text such as `Megatron-LM + TE 2.11` names, None for an unknown one."""
         words = text.strip().lower()
+        if words not in self._named:
+            self._named[words] = self._name_in(words)
+        name = self._named[words]
+        return None if name is None else self.bundled(name)
+
+    def _name_in(self, words: str) -> str | None:
         if not self._table_aliases:
             self._table_aliases.update(self._known_aliases() | self._aliases_of(self.measured_names()))
         aliases = self._table_aliases
         found = [alias for alias in aliases if all(_has_word(words, word) for word in alias.split())]
-        return self.bundled(aliases[max(found, key=len)]) if found else None
+        return aliases[max(found, key=len)] if found else None
 
     def bundled(self, name: str) -> FrameworkProfile:
         """Return the profile of one of `names` or of `measured_names`."""
