@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paraplan.runtime.data.packed_rows import pack_rows as pack_rows
     from paraplan.runtime.data.packing import Packing as Packing
     from paraplan.runtime.data_parallel.sharded_table import ShardedEmbedding as ShardedEmbedding
     from paraplan.runtime.engine import Engine as Engine
@@ -34,6 +35,7 @@ _HOME_OF = {
     "ShardedEmbedding": "data_parallel.sharded_table",
     "TrainingOptions": "options",
     "init": "job_start",
+    "pack_rows": "data.packed_rows",
     "without_weights": "structure.meta",
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "ShardedEmbedding",
     "TrainingOptions",
     "init",
+    "pack_rows",
     "without_weights",
 ]
 

@@ -117,7 +117,7 @@ class MicroBatching:
                 stack.enter_context(explained_timeouts(lambda: f"the check of engine.{call}"))
                 guarded(lambda: self._check.run(call, pieces))
         self._loss.gathers, self._loss.total = gathers, None
-        is_divided = division.count * self._mesh.size("dp") > 1
+        is_divided = division.count * self._mesh.size("dp") * self._mesh.size("cp") > 1
         if gathers or not is_divided:
             return weigh(pieces, [1.0 / self._mesh.size("dp")] * len(pieces))
         self._loss.total, weights = self._weights(pieces, sizes)

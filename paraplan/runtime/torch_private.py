@@ -88,8 +88,10 @@ TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout ca
 
 NO_SHARDING = "in-place operations that require placement changes"
 WRITTEN_IN_PLACE = "has been modified by an inplace operation"
+NO_GRAPH = "does not require grad"
 USED_TWICE = "Trying to backward through the graph a second time"
 ONE_ENTRY = "Expected more than 1 value per channel"
+NO_STORAGE = "are out of bounds for storage of size 0"
 SPARSE_GRADIENT = "from the 'Sparse"
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 """What DTensor raises where a shard meets a plain tensor; the error is a plain RuntimeError."""

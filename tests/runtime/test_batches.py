@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paraplan.errors import UsageError
+from paraplan.runtime import pack_rows
 from paraplan.runtime.data.batches import (
     Division,
     batch_size,
@@ -18,6 +19,25 @@ from paraplan.runtime.data.batches import (
     split_batch,
     with_rows_repeated,
 )
+
+
+def test_packed_rows_go_with_the_sequences_they_belong_to() -> None:
+    rows, tokens, grid = (
+        torch.arange(9.0)[:, None],
+        torch.arange(4),
+        torch.tensor([[1, 1, 2], [1, 3, 1], [1, 1, 1], [1, 1, 3]]),
+    )
+    said = {"tokens": tokens, "patches": pack_rows(rows, [2, 3, 1, 3])}
+    by_processor = with_rows_repeated({"tokens": tokens, "pixel_values": rows, "image_grid_thw": grid}, tokens)
+    for inputs, name in ((said, "patches"), (by_processor, "pixel_values")):
+        assert batch_size(inputs, tokens) == 4
+        parts = split_batch(inputs, tokens, Division(count=2, size=None))
+        found = [call_model(lambda **given: given, part.inputs)[name][:, 0].tolist() for part in parts]  # type: ignore[arg-type]
+        assert found == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    with pytest.raises(UsageError, match=r"found \[4, 9\]; hint: .* runtime.pack_rows says which rows"):
+        batch_size({"tokens": tokens, "patches": rows}, tokens)
+    with pytest.raises(UsageError, match="9 packed rows, and counts of sequences that add up to 8"):
+        pack_rows(rows, [2, 2, 1, 3])
 
 
 def test_micro_batches_are_consecutive_parts_of_every_tensor() -> None:

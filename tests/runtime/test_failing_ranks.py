@@ -14,8 +14,10 @@ from torch import nn
 from training_cases import TOKENS, loss_fn
 
 from paraplan import runtime
+from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.connections import Connections
+from paraplan.runtime.step.faults import explained_failures
 
 PLANS = PLANS | {
     "ddp": ParallelPlan(dp=2, micro_batch_size=2),
@@ -131,3 +133,46 @@ def test_connections_that_were_there_before_stay_open() -> None:
         assert (accepted.recv(1), other.recv(1)) == (b"x", b"")
         for one in (accepted, opened, other):
             one.close()
+
+
+FAILURES: dict[str, tuple[Any, str]] = {
+    "shapes": (lambda: torch.ones(2, 3) @ torch.ones(2, 3), "does not run under 'dp2 x tp2"),
+    "classes": (
+        lambda: nn.functional.cross_entropy(torch.ones(2, 3), torch.ones(3).long()),
+        "does not run under 'dp2 x tp2",
+    ),
+    "one entry": (lambda: nn.BatchNorm1d(3)(torch.ones(1, 3)), "batch norm has one entry for each channel"),
+    "twice": (
+        lambda: [loss.backward() for loss in [torch.ones(2, requires_grad=True).square().sum()] * 2],
+        "kept is used",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_torch_cannot_run_is_said_in_a_sentence_with_a_way_out(name: str) -> None:
+    work, words = FAILURES[name]
+    plan = ParallelPlan(tp=2, dp=2, micro_batch_size=1, num_microbatches=2)
+    with pytest.raises(UnsupportedPlanError, match=words) as refusal:
+        explained(work, plan)
+    assert refusal.value.hint
+    assert isinstance(refusal.value.__cause__, (RuntimeError, ValueError))
+
+
+def test_what_a_script_raises_is_left_to_it() -> None:
+    def raising() -> None:
+        raise RuntimeError("no such column")
+
+    for plan in (PLANS["tp2"], PLANS["ddp"]):
+        with pytest.raises(RuntimeError, match="no such column"):
+            explained(raising, plan)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):  # as in one process
+        explained(FAILURES["shapes"][0], PLANS["ddp"])
+
+
+def explained(work: Any, plan: ParallelPlan) -> Any:
+    parameters = [nn.Parameter(torch.ones(2))]
+    world = runtime.init(ParallelPlan(), shows_progress=False).world
+    return explained_failures(
+        work, parameters=parameters, optimizer=sgd(parameters), plan=plan, file=None, world=world, step=1
+    )

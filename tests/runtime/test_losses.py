@@ -437,6 +437,8 @@ def test_metrics_beside_the_loss_are_those_of_the_whole_batch() -> None:
     [
         (lambda x, t: (plain_mean(x, t), torch.ones(2)), r"returned a tensor of shape \(2,\) as its count"),
         (lambda x, t: (plain_mean(x, t), "four"), "returned str as its count"),
+        (lambda x, t: (plain_mean(x, t), -4), "returned -4 as its count"),
+        (lambda x, t: (plain_mean(x, t), torch.tensor(-4.0)), "returned -[0-9]+ as its count"),
         (lambda x, t: (plain_mean(x, t), 1, 2), "returned 3 values"),
         (lambda x, t: (plain_mean(x, t), {"acc": torch.ones(2)}), "returned the metric 'acc' as Tensor"),
         (lambda x, t: (plain_mean(x, t), {"acc": (1, 2, 3)}), "returned the metric 'acc' as tuple"),
@@ -564,6 +566,19 @@ def slightly_balanced(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
     """Add a term that moves the loss by less than rounding does, and its gradients by more."""
     shares = logits.softmax(-1).flatten(0, 1)
     return ignored(logits, targets) + 0.01 * (shares.mean(0) * shares.mean(0)).sum()
+
+
+def of_gradients(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Add what gradients within the loss come to, for which a pass without them is none."""
+    (gradient,) = torch.autograd.grad(token_losses(logits, targets).sum(), logits, create_graph=True)
+    return plain_mean(logits, targets) + gradient.square().mean()
+
+
+def test_a_loss_that_takes_gradients_is_tried_with_them(caplog: pytest.LogCaptureFixture) -> None:
+    counted = {"count_targets": lambda targets: float(len(targets["mask"]))}
+    assert told(caplog, of_gradients, cut_into(2), **counted) == []
+    whole = told(caplog, lambda logits, targets: of_gradients(logits, targets).sqrt(), cut_into(2), **counted)
+    assert len(whole) == 1
 
 
 BY_GRADIENTS = {"in the backward pass": less_its_mean, "by a small term": slightly_balanced}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import FailedElsewhereError
@@ -25,6 +26,7 @@ from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.seeds import python_numbers, seed_generators
 from paraplan.runtime.step.loss import LossFunction, Tally, read_loss
 from paraplan.runtime.structure.snapshots import nothing_changed
+from paraplan.runtime.torch_private import NO_GRAPH
 
 
 @dataclass
@@ -37,6 +39,10 @@ class Record:
     loss: float
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
+
+
+class _NeedsGraphError(RuntimeError):
+    """The loss on the last stage of a pipeline takes gradients, as all ranks are told."""
 
 
 def compared(found: Record, expected: Record) -> Comparison:
@@ -79,7 +85,7 @@ class TrialRuns:
         self._has_halves = any(one.dtype in (torch.bfloat16, torch.float16) for one in part.module.parameters())
         self.computes_in_halves = self._has_halves or half_type(precision) is not None
         self.draws = True
-        self._has_tried = False
+        self._has_tried = self._needs_graph = False
         # Where nothing but the context casts, trials do without: rounding of 16 bits hides small terms.
         self._is_exact = self.computes_in_halves and not self._has_halves and plan.pp == 1 and not plan.zero_stage
 
@@ -116,6 +122,27 @@ class TrialRuns:
         Random numbers belong to sequences, and start from `seed`. `seen` is called before what a part has written is
         put back, and passes of `earlier` come before it. With `gathers` the outputs of the ranks are joined.
         """
+        options: dict[str, Any] = {"seed": seed, "earlier": earlier, "seen": seen, "gathers": gathers}
+        if trains or not self._needs_graph:
+            try:
+                return self._run(parts, trains=trains, **options)
+            except RuntimeError as error:  # a loss with torch.autograd.grad, on all ranks
+                is_agreed = self.plan.pp == 1 or isinstance(error, _NeedsGraphError)
+                if trains or not is_agreed or NO_GRAPH not in str(error):
+                    raise
+                self._needs_graph = True
+        return replace(self._run(parts, trains=True, **options), gradients={})
+
+    def _run(
+        self,
+        parts: Sequence[Part],
+        *,
+        trains: bool,
+        seed: int,
+        earlier: Sequence[Part],
+        seen: Callable[[], None] | None,
+        gathers: bool,
+    ) -> Record:
         counts = [float(self.counter.count(one.inputs, one.targets)) for one in parts]
         copies = 1 if gathers else self.num_runs * self.mesh.size("dp")
         total = math.fsum(counts) * copies
@@ -142,6 +169,10 @@ class TrialRuns:
                 self._add_gradients(gradients)
             loss, count = loss + float(tally.loss), count + float(tally.count)
             returns_sums = tally.returns_sums
+        if count < 0.0:
+            raise UsageError(
+                f"loss_fn returned {count:g} as its count, not one number from 0", hint="return (loss_sum, count)"
+            )
         if not gathers:  # sums were divided by what was counted
             loss *= total / max(count, 1e-30) if returns_sums else self.mesh.size("dp")
         return replace(record, loss=loss, gradients=gradients)
@@ -161,6 +192,8 @@ class TrialRuns:
             else:
                 execution.evaluate(rows)
             tally = self.loss.tally
+        if waits and anywhere(any(NO_GRAPH in str(one) for one in failures), self.mesh):
+            raise _NeedsGraphError(NO_GRAPH)
         if waits and anywhere(bool(failures), self.mesh):
             raise failures[0] if failures else FailedElsewhereError
         return tally

@@ -72,15 +72,18 @@ class Verification:
                     lambda model: self._terms(model, micro_batches),
                     begin=lambda: before.update(weight_sums(model) if watches else {}),
                 )
-                expected = float(loss.tally.loss) * self._mesh.size("dp")
+                copies = self._mesh.size("dp")
+                expected = _mean(float(loss.tally.loss) * copies, float(loss.tally.count) * copies, total)
             self._refuse_written(before, weight_sums(model) if before and has_run else before)
             buffers = {name: held.detach().clone() for name, held in model.named_buffers()}
         if not has_run or not math.isfinite(expected):
             return None
         seed_generators(0)
-        own = float(self._runs.tally(*self._micro_batches(rows), trains=True).loss)
+        tally = self._runs.tally(*self._micro_batches(rows), trains=True)
         copies = self._mesh.size("tp") * self._mesh.size("cp")
-        found = Comparison(sum(row[0] for row in gathered_numbers([own], self._mesh)) / copies, expected)
+        rows_of_ranks = gathered_numbers([float(tally.loss), float(tally.count)], self._mesh)
+        own, count = (sum(row[place] for row in rows_of_ranks) / copies for place in (0, 1))
+        found = Comparison(_mean(own, count, total), expected)
 
         def compare(name: str, of_a_copy: torch.Tensor | None) -> None:
             wanted = None if of_a_copy is None else of_a_copy * self._mesh.size("dp")
@@ -131,6 +134,11 @@ class Verification:
         return [
             row.micro_batch(weight, self._mesh.world.device) for row, weight in zip(rows, weights, strict=True)
         ], total
+
+
+def _mean(loss: float, count: float, total: float) -> float:
+    """Return a loss that was divided by `total`, over the targets that `loss_fn` has counted beside it, if it does."""
+    return loss * total / count if count else loss
 
 
 def refusal(found: Difference, plan_words: str) -> UnsupportedPlanError:

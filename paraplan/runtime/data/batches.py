@@ -14,6 +14,7 @@ from torch import nn
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
+from paraplan.runtime.data.packed_rows import as_the_model_takes_them, with_rows_packed
 from paraplan.runtime.torch_private import pytree
 
 IGNORED_TARGET = -100
@@ -45,6 +46,7 @@ class Division:
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
     """Return `model` of `inputs`: a dict gives keyword arguments, a tuple or list positional ones."""
+    inputs = as_the_model_takes_them(inputs)
     if isinstance(inputs, dict):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):
@@ -58,7 +60,13 @@ def is_of_batch(leaf: Any) -> bool:
 
 
 def with_rows_repeated(inputs: Any, targets: Any) -> Any:
-    """Return `inputs`, in which tensors of one row stand for all sequences: positions [1, tokens], say."""
+    """Return `inputs`, in which tensors of one row stand for all sequences: positions [1, tokens], say.
+
+    Rows that are no sequences are those of the sequences they belong to, where a processor says to which.
+    """
+    first = next((leaf for leaf in pytree.tree_leaves((targets, inputs)) if is_of_batch(leaf)), None)
+    if first is not None:
+        inputs = with_rows_packed(inputs, len(first))
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves((inputs, targets)) if is_of_batch(leaf)}
     if len(sizes) != 2 or 1 not in sizes:
         return inputs
@@ -79,7 +87,8 @@ def batch_size(inputs: Any, targets: Any) -> int:
     if len(sizes) != 1:
         raise UsageError(
             f"the tensors of a batch must share one first dimension, found {sorted(sizes) or 'no tensor'}",
-            hint="give engine.step inputs and targets with the batch first",
+            hint="give engine.step inputs and targets with the batch first; runtime.pack_rows says which rows of an "
+            "input belong to which sequence",
         )
     return sizes.pop()
 

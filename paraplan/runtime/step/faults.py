@@ -20,6 +20,7 @@ from paraplan.runtime.timeouts import waited_s
 from paraplan.runtime.torch_private import (
     NO_HOST_MEMORY,
     NO_SHARDING,
+    NO_STORAGE,
     ONE_ENTRY,
     SPARSE_GRADIENT,
     USED_TWICE,
@@ -189,6 +190,13 @@ _SENTENCES: tuple[tuple[str, Callable[[ParallelPlan], bool], str, str], ...] = (
         "num_microbatches={plan.num_microbatches}: what one forward pass has kept is used in the backward pass of "
         "another one",
         "keep nothing that has a gradient from one pass for the next, or use one micro-batch and pp=1",
+    ),
+    (
+        NO_STORAGE,
+        lambda plan: plan.zero_stage > 0,
+        "zero_stage={plan.zero_stage}: a backward pass within the step (torch.autograd.grad in the model or loss_fn) "
+        "needs weights that have been let go since",
+        "use zero_stage=0",
     ),
     (
         ONE_ENTRY,

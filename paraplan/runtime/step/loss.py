@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -225,10 +226,13 @@ def read_loss(returned: Any) -> Returned:
 def _count(value: Any) -> Number:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().reshape(())
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    is_number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's too
+    if is_number and value >= 0:
         return float(value)
-    found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    raise UsageError(f"loss_fn returned {found} as its count, not one number", hint="return (loss_sum, count)")
+    found = str(value) if is_number else type(value).__name__
+    if isinstance(value, torch.Tensor):
+        found = f"a tensor of shape {tuple(value.shape)}"
+    raise UsageError(f"loss_fn returned {found} as its count, not one number from 0", hint="return (loss_sum, count)")
 
 
 def _checked_metrics(metrics: Mapping[Any, Any]) -> Mapping[str, Any]:
