@@ -27,7 +27,7 @@ from fuzz_plans import Case
 _IMPORTED_ONCE: tuple[str, ...] = (
     "paraplan.runtime.job_start",
     "paraplan.runtime.pipeline.assembly",
-    "paraplan.runtime.split.rules",
+    "paraplan.runtime.split.tensor_parallel",
 )
 _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint")
 _GRACE_S = 8.0  # for the other ranks to answer, once one has raised

@@ -33,7 +33,11 @@ _SLACK_S = 60.0  # for a rank to show its stacks and end, once its own time is o
 _GRACE_S = 10.0  # for the other ranks to answer, once one has failed
 _READY, _ALL_ANSWERED = b"ready", b"all answered"
 # What ranks of nearly every test would import, each for itself: the compiler comes with FSDP and pipelines.
-_IMPORTED_ONCE = ("paraplan.runtime.job_start", "paraplan.runtime.pipeline.assembly", "paraplan.runtime.split.rules")
+_IMPORTED_ONCE = (
+    "paraplan.runtime.job_start",
+    "paraplan.runtime.pipeline.assembly",
+    "paraplan.runtime.split.tensor_parallel",
+)
 _IMPORTED_ONCE += ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint", "pytest")
 _IMPORTED_ONCE += ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 _IMPORTED_ONCE += ("paraplan.runtime.fake.script", "paraplan.launch.command", "torch.distributed.tensor.debug")

@@ -21,7 +21,6 @@ _STANDARD = {"os", "sys", "threading", "atexit", "runpy", "argparse"}
 ALLOWED = {
     ("runtime/fake/gpu.py", "_to_copy"): "the name of an operator in a table: one that is not there is never met",
     ("runtime/recompute/policy.py", "_grouped_mm"): "as above",
-    ("runtime/split/rules.py", "_version"): "as above",
     ("runtime/split/context_attention.py", "_local_mapping"): "transformers'",
     ("runtime/split/context_attention.py", "_global_mapping"): "transformers'",
     ("launch/ranks/bootstrap.py", "_world"): "runs as a script without this package, see paraplan.launch.torch_private",

@@ -172,7 +172,7 @@ def _assemble_whole(
     again: RecomputedBlocks,
 ) -> RankPart:
     group = tensor_group(parallel.mesh, keeps_products=again.keeps is not None)
-    shardings = {} if split is None else apply_tensor_split(model, split, split.names, group)
+    shardings = {} if split is None else apply_tensor_split(model, split, split.names, group, parallel.logits)
     if context is not None and parallel.loss.context is not None:
         apply_split(model, context.names, context, parallel.loss.context, backend=parallel.compile_backend)
     unsharded = never_sharded(model, parallel.plan)

@@ -29,8 +29,8 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.seeds import seed_generators
-from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.split.context_parallel import Context
+from paraplan.runtime.split.logits import gathered_classes
 from paraplan.runtime.step.execution import Execution, evaluation_mode
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
 from paraplan.runtime.torch_private import pytree
@@ -88,8 +88,8 @@ def predict(execution: Execution, micro_batches: Sequence[MicroBatch], mesh: Mes
 
 def whole_output(tensor: torch.Tensor, context: Context | None = None) -> torch.Tensor:
     """Return the whole of an output of which the ranks of `tp` and `cp` hold parts; all of them call it."""
-    if isinstance(tensor, SplitTensor):
-        tensor = tensor.group.gather(tensor.local.detach(), tensor.sharding)
+    with torch.DisableTorchFunction():  # the mode that meets logits of some classes
+        tensor = gathered_classes(tensor)
     if context is not None and context.is_local and tensor.ndim > 1 and tensor.shape[1] == context.num_own:
         tensor = context.gather(tensor.detach(), 1)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

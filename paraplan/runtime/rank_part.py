@@ -19,7 +19,8 @@ from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.recompute.blocks import recompute_blocks
 from paraplan.runtime.recompute.policy import RecomputedBlocks, RecomputePolicy
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.trial import without_custom_functions
+from paraplan.runtime.split.forms import tensor_group
+from paraplan.runtime.split.logits import VocabularyLogits, without_custom_functions
 from paraplan.runtime.step.execution import Execution
 from paraplan.runtime.step.global_batch import GlobalBatch
 from paraplan.runtime.step.loss import LossFunction, StepLoss
@@ -101,7 +102,7 @@ class ParallelContext:
         """Return the context of a training by `loss_fn`, which sees split outputs under tp and cp."""
         if plan.tp * plan.cp > 1:
             loss_fn = without_custom_functions(loss_fn)
-        loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh))
+        loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh), VocabularyLogits(tensor_group(mesh)))
         loss.num_stages = plan.pp
         return cls(
             plan=plan,
@@ -113,6 +114,12 @@ class ParallelContext:
             compile_backend=compile_backend,
             reduce_dtype=reduce_dtype,
         )
+
+    @property
+    def logits(self) -> VocabularyLogits:
+        """The logits of this rank under tp."""
+        assert self.loss.logits is not None
+        return self.loss.logits
 
 
 def recompute_and_shard(

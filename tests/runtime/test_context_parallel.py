@@ -16,8 +16,6 @@ from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, Transformer,
 from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.split.context_attention import ContextAttention
 from paraplan.runtime.split.context_parallel import context_group
 from paraplan.runtime.split.forms import tensor_group
@@ -243,14 +241,14 @@ def _heads_dropped_out() -> tuple[torch.Tensor, torch.Tensor]:
     mesh = runtime.init(ParallelPlan(cp=2, tp=2, micro_batch_size=1)).mesh
     torch.manual_seed(0)
     local = torch.ones(1, 2, 16, 4)
-    by_heads = SplitTensor(local, Sharding(dim=1, segments=(4,), size=2), tensor_group(mesh), "the heads")
-    context = context_group(mesh)
+    group, context = tensor_group(mesh), context_group(mesh)
     attention = ContextAttention(context)
     attention.num_own = 16
     with attention.in_place(), own_random_numbers(context, torch.device("cpu"), is_active=True):
-        attended = F.scaled_dot_product_attention(by_heads, by_heads, by_heads, dropout_p=0.5)
-    assert attended.shape == (1, 4, 16, 4)
-    return attended.local[0], torch.rand(1)
+        group.numbers.apart(torch.device("cpu"))  # as a column layer does
+        attended = F.scaled_dot_product_attention(local, local, local, dropout_p=0.5)
+        group.numbers.together()
+    return attended[0], torch.rand(1)
 
 
 def test_every_head_drops_out_differently_on_the_ranks_of_tp_and_cp(ranks: RankHarness) -> None:

@@ -64,7 +64,7 @@ def _drawn() -> dict[str, list[torch.Tensor]]:
     for name, draw in DRAWS.items():
         block = Drawing(draw)
         roles = {"up": LayerRole("column", (48,)), "down": LayerRole("row", (48,))}
-        split_block(block, BlockSplit(roles, {}, use_local_output=True, draws=True), tensor_group(job.mesh), None)
+        split_block(block, BlockSplit(roles, {}, draws=True), tensor_group(job.mesh), None)
         for _ in range(2):  # as recompute needs it
             torch.manual_seed(3)
             block(torch.ones(2, 24))

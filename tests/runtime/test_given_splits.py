@@ -144,7 +144,7 @@ def _round_trips() -> dict[str, tuple[dict[str, str], bool]]:
         patterns = tried.patterns
         again = find_tensor_split(structure, mesh=job.mesh, sequence_parallel=False, given=patterns)
         same = all(
-            one.roles == again.blocks[name].roles and one.use_local_output == again.blocks[name].use_local_output
+            one.roles == again.blocks[name].roles and one.divided == again.blocks[name].divided
             for name, one in tried.blocks.items()
         )
         ends = [(one.vocabulary.embeddings, one.vocabulary.heads) for one in (tried, again)]

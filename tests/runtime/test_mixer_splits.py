@@ -152,7 +152,7 @@ def _refused(family: str, more: dict[str, Any], plan: ParallelPlan) -> str:
 @pytest.mark.ranks
 def test_scans_that_cannot_be_split_say_so(ranks: RankHarness) -> None:
     for said in ranks.run(_refused, "mamba2", {"n_groups": 1}, ParallelPlan(tp=2, micro_batch_size=BATCH), size=2):
-        assert "einsum mixes what the ranks hold of the output of mixer.in_proj" in said
+        assert "repeat_interleave mixes what the ranks hold of the output of mixer.in_proj" in said
 
 
 def test_pieces_of_pieces_of_a_projection_are_found_in_it() -> None:

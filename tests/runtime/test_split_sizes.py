@@ -1,31 +1,45 @@
-"""Shapes of split tensors: a part reshaped is the part of the whole reshaped."""
+"""Code for whole tensors on the parts of a rank: a part reshaped is the part of the whole reshaped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitError, SplitTensor
-from paraplan.runtime.split.size_rules import reshaped_sharding
+from paraplan.runtime.split.cuts import SplitError, as_part, known_part, reshaped_sharding
+from paraplan.runtime.split.lockstep import PartsRun, WholeRun
+from paraplan.runtime.split.sites import RunOnParts, Sites
 
 TP = 2
+Code = Callable[[torch.Tensor], Any]
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(float(prod(shape))).reshape(shape)
 
 
-def parts_of(whole: torch.Tensor, sharding: Sharding) -> list[SplitTensor]:
-    return [
-        SplitTensor(sharding.part(whole, index), sharding, TensorGroup(size=TP, index=index, handle=None), "layer")
-        for index in range(TP)
-    ]
+def group_of(index: int) -> TensorGroup:
+    return TensorGroup(size=TP, index=index, handle=None)
+
+
+def followed(code: Code, whole: torch.Tensor, sharding: Sharding) -> tuple[Sites, Sharding]:
+    """Return where `code` is rewritten for parts of `whole`, and how what it returns is cut."""
+    run, without_values = WholeRun(), whole.to("meta")
+    with run:
+        code(without_values)
+    parts = PartsRun(run, group_of(0))
+    part = as_part(sharding.part(whole, 0).to("meta"), sharding, "layer")
+    with parts:
+        result = code(part)
+    return parts.sites, known_part(result).sharding
 
 
 @st.composite
@@ -67,70 +81,69 @@ def test_joined_parts_are_the_whole(described: tuple[tuple[int, ...], Sharding])
     assert torch.equal(sharding.join([sharding.part(whole, index) for index in range(TP)]), whole)
 
 
-CODES = [
+def _merged(x: torch.Tensor) -> torch.Tensor:
+    """Return heads behind one another, by a batch that is computed from the heads that a tensor has, as in BLOOM."""
+    heads = x.view(2, 3, 4, 6).transpose(1, 2).reshape(8, 3, 6)
+    return heads.view(heads.shape[0] // 4, 4, 3, 6).transpose(1, 2).reshape(2, 3, 24)
+
+
+def _scanned(x: torch.Tensor) -> torch.Tensor:
+    state = torch.zeros(2, 24, device=x.device)
+    states = []
+    for token in range(x.shape[1]):
+        state = state * 0.5 + x[:, token]
+        states.append(state)
+    return torch.stack(states, dim=1)
+
+
+def _ramp(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.arange(float(prod(shape)), device=x.device).reshape(shape)
+
+
+CODES: list[tuple[tuple[int, ...], Code]] = [
     ((24,), lambda x: x.view(2, 3, 4, 6).transpose(1, 2)),
     ((24,), lambda x: x.reshape(2, 3, 4, 6).permute(2, 0, 1, 3).flatten(0, 1).unflatten(0, (4, 2))),
     ((24,), lambda x: x.view(2, 3, -1, 6)[:, :, None].expand(2, 3, 5, 4, 6).transpose(2, 3)),
+    ((24,), lambda x: x.view(2, -1, 4, 6)),
     ((24,), lambda x: x.view(2, 3, 4, 6).repeat_interleave(3, dim=2)[..., :2]),
-    ((24,), lambda x: torch.cat([x.view(2, 3, 4, 6), -x.view(2, 3, 4, 6)], dim=-1) * torch.ones(12)),
+    ((24,), lambda x: torch.cat([x.view(2, 3, 4, 6), -x.view(2, 3, 4, 6)], dim=-1) * _ramp(x, 12)),
+    ((24,), lambda x: torch.cat([x, -x], dim=-1)),
     ((8, 8, 8), lambda x: x.view(2, 3, 3, 4, 2).permute(2, 0, 3, 1, 4)[1]),
     ((8, 8, 8), lambda x: torch.stack(x.chunk(3, dim=-1)).sum(0)),
     ((8, 8, 8), lambda x: x.split(8, dim=2)[2] + x[..., 8:16]),
     ((16, 4, 4), lambda x: x[..., :16].view(2, 3, 8, 2).softmax(-1)),
     ((16, 4, 4), lambda x: x.split([16, 4, 4], dim=-1)[1].unsqueeze(0)),
-    ((24,), lambda x: x + numbered((24,))),
-    ((24,), lambda x: torch.where(numbered((2, 3, 24)) > 30, x, -x)),
+    ((24,), lambda x: x + _ramp(x, 24)),
+    ((24,), lambda x: torch.where(_ramp(x, 2, 3, 24) > 30, x, -x)),
+    ((24,), lambda x: torch.einsum("bthc,bth->bthc", x.view(2, 3, 4, 6), _ramp(x, 2, 3, 4))),
+    ((24,), lambda x: F.conv1d(x.transpose(1, 2), _ramp(x, 48, 1, 2), padding=1, groups=24)),
+    ((24,), _merged),
+    ((24,), _scanned),
 ]
 
 
 @pytest.mark.parametrize(("segments", "code"), CODES)
-def test_code_for_the_whole_gives_every_rank_its_part(segments: tuple[int, ...], code) -> None:
-    whole = numbered((2, 3, 24))
-    expected = code(whole)
-    for split in parts_of(whole, Sharding(dim=2, segments=segments, size=TP)):
-        result = code(split)
-        assert result.shape == expected.shape
-        assert torch.equal(result.local, result.sharding.part(expected, split.group.index))
-
-
-@pytest.mark.parametrize(("segments", "code"), CODES)
-def test_calls_made_before_give_the_same_with_other_values_and_sizes(segments: tuple[int, ...], code) -> None:
+def test_code_for_the_whole_gives_every_rank_its_part(segments: tuple[int, ...], code: Code) -> None:
     sharding = Sharding(dim=2, segments=segments, size=TP)
-    group = TensorGroup(size=TP, index=1, handle=None)
-    for whole in (numbered((2, 3, 24)), 7 - numbered((2, 3, 24)), 5 * numbered((2, 3, 24)).sqrt()):
-        result = code(SplitTensor(sharding.part(whole, 1), sharding, group, "layer"))
+    sites, cut = followed(code, numbered((2, 3, 24)), sharding)
+    for whole in (numbered((2, 3, 24)), 7 - numbered((2, 3, 24))):
         expected = code(whole)
-        assert result.shape == expected.shape
-        assert (result.ndim, result.source, result.group) == (expected.ndim, "layer", group)
-        assert torch.equal(result.local, result.sharding.part(expected, 1))
-    assert group.calls
+        for index in range(TP):
+            with RunOnParts(sites, group_of(index), copies=False):
+                result = code(sharding.part(whole, index))
+            assert type(result) is torch.Tensor
+            assert torch.allclose(result, cut.part(expected, index))
 
 
-def test_a_remembered_call_follows_sizes_cuts_and_gradients() -> None:
-    group, sharding = TensorGroup(size=TP, index=0, handle=None), Sharding(dim=1, segments=(4,), size=TP)
-    scale = torch.ones(4, requires_grad=True)
-    for rows in (2, 2, 3, 2):
-        part = numbered((rows, 2))
-        split = SplitTensor(part, sharding, group, "layer")
-        scaled = split * scale
-        assert scaled.shape == (rows, 4)
-        assert scaled.local.requires_grad
-        with torch.no_grad():
-            assert not (split * scale).local.requires_grad
-        assert split.add_(1.0) is split
-        assert torch.equal(split.local, numbered((rows, 2)) + 1)
-        assert split.float() is split
-    with pytest.raises(SplitError):
-        SplitTensor(numbered((2, 2)), sharding, group, "layer").softmax(1)
-    assert SplitTensor(numbered((2, 2)), sharding.at(0), group, "layer").softmax(1).sharding.dim == 0
+def test_a_line_that_parts_and_whole_tensors_reach_is_told_apart_or_refused() -> None:
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.view(2, 3, 4, -1)
 
-
-def test_remembered_calls_draw_new_random_numbers() -> None:
-    group = TensorGroup(size=TP, index=0, handle=None)
-    split = SplitTensor(torch.ones(8, 32), Sharding(dim=1, segments=(64,), size=TP), group, "layer")
-    drawn = [torch.nn.functional.dropout(split, 0.5).local for _ in range(3)]
-    assert not torch.equal(drawn[1], drawn[2])
-    assert torch.equal(torch.nn.functional.dropout(split, 0.0).local, torch.ones(8, 32))
+    sharding = Sharding(dim=2, segments=(24,), size=TP)
+    sites, _ = followed(lambda x: heads(x) + heads(_ramp(x, 2, 3, 24)), numbered((2, 3, 24)), sharding)
+    assert len(sites) == 2  # the sum, and the line for parts
+    with pytest.raises(SplitError, match="whole tensors and on parts alike"):
+        followed(lambda x: heads(x) + heads(_ramp(x, 2, 3, 12)).sum(), numbered((2, 3, 24)), sharding)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +152,13 @@ def test_remembered_calls_draw_new_random_numbers() -> None:
         (lambda x: x.view(2, 3, 3, 8), "tp=2 does not divide the 3 heads that the output of layer is viewed as"),
         (lambda x: x.sum(-1), "sum mixes what the ranks hold"),
         (lambda x: x.softmax(-1), "softmax works along the output of layer"),
-        (lambda x: torch.nn.functional.layer_norm(x, (24,)), "layer_norm works along"),
-        (lambda x: torch.cat([x, x], dim=-1), "cat along the split dimension"),
-        (lambda x: x @ torch.ones(24, 2), "matmul does not run on parts|__matmul__ does not run on parts"),
-        (lambda x: x[..., 3:7], "tp=2 does not divide the pieces 3:7"),
-        (lambda x: x.view(2, 3, 4, 6)[..., :4] + x.view(2, 3, 4, 6)[..., :4].mT, "split along dimension 3"),
+        (lambda x: F.layer_norm(x, (24,)), "layer_norm works along"),
+        (lambda x: x @ _ramp(x, 24, 2), "mixes what the ranks hold"),
+        (lambda x: x[..., 3:7], "tp=2 does not divide the entries 3 to 7 that its code takes of the output of layer"),
+        (lambda x: x.view(2, 3, 4, 6)[..., :4] + x.view(2, 3, 4, 6)[..., :4].mT, "add does not run on parts"),
+        (lambda x: torch.zeros(2, 3, 24, device=x.device).add_(x), "add_ writes the output of layer into a whole"),
     ],
 )
-def test_code_that_would_mix_the_parts_is_an_error(code, words: str) -> None:
-    split = parts_of(numbered((2, 3, 24)), Sharding(dim=2, segments=(24,), size=TP))[0]
+def test_code_that_would_mix_the_parts_is_an_error(code: Code, words: str) -> None:
     with pytest.raises(SplitError, match=words):
-        code(split)
+        followed(code, numbered((2, 3, 24)), Sharding(dim=2, segments=(24,), size=TP))

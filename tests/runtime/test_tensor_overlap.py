@@ -22,7 +22,7 @@ WIDTH, TOKENS = 8, 6
 COLLECTIVES = ("allreduce_", "_reduce_scatter_base_")
 COLUMN = LayerRole(kind="column", segments=(WIDTH,))
 ROW = LayerRole(kind="row", segments=(WIDTH,))
-SPLIT = BlockSplit(roles={"gate": COLUMN, "up": COLUMN, "down": ROW}, whole={}, use_local_output=True)
+SPLIT = BlockSplit(roles={"gate": COLUMN, "up": COLUMN, "down": ROW}, whole={})
 
 
 class Operations(TorchDispatchMode):

@@ -217,7 +217,7 @@ def test_the_output_of_a_split_layer_with_a_bias_has_16_bits_under_autocast(kind
     role = LayerRole(kind, (8,) if kind == "column" else (4,))
     alone = TensorGroup(size=2, index=0, handle=None)
     block = nn.Sequential(layer)
-    split_block(block, BlockSplit(roles={"0": role}, whole={}, use_local_output=True), alone, None)
+    split_block(block, BlockSplit(roles={"0": role}, whole={}), alone, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = block(torch.ones(2, 3, 4 if kind == "column" else 2))
     assert output.shape == (2, 3, 4 if kind == "column" else 8)

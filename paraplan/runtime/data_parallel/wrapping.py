@@ -29,7 +29,6 @@ from paraplan.runtime.data_parallel.reached_shards import ReachedShards, watch_s
 from paraplan.runtime.data_parallel.sharded_table import sharded_names
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import ReduceType, shard_precision
-from paraplan.runtime.split.vocabulary import show_hooks_plain
 from paraplan.runtime.structure.blocks import sharded_alone
 from paraplan.runtime.structure.meta import give_storage
 from paraplan.runtime.structure.weights import is_quantized
@@ -166,8 +165,6 @@ def _shard(
     for end in ends:
         # A head opens the backward pass: nothing is gained by freeing it before, as little as the rest of the root.
         fully_shard(end, reshard_after_forward=frees_parameters and isinstance(end, nn.Embedding), **options)
-        if plan.tp > 1:
-            show_hooks_plain(end)
     fully_shard(module, reshard_after_forward=False, **options)
     # Backward passes in halves (zero bubble) go around what watches gradients.
     is_watched = find_unused or plan.pp == 1

@@ -17,7 +17,6 @@ from paraplan.plan.parallel import Axis
 from paraplan.runtime.fake.storage_tracking import DEVICE_OF
 from paraplan.runtime.fake.torch_private import FUNCTIONAL_COLLECTIVES, group_named, is_boxed_group
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree
 
 # torch's names of operators in words (torch/csrc/distributed/c10d/Ops.cpp, and its functional collectives).
@@ -52,7 +51,7 @@ class CollectiveCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if any(issubclass(kind, (DTensor, SplitTensor)) for kind in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func.namespace in _NAMESPACES and not self._is_paused:
             self._count(func, args)

@@ -9,8 +9,6 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from torch.distributed.tensor import DTensor
 
 from paraplan.model.trace_on_gpu import CHECKS, AsOnGpu
-from paraplan.runtime.shards.split_tensor import SplitTensor, split_operands
-from paraplan.runtime.split.rules import run_on_parts
 from paraplan.runtime.torch_private import (
     GROUPED_MM,
     FakeTensor,
@@ -54,15 +52,12 @@ class GpuOperators(AsOnGpu):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _REPLACED and split_operands(*args, *kwargs.values()):
-            with self:  # a mode is off while it handles a call, and the parts are to be met by it
-                return run_on_parts(func, args, kwargs)
         if torch.is_autocast_enabled("cpu"):
             if func in _IN_FP32 and kwargs.get("dtype") is None:
                 args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
             elif func is F.scaled_dot_product_attention:
                 args, kwargs = pytree.tree_map(_to_half, (args, kwargs))
-            elif func is F.cross_entropy and _is_plain_loss(args, kwargs) and not split_operands(*args):
+            elif func is F.cross_entropy and _is_plain_loss(args, kwargs):
                 return _cross_entropy(*args, **kwargs)
         if func in CHECKS and len(args) == 1 and not kwargs and isinstance(args[0], FakeTensor):
             return torch.tensor(CHECKS[func])
@@ -78,7 +73,7 @@ class GpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, (DTensor, SplitTensor)) for kind in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func is GROUPED_MM.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(args[0], args[1], groups=args[2] if len(args) > 2 else (kwargs or {}).get("offs"))

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.check import shares_with_blocks
 from paraplan.runtime.split.forms import forms, tensor_group
@@ -24,7 +23,7 @@ from paraplan.runtime.torch_private import pytree
 def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> TensorSplit | None:
     """Return the split of `model`, which is on the meta device, over `tp`; None where that is one rank.
 
-    Of the two forms of a split block, the one is taken whose code runs; whether it computes the same needs values.
+    Of the forms of a split block, the first is taken whose code runs; whether it computes the same needs values.
     """
     if mesh.size("tp") == 1:
         return None
@@ -37,13 +36,13 @@ def _unchecked(
     block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
 ) -> BlockSplit:
     args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
-    for form in forms(block, split, ends, size=mesh.size("tp"), is_plain=not shares_with_blocks(call)):
+    for form in forms(block, split, ends, size=mesh.size("tp"), shares=shares_with_blocks(call)):
         part = copy.deepcopy(block)
         split_block(part, form, tensor_group(mesh), ends)
         try:
             with torch.no_grad():
                 part(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, SplitError):
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             continue  # sizes that the code names do not fit the parts
         return form
     return split

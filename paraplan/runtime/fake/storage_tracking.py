@@ -21,7 +21,6 @@ from paraplan.runtime.fake.torch_private import (
     in_backward,
     replaced,
 )
-from paraplan.runtime.shards.split_tensor import SplitTensor
 from paraplan.runtime.torch_private import (
     FakeTensor,
     TorchDispatchMode,
@@ -211,7 +210,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 def _wraps(kind: type) -> bool:
     """Whether tensors of this class have others inside, which hold the storage."""
-    return issubclass(kind, (DTensor, SplitTensor))
+    return issubclass(kind, DTensor)
 
 
 def _rounded(num_bytes: int) -> int:

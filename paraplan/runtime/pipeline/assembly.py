@@ -183,7 +183,7 @@ def _cut_piece(
     if split is not None:
         in_halves = parallel.plan.pipeline_schedule == "zero_bubble"
         group = tensor_group(parallel.mesh, keeps_products=keeps, in_halves=in_halves)
-        found = apply_tensor_split(model, split, chain.stack.names[start:end], group)
+        found = apply_tensor_split(model, split, chain.stack.names[start:end], group, parallel.logits)
         in_model = {own: name for name, own in sharding.names.items()}
         shardings = {in_model[own]: place for own, place in found.items()}
     if context is not None and parallel.loss.context is not None:

@@ -15,8 +15,7 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.precision import compute_context
-from paraplan.runtime.shards.split_tensor import SplitError
-from paraplan.runtime.step.loss import StepLoss, split_error
+from paraplan.runtime.step.loss import StepLoss
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.dataflow import Registered, named_tensors
 from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
@@ -302,8 +301,6 @@ class StageModule(nn.Module):
                 return self._loss.run(self.model, micro_batch.inputs, micro_batch).reshape(1)
         except StageEndError as end:
             return self._sendable(end.hidden)
-        except SplitError as error:
-            raise split_error(error) from error
         finally:
             if self._inject is not None:
                 self._inject[0].hold(None)

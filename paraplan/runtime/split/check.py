@@ -23,7 +23,6 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split.randomness import DROPOUTS
 from paraplan.runtime.structure.meta import attributes_kept
 from paraplan.runtime.structure.model_structure import BlockCall
@@ -31,7 +30,7 @@ from paraplan.runtime.structure.outputs import numbered_outputs
 from paraplan.runtime.torch_private import pytree
 
 _SEED = 0
-_DOES_NOT_RUN = (SplitError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+_DOES_NOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 _SDPA = F.scaled_dot_product_attention  # which stands elsewhere while a block runs under context parallelism
 
 

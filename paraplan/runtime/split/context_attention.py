@@ -22,8 +22,6 @@ from torch import nn
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.shards.group import TensorGroup, all_gather
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitTensor, as_operand
-from paraplan.runtime.split.randomness import own_random_numbers
 from paraplan.runtime.torch_private import attention_replaced
 
 SDPA = F.scaled_dot_product_attention
@@ -61,8 +59,6 @@ class ContextAttention:
         options = dict(zip(names, args, strict=False)) | kwargs
         if not self._are_own(query, key):
             return SDPA(query, key, value, **options)
-        if isinstance(query, SplitTensor):  # by heads, over tp
-            return self._of_local_heads(query, key, value, options)
         mask, is_causal = options.pop("attn_mask", None), options.pop("is_causal", False)
 
         def attend(query: Any, key: Any, value: Any, mask: Any, *, is_causal: bool) -> torch.Tensor:
@@ -74,50 +70,6 @@ class ContextAttention:
         key, value = (self._gathered(one) for one in (key, value))
         return attend(query, key, value, self._mask_of_rows(mask, query, is_causal=is_causal), is_causal=False)
 
-    def _local_heads(self, query: SplitTensor, key: Any, value: Any, mask: Any) -> tuple[torch.Tensor, Any, Any, Any]:
-        """Return the operands of attention for this rank's heads, which `tp` has split."""
-        operands = (query, key, value)
-        if not all(isinstance(one, SplitTensor) and one.sharding.dim == _HEADS for one in operands):
-            raise UnsupportedPlanError(
-                f"cp={self.group.size}: attention over what the ranks of tp have not split by heads",
-                hint="use cp=1, or a tp that divides the heads of queries and keys",
-            )
-        if isinstance(mask, SplitTensor):
-            mask = mask.local
-        elif isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[_HEADS] == query.shape[_HEADS] > 1:
-            mask = query.sharding.part(mask, query.group.index)
-        return query.local, key.local, value.local, mask
-
-    def _by_local_heads(
-        self,
-        attend: Callable[..., Any],
-        query: SplitTensor,
-        key: Any,
-        value: Any,
-        mask: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        def local(one: Any) -> Any:
-            if isinstance(one, SplitTensor):
-                return one.local
-            is_by_head = isinstance(one, torch.Tensor) and one.ndim == 1 and one.shape[0] == query.shape[_HEADS]
-            return query.sharding.at(0).part(as_operand(one, query), query.group.index) if is_by_head else one
-
-        operands = self._local_heads(query, key, value, mask)
-        is_random = ((args[0] if args else kwargs.get("dropout")) or 0.0) > 0.0
-        with own_random_numbers(query.group, query.device, is_active=is_random):
-            output, _ = attend(*operands, *args, **{name: local(one) for name, one in kwargs.items()})
-        return SplitTensor(output, query.sharding.at(2), query.group, query.source), None
-
-    def _of_local_heads(self, query: SplitTensor, key: Any, value: Any, options: dict[str, Any]) -> SplitTensor:
-        *operands, options["attn_mask"] = self._local_heads(query, key, value, options.get("attn_mask"))
-        is_random = (options.get("dropout_p") or 0.0) > 0.0
-        with own_random_numbers(query.group, query.device, is_active=is_random):
-            local = self._sdpa(*operands, **options)
-        result: SplitTensor = SplitTensor(local, query.sharding, query.group, query.source)
-        return result
-
     def _by_interface(
         self, name: str, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -126,9 +78,6 @@ class ContextAttention:
         base = functions[name] if name != "eager" else _written_out(module)
         if not self._are_own(query, key):
             return base(module, query, key, value, mask, *args, **kwargs)
-        if isinstance(query, SplitTensor):  # by heads, over tp
-            attend = partial(self._by_interface, name, module)
-            return self._by_local_heads(attend, query, key, value, mask, args, kwargs)
         if kwargs.get("position_ids") is not None and self.positions is not None:
             kwargs["position_ids"] = self.positions
         given = kwargs.get("is_causal")

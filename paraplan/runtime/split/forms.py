@@ -50,7 +50,7 @@ def checked_in_numbers(
 ) -> BlockSplit:
     """Return `split` in the first form that computes what the block does whole, with what it takes to do so.
 
-    On plain parts with regions around the layers, on plain parts, on `SplitTensor`s; and under sequence parallelism the
+    With regions around the modules that hold column layers, or around these layers; and under sequence parallelism the
     same with the tokens of all ranks in the block. Raises `UnsupportedPlanError` where none does.
     """
     device = mesh.world.device
@@ -63,13 +63,17 @@ def checked_in_numbers(
             setting = setting_of(whole, call)
             draws = not setting.modes[0] or draws_in_training(whole, call, setting.dtype)
         split, size = replace(split, draws=draws), mesh.size("tp")
-        for form in forms(block, split, ends, size=size, is_plain=not shares_with_blocks(call)):
+        for form in forms(block, split, ends, size=size, shares=shares_with_blocks(call)):
             try:
                 with comparable_runs(device), attributes_kept(whole):
                     return _checked(whole, name, call, form, tensor_group(mesh), ends, setting)
             except UnsupportedPlanError as error:
                 failure = error
-        raise failure
+        if ends is None:
+            raise failure
+        raise UnsupportedPlanError(
+            f"sequence_parallel=True: {failure.message}", hint="use a plan without sequence parallelism"
+        ) from failure
     finally:
         whole.to("meta")
 
@@ -95,22 +99,23 @@ def _checked(
 
 
 def forms(
-    block: nn.Module, split: BlockSplit, ends: SequenceEnds | None, *, size: int, is_plain: bool
+    block: nn.Module, split: BlockSplit, ends: SequenceEnds | None, *, size: int, shares: bool
 ) -> Iterator[BlockSplit]:
     """Return the forms of a split over `size` ranks, the one that costs least first.
 
-    `is_plain`: the block's code can be given parts.
+    `shares`: blocks hand each other what they compute beside their hidden states, of which each has a part.
     """
     parts = [name for name, child in block.named_children() if any(True for _ in child.children())]
-    sizes = split.divided or written_sizes(block, split, size)
+    changed = {
+        site: kept for site, found in split.sites.items() if (kept := tuple(one for one in found if one.changes_sizes))
+    }
+    sizes = written_sizes(block, split, size) if changed and not split.divided else {}
     for joins in ((), *((part,) for part in parts), ("",)) if ends is not None else ((),):
         form = replace(split, joins=joins)
-        if is_plain:
-            plain = replace(form, use_local_output=True, has_regions=True)
-            yield plain
-            if sizes and not split.divided:
-                yield replace(plain, divided=sizes)
-            yield replace(form, use_local_output=True)
+        if not shares:
+            if sizes:
+                yield replace(form, divided=sizes, has_regions=True, sites={})
+            yield replace(form, has_regions=True, sites=changed)
         yield form
 
 
@@ -141,7 +146,7 @@ def _partial(
     block: nn.Module, form: BlockSplit, shardings: Mapping[str, Sharding], ends: SequenceEnds | None
 ) -> frozenset[str]:
     """Return the whole parameters of a split block of whose gradients every rank has a part, whatever their values."""
-    if ends is None or not form.use_local_output:
+    if ends is None:
         return frozenset()
     joined = tuple(f"{path}." if path else "" for path in joined_modules(form))
     names = dict(block.named_parameters()).keys() - shardings.keys()

@@ -6,8 +6,7 @@ what the ranks have computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -19,10 +18,7 @@ from paraplan.runtime.shards.group import (
     TensorGroup,
 )
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import (
-    SplitError,
-    SplitTensor,
-)
+from paraplan.runtime.split.sites import Sites
 
 _TOKENS = 1  # their dimension, in [batch, tokens, hidden]
 
@@ -43,23 +39,21 @@ class LayerRole:
 class BlockSplit:
     """The layers of a block that are split, by their names in it, and why others are left whole.
 
-    `use_local_output`: the block's code runs on plain parts, without `SplitTensor` around them, and `has_regions` that
-    gradients are partial in the modules that hold column layers. The gradients of the parameters in `summed` are sums
-    over the ranks. `joins` are modules that have the tokens of all ranks under sequence parallelism, "" is the block.
-    `divided` are attributes of modules in which their code writes sizes, divided by the ranks. `draws`: the block draws
-    random numbers in training. `read` are the tensors of the output that other code reads beside the
-    first, by their numbers.
+    `has_regions`: gradients are partial in the modules that hold column layers. Calls at `sites` in the block's code
+    are rewritten, in which it writes sizes of whole tensors; or `divided` are attributes of modules that are such
+    sizes, divided by the ranks. The gradients of the parameters in `summed` are sums over the ranks. `joins` are
+    modules that have the tokens of all ranks under sequence parallelism, "" is the block. `draws`: the block draws
+    random numbers in training.
     """
 
     roles: dict[str, LayerRole]
     whole: dict[str, str]
-    use_local_output: bool = False
     has_regions: bool = False
+    sites: Sites = field(default_factory=dict)
     joins: tuple[str, ...] = ()
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     draws: bool = False
     summed: tuple[str, ...] = ()
-    read: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -132,41 +126,6 @@ def take_parts(module: nn.Module, shardings: Mapping[str, Sharding], group: Tens
         whole = module.get_parameter(name)
         part = sharding.part(whole.detach(), group.index).clone(memory_format=torch.contiguous_format)
         setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
-
-
-@contextmanager
-def shown_split(
-    module: nn.Module,
-    parts: Mapping[str, torch.Tensor],
-    shardings: Mapping[str, Sharding],
-    group: TensorGroup,
-    name: str,
-) -> Iterator[None]:
-    """Let code see `parts` of the parameters of the layer `name` as split tensors in this context."""
-    # An attribute of the instance stands before the parameter of its name, which stays where it is.
-    module.__dict__.update({one: SplitTensor(parts[one], sharding, group, name) for one, sharding in shardings.items()})
-    try:
-        yield
-    finally:
-        for one in shardings:
-            module.__dict__.pop(one, None)
-
-
-def check_row_input(given: torch.Tensor, name: str) -> SplitTensor:
-    """Return the input of a row layer; raise `SplitError` where it is not split along its last dimension."""
-    if not isinstance(given, SplitTensor) or given.sharding.dim != given.local.ndim - 1 or given.sharding.repeats > 1:
-        source = given.source if isinstance(given, SplitTensor) else name
-        raise SplitError(f"{name} reads a tensor that is not split along its last dimension", source=source)
-    return given
-
-
-def check_unread(number: int, value: torch.Tensor, read: frozenset[int]) -> torch.Tensor | None:
-    """Return what a block returns as number `number`, None for a split tensor that nobody reads; else raise."""
-    if not isinstance(value, SplitTensor):
-        return value
-    if not number or number in read:
-        raise SplitError("the block returns it, and other code reads it", source=value.source, is_mixed=True)
-    return None  # attention weights beside the hidden state are of some heads alone
 
 
 def product_of(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:

@@ -16,6 +16,7 @@ from torch import nn
 from paraplan.errors import PlanError
 from paraplan.runtime.split.experts import expert_weights
 from paraplan.runtime.split.layers import BlockSplit, LayerRole, is_linear, linear_sizes
+from paraplan.runtime.split.search import sites_of
 from paraplan.runtime.structure.model_structure import BlockCall
 
 _STYLES = (
@@ -68,8 +69,11 @@ class GivenSplit:
         """Whether it splits embeddings and heads."""
         return any(style.strip() == "vocabulary" for style in self.styles.values())
 
-    def split_of(self, block: nn.Module, name: str, call: BlockCall) -> BlockSplit:
-        """Return how the block `name`, which is on the meta device, is split. Raises `PlanError` where it cannot be."""
+    def split_of(self, block: nn.Module, name: str, call: BlockCall, *, size: int) -> BlockSplit:
+        """Return how the block `name`, which is on the meta device, is split over `size` ranks.
+
+        Raises `PlanError` where it cannot be.
+        """
         roles: dict[str, LayerRole] = {}
         divided: dict[str, tuple[str, ...]] = {}
         for layer, module in block.named_modules():
@@ -86,7 +90,9 @@ class GivenSplit:
         read = {
             layer: replace(role, kind="read") if role.kind == "column" else role for layer, role in uncalled.items()
         }
-        return BlockSplit({layer: roles[layer] for layer in called} | read, {}, read=call.read, divided=divided)
+        roles = {layer: roles[layer] for layer in called} | read
+        sites = {} if divided else sites_of(block, call, roles, size=size)
+        return BlockSplit(roles, {}, sites=sites, divided=divided)
 
 
 def _matches(pattern: str, name: str) -> bool:

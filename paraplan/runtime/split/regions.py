@@ -7,15 +7,15 @@ regions: they are gathered where one is entered, and summed and scattered where 
 al. 2022, section 4.2.2). In a region gradients of what a rank holds whole are partial: they are summed at the end of a
 step.
 
-Code that writes down sizes of whole tensors is handed `SplitTensor`s by column layers; these end at row layers.
+Code that writes down sizes of whole tensors has them rewritten at the calls that do (`sites`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,20 +34,17 @@ from paraplan.runtime.shards.group import (
 )
 from paraplan.runtime.shards.overlap import LateWeight, can_be_late, copy_beside, gather_beside, late_linear
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitError, SplitTensor
 from paraplan.runtime.split.experts import expert_shardings, expert_weights
 from paraplan.runtime.split.layers import (
     BlockSplit,
     LayerRole,
     SequenceEnds,
-    check_row_input,
-    check_unread,
     is_transposed,
     parameter_shardings,
     product_of,
-    shown_split,
     take_parts,
 )
+from paraplan.runtime.split.sites import RunOnParts
 from paraplan.runtime.structure.chain import put_argument
 from paraplan.runtime.structure.outputs import map_outputs
 
@@ -70,7 +67,6 @@ def split_block(
 ) -> dict[str, Sharding]:
     """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
     shardings: dict[str, Sharding] = {}
-    shown: dict[str, dict[str, Sharding]] = {}
     joined = () if ends is None else joined_modules(split)
     entered = {path: _Entered() for path in _regions(block, split)}
     for layer, role in split.roles.items():
@@ -81,15 +77,13 @@ def split_block(
         has_own_tokens = ends is not None and not _is_in(layer, joined)
         if role.kind == "column":
             region = entered[next(path for path in entered if _is_in(layer, (path,)))]
-            module.forward = _column(module, role, layer, region, split, group)
+            module.forward = _column(module, region, split, group)
         elif role.kind == "row":
             is_inner = split.has_regions and _is_inner(layer, split.roles, entered)
-            module.forward = _row(module, layer, split, group, scatters=has_own_tokens, is_inner=is_inner)
+            module.forward = _row(module, split, group, scatters=has_own_tokens, is_inner=is_inner)
         elif role.kind == "experts":
             _share_bias(module, group)
-        elif not split.use_local_output:
-            shown[layer] = found
-    for path, names in split.divided.items() if split.use_local_output else ():
+    for path, names in split.divided.items():
         _divide(block.get_submodule(path), names, group.size)
     for path, region in entered.items():
         columns = [layer for layer, role in split.roles.items() if role.kind == "column" and _is_in(layer, (path,))]
@@ -103,7 +97,7 @@ def split_block(
         )
     for path in joined:
         _join(block.get_submodule(path), group, draws=split.draws)
-    block.forward = _block_forward(block, split, shown, group, ends)
+    block.forward = _block_forward(block, split, group, ends)
     return shardings
 
 
@@ -143,7 +137,7 @@ def _regions(block: nn.Module, split: BlockSplit) -> tuple[str, ...]:
     for layer, role in split.roles.items():
         holder = layer.rpartition(".")[0]
         is_held = split.has_regions and holder and not isinstance(block.get_submodule(holder), nn.ModuleList)
-        if role.kind == "column" or (role.kind == "read" and split.use_local_output):
+        if role.kind in ("column", "read"):
             paths.append(holder if is_held else layer)
         elif role.kind == "experts":
             paths.append(layer)
@@ -158,34 +152,28 @@ def _is_inner(layer: str, roles: Mapping[str, LayerRole], regions: Collection[st
 
 
 def _column(
-    module: Any, role: LayerRole, layer: str, region: _Entered, split: BlockSplit, group: TensorGroup
+    module: Any, region: _Entered, split: BlockSplit, group: TensorGroup
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    sharding_of = cache(lambda ndim: Sharding(dim=ndim - 1, segments=role.segments, size=group.size))
-    is_plain, draws, product = split.use_local_output, split.draws, product_of(module)
+    draws, product = split.draws, product_of(module)
 
     def column(given: torch.Tensor) -> torch.Tensor:
-        if isinstance(given, SplitTensor):
-            raise SplitError("a column layer reads a split tensor", source=given.source, is_mixed=True)
         if draws and module.training:
             group.numbers.apart(given.device)
         late: LateWeight | None = None
         if given is region.tensor:
             late, region.late = region.late, None
         bias = module.bias
-        local = product(given, module.weight, bias) if late is None else late_linear(given, bias, late)
-        return local if is_plain else SplitTensor(local, sharding_of(local.ndim), group, layer)
+        return product(given, module.weight, bias) if late is None else late_linear(given, bias, late)
 
     return column
 
 
 def _row(
-    module: Any, layer: str, split: BlockSplit, group: TensorGroup, *, scatters: bool, is_inner: bool
+    module: Any, split: BlockSplit, group: TensorGroup, *, scatters: bool, is_inner: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    is_plain, draws, product = split.use_local_output, split.draws, product_of(module)
+    draws, product = split.draws, product_of(module)
 
     def row(given: torch.Tensor) -> torch.Tensor:
-        if not is_plain:
-            given = check_row_input(given, layer).local
         bias, partial = module.bias, product(given, module.weight, None)
         if is_inner:
             own = sum_both_ways(partial, group)
@@ -206,7 +194,7 @@ def _tokens_of_all(whole: torch.Tensor, group: TensorGroup) -> Sharding:
     """Return how the tokens of all ranks are cut in [batch, tokens, hidden] or [batch x tokens, hidden]."""
     tokens, dim = group.num_tokens, whole.ndim - 2
     if dim < 0 or (whole.shape[dim] != tokens if dim else whole.shape[0] % tokens):
-        raise ValueError(f"hidden states of shape {tuple(whole.shape)} have no dimension of {tokens} tokens")
+        raise ValueError(f"it makes hidden states of shape {tuple(whole.shape)} of {tokens} tokens")
     return _cut_of(dim, tokens, group, 1 if dim else whole.shape[0] // tokens)
 
 
@@ -266,8 +254,6 @@ def _enter(module: nn.Module, group: TensorGroup, region: _Entered, *, gathers: 
             return tuple([enter(one) for one in given])
         if not isinstance(given, torch.Tensor) or not given.is_floating_point():
             return given
-        if isinstance(given, SplitTensor):
-            raise SplitError("a module of split layers reads a split tensor", source=given.source, is_mixed=True)
         tokens = _tokens_of_own(given, group) if gathers and region.tensor is None else None
         if tokens is None and not (given.requires_grad and torch.is_grad_enabled()):
             return given
@@ -314,17 +300,11 @@ def _join(module: nn.Module, group: TensorGroup, *, draws: bool) -> None:
 
 
 def _block_forward(
-    block: nn.Module,
-    split: BlockSplit,
-    shown: Mapping[str, dict[str, Sharding]],
-    group: TensorGroup,
-    ends: SequenceEnds | None,
+    block: nn.Module, split: BlockSplit, group: TensorGroup, ends: SequenceEnds | None
 ) -> Callable[..., Any]:
     inner = block.forward
 
     def leave(number: int, own: torch.Tensor) -> Any:
-        if not split.use_local_output and (number or isinstance(own, SplitTensor)):
-            return check_unread(number, own, split.read)
         if number or ends is None or not ends.is_last:
             return own
         return gather_from_region(own, _cut_of(1, group.num_tokens, group), group)
@@ -335,11 +315,9 @@ def _block_forward(
                 args, kwargs = _with_own_tokens(args, kwargs, group, ends)
                 if split.draws and block.training:
                     group.numbers.apart(next(block.parameters()).device)
-            with ExitStack() as undo:
-                for layer, shardings in shown.items():
-                    module = block.get_submodule(layer)
-                    undo.enter_context(shown_split(module, dict(module.named_parameters()), shardings, group, layer))
-                return map_outputs(leave, inner(*args, **kwargs))
+            with RunOnParts(split.sites, group, copies=not split.has_regions) if split.sites else nullcontext():
+                output = inner(*args, **kwargs)
+            return map_outputs(leave, output)
         finally:
             group.forget()
 

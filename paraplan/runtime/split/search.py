@@ -17,31 +17,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitError, SplitTensor, split_operands
 from paraplan.runtime.split.adapters import Adapters
+from paraplan.runtime.split.cuts import SplitError, as_part, part_of
 from paraplan.runtime.split.experts import ExpertWeights, expert_weights
 from paraplan.runtime.split.layers import (
     BlockSplit,
     LayerRole,
-    check_row_input,
-    check_unread,
     is_linear,
     linear_sizes,
     parameter_shardings,
-    shown_split,
     weight_of,
 )
-from paraplan.runtime.split.trial import custom_functions_kept_whole
+from paraplan.runtime.split.lockstep import DOES_NOT_RUN, PartsRun, WholeRun
+from paraplan.runtime.split.sites import Sites
 from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.structure.outputs import numbered_outputs
+from paraplan.runtime.torch_private import pytree, watching_functions
 
 _MOST_TRIES = 64
-_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "linear"})
 
 
 @dataclass
@@ -49,7 +46,7 @@ class _Trial:
     """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason.
 
     `other_segments` are cuts that would do as well by what was known, to be tried where those taken lead nowhere.
-    `read` are layers by whose weights the code multiplies itself; None before the others are known.
+    `read` are layers by whose weights the code multiplies itself, and `given` are roles that are not to be found.
     """
 
     adapters: Adapters = field(default_factory=Adapters)
@@ -58,7 +55,8 @@ class _Trial:
     whole: dict[str, str] = field(default_factory=dict)
     roles: dict[str, LayerRole] = field(default_factory=dict)
     first_words: dict[str, str] = field(default_factory=dict)
-    read: set[str] | None = None
+    read: set[str] = field(default_factory=set)
+    given: Mapping[str, LayerRole] | None = None
 
 
 def find_split(
@@ -79,27 +77,21 @@ def find_split(
     can be split.
     """
     trial = _Trial(adapters=adapters or Adapters(), whole=dict(kept_whole))
+    whole_run = _run_whole_block(meta_model, call)
+    names = {id(weight_of(module)): layer for layer, module in meta_model.named_modules() if is_linear(module)}
+    products = {names[one] for one in whole_run.products if one in names} - trial.adapters.bases.keys()
     for _ in range(_MOST_TRIES):
-        trial.roles = {}
-        group = TensorGroup(size=size, index=0, handle=None)
         try:
-            args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
-            tried = _tried(meta_model, trial, group, interleaved=interleaved)
-            with ExitStack() as stack:
-                for one in (torch.no_grad(), tried, call.context(), custom_functions_kept_whole()):
-                    stack.enter_context(one)
-                products = stack.enter_context(_ProductsNoted(meta_model))
-                output = meta_model.forward(*args, **kwargs)
-            for number, value in numbered_outputs(output).items():
-                check_unread(number, value, call.read)
+            sites = _run_parts(meta_model, call, trial, whole_run, size=size, interleaved=interleaved)
         except SplitError as error:
-            if trial.read:  # without these it ran
+            if trial.read:  # without these it may run
                 trial.read -= {error.source} & trial.read or trial.read
             else:
                 _learn(trial, error, meta_model, name, size)
             continue
-        if trial.read is None:
-            trial.read = products.weights - trial.roles.keys() - trial.whole.keys() - trial.adapters.bases.keys()
+        if products:  # once the others are known
+            trial.read = products - trial.roles.keys() - trial.whole.keys()
+            products = set()
             if trial.read:
                 continue
         if not trial.roles:
@@ -108,26 +100,79 @@ def find_split(
                 f"tp={size}, but no layer of {name} ({type(meta_model).__name__}) can be split: {reasons}",
                 hint="use tp=1 for this model",
             )
-        return BlockSplit(roles=trial.roles, whole=trial.whole, read=call.read)
+        return BlockSplit(roles=trial.roles, whole=trial.whole, sites=sites)
     raise UnsupportedPlanError(
         f"tp={size}: no split of {name} ({type(meta_model).__name__}) was found", hint="use tp=1 for this model"
     )
 
 
-class _ProductsNoted(TorchFunctionMode):
-    """Notes in `weights` the linear layers of a block by whose weights code multiplies itself in this context."""
+def sites_of(meta_model: nn.Module, call: BlockCall, roles: Mapping[str, LayerRole], *, size: int) -> Sites:
+    """Return the calls to rewrite in a block whose layers have `roles`; none where its code does not run so."""
+    trial = _Trial(given=roles, read={layer for layer, role in roles.items() if role.kind == "read"})
+    try:
+        return _run_parts(meta_model, call, trial, _run_whole_block(meta_model, call), size=size, interleaved=False)
+    except SplitError:
+        return {}  # numbers will tell
 
-    def __init__(self, meta_model: nn.Module) -> None:
-        super().__init__()
-        self._names = {id(weight_of(module)): name for name, module in meta_model.named_modules() if is_linear(module)}
-        self.weights: set[str] = set()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _PRODUCTS:
-            self.weights |= {self._names[id(value)] for value in args if id(value) in self._names}
-        return func(*args, **(kwargs or {}))
+def _run_whole_block(meta_model: nn.Module, call: BlockCall) -> WholeRun:
+    run = WholeRun()
+    with ExitStack() as undo:
+        for layer, module in meta_model.named_modules():
+            if layer and (is_linear(module) or expert_weights(module) is not None):
+                undo.callback(module.__dict__.pop, "forward", None)
+                module.forward = _noting(module, layer, run)
+        args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
+        for one in (torch.no_grad(), call.context(), run):
+            undo.enter_context(one)
+        meta_model.forward(*args, **kwargs)
+    return run
+
+
+def _noting(module: nn.Module, name: str, run: WholeRun | PartsRun) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run.layer(name, lambda: _run_whole(module, *args, **kwargs), (args, kwargs))
+
+    return forward
+
+
+def _run_parts(
+    meta_model: nn.Module, call: BlockCall, trial: _Trial, whole: WholeRun, *, size: int, interleaved: bool
+) -> Sites:
+    """Run a block on parts, by which the layers of `trial` take their roles; return the calls to rewrite."""
+    trial.roles = {}
+    group = TensorGroup(size=size, index=0, handle=None)
+    run = PartsRun(whole, group)
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
+    tried = _tried(meta_model, trial, run, group, interleaved=interleaved)
+    with ExitStack() as stack:
+        for one in (torch.no_grad(), tried, call.context(), _custom_functions_kept_whole(), run):
+            stack.enter_context(one)
+        try:
+            output = meta_model.forward(*args, **kwargs)
+        except DOES_NOT_RUN as error:
+            words = (str(error).splitlines() or [type(error).__name__])[0]
+            message = f"its code does not run on parts: {words}"
+            raise SplitError(message, source=run.source, is_mixed=True) from error
+    for number, value in numbered_outputs(output).items():
+        part = part_of(value)
+        if part is not None and (not number or number in call.read):
+            raise SplitError("the block returns it, and other code reads it", source=part.source, is_mixed=True)
+    return run.sites
+
+
+@contextmanager
+def _custom_functions_kept_whole() -> Iterator[None]:
+    """Have an autograd.Function that is handed a part of what a layer returns raise `SplitError` for that layer."""
+
+    def watch(cls: Any, args: Any, kwargs: Any) -> None:
+        for one in pytree.tree_leaves((args, kwargs)):
+            if (part := part_of(one)) is not None:
+                message = f"{cls.__name__}, an autograd.Function, hides what it does with it"
+                raise SplitError(message, source=part.source, is_mixed=True)
+
+    with watching_functions(watch):
+        yield
 
 
 def _learn(trial: _Trial, error: SplitError, meta_model: nn.Module, name: str, size: int) -> None:
@@ -184,7 +229,9 @@ def refinements(segments: tuple[int, ...], parts: tuple[int, ...]) -> list[tuple
 
 
 @contextmanager
-def _tried(meta_model: nn.Module, trial: _Trial, group: TensorGroup, *, interleaved: bool) -> Iterator[None]:
+def _tried(
+    meta_model: nn.Module, trial: _Trial, run: PartsRun, group: TensorGroup, *, interleaved: bool
+) -> Iterator[None]:
     """Let the layers of `meta_model` take the role that their input asks for, in this context."""
     with ExitStack() as undo:
         for name, module in meta_model.named_modules():
@@ -192,19 +239,19 @@ def _tried(meta_model: nn.Module, trial: _Trial, group: TensorGroup, *, interlea
             if weights is not None:
                 undo.callback(module.__dict__.pop, "forward", None)
                 role = LayerRole(kind="experts", segments=weights.segments(interleaved=interleaved))
-                module.forward = _trying_experts(module, name, weights, role, trial, group)
-            if name in (trial.read or ()):
+                module.forward = _trying_experts(module, name, weights, role, trial, run, group)
+            if name in trial.read:
                 role = LayerRole(kind="read", segments=linear_sizes(module)[1:])
                 _check_divides(name, role.segments, group)
-                shardings = parameter_shardings(module, role, group.size)
-                parts = {
-                    one: sharding.part(module.get_parameter(one), group.index) for one, sharding in shardings.items()
-                }
-                undo.enter_context(shown_split(module, parts, shardings, group, name))
+                for one, sharding in parameter_shardings(module, role, group.size).items():
+                    # An attribute of the instance stands before the parameter of its name, which stays where it is.
+                    own = sharding.part(module.get_parameter(one), group.index)
+                    module.__dict__[one] = as_part(own, sharding, name)
+                    undo.callback(module.__dict__.pop, one, None)
                 trial.roles[name] = role
             elif name and is_linear(module):
                 undo.callback(module.__dict__.pop, "forward", None)
-                module.forward = _trying(module, name, trial, group)
+                module.forward = _trying(module, name, trial, run, group)
         yield
 
 
@@ -218,51 +265,77 @@ def _check_divides(name: str, segments: tuple[int, ...], group: TensorGroup) -> 
         )
 
 
-def _trying(module: nn.Module, name: str, trial: _Trial, group: TensorGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+def _trying(
+    module: nn.Module, name: str, trial: _Trial, run: PartsRun, group: TensorGroup
+) -> Callable[[torch.Tensor], torch.Tensor]:
     _, outputs = linear_sizes(module)
     adapters = trial.adapters
     base, down = adapters.bases.get(name, name), adapters.downs.get(name)
+    whole = _noting(module, name, run)
+
+    def kind(reads_part: bool, is_split: bool, source: str) -> str:
+        if trial.given is not None:
+            return trial.given[name].kind if name in trial.given else "whole"
+        if (down in trial.roles and trial.roles[down].kind == "row") or (adapters.is_down(name) and not reads_part):
+            return "whole"
+        if reads_part and name in trial.whole:
+            raise SplitError(f"{name} reads it, and is left whole", source=source, is_mixed=True)
+        if reads_part:
+            return "row"
+        return "whole" if is_split or name in trial.whole or base in trial.whole else "column"
 
     def forward(given: torch.Tensor) -> torch.Tensor:
-        split = given if isinstance(given, SplitTensor) else None
-        reads_part = split is not None and split.sharding.dim == split.local.ndim - 1
-        follows_row = down in trial.roles and trial.roles[down].kind == "row"
-        is_whole = name in trial.whole or base in trial.whole
-        if follows_row or (adapters.is_down(name) and not reads_part):
-            return _run_whole(module, given)
-        if split is not None and reads_part and name in trial.whole:
-            raise SplitError(f"{name} reads it, and is left whole", source=split.source, is_mixed=True)
-        if split is not None and reads_part:
-            part = check_row_input(split, name)
+        with torch.DisableTorchFunction():  # what is asked and made here is no call of the code
+            result = taken(given)
+        return whole(given) if result is None else result
+
+    def taken(given: torch.Tensor) -> torch.Tensor | None:
+        part = part_of(given)
+        reads_part = part is not None and part.sharding.dim == given.ndim - 1
+        role = kind(reads_part, part is not None, "" if part is None else part.source)
+        if role == "row":
+            if part is None or not reads_part or part.sharding.repeats > 1:
+                message = f"{name} reads a tensor that is not split along its last dimension"
+                raise SplitError(message, source=name if part is None else part.source)
             _take_role(trial, name, LayerRole(kind="row", segments=part.sharding.segments))
-            return part.local.new_empty((*part.local.shape[:-1], outputs))
-        if split is not None or is_whole:
-            return _run_whole(module, given)
-        segments = trial.segments.get(base, (outputs,))
-        _check_divides(base, segments, group)
-        _take_role(trial, name, LayerRole(kind="column", segments=segments))
-        local = given.new_empty((*given.shape[:-1], outputs // group.size))
-        return SplitTensor(local, Sharding(dim=given.ndim - 1, segments=segments, size=group.size), group, base)
+            run.take(name, part.source)
+            return given.new_empty((*given.shape[:-1], outputs))
+        if role == "column":
+            segments = trial.given[name].segments if trial.given else trial.segments.get(base, (outputs,))
+            _check_divides(base, segments, group)
+            _take_role(trial, name, LayerRole(kind="column", segments=segments))
+            local = given.new_empty((*given.shape[:-1], outputs // group.size))
+            run.take(name, base)
+            return as_part(local, Sharding(given.ndim - 1, segments, group.size), base)
+        return None
 
     return forward
 
 
-def _run_whole(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    result: torch.Tensor = type(module).forward(module, *args, **kwargs)
-    return result
+def _run_whole(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _trying_experts(
-    module: nn.Module, name: str, weights: ExpertWeights, role: LayerRole, trial: _Trial, group: TensorGroup
+    module: nn.Module,
+    name: str,
+    weights: ExpertWeights,
+    role: LayerRole,
+    trial: _Trial,
+    run: PartsRun,
+    group: TensorGroup,
 ) -> Callable[..., torch.Tensor]:
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+    whole = _noting(module, name, run)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if name not in trial.whole and weights.inner % group.size:
             trial.whole[name] = f"tp={group.size} does not divide the {weights.inner} inner units of each expert"
-        for one in split_operands(args, kwargs):
-            raise SplitError(f"{name} reads a split tensor", source=one.source, is_mixed=True)
+        for one in pytree.tree_leaves((args, kwargs)):
+            if (part := part_of(one)) is not None:
+                raise SplitError(f"{name} reads a split tensor", source=part.source, is_mixed=True)
         if name not in trial.whole:
             _take_role(trial, name, role)
-        return _run_whole(module, *args, **kwargs)
+        return whole(*args, **kwargs)
 
     return forward
 

@@ -31,6 +31,7 @@ from paraplan.runtime.split.layers import (
     is_linear,
     linear_sizes,
 )
+from paraplan.runtime.split.logits import VocabularyLogits
 from paraplan.runtime.split.patterns import GivenSplit, written_down
 from paraplan.runtime.split.regions import split_block
 from paraplan.runtime.split.search import find_split, own_plan
@@ -116,7 +117,7 @@ def find_tensor_split(
             if asked is None:
                 found[kind] = _split_of(whole, block, name, call, _Wanted(mesh, ends, kept, check))
             else:
-                split = asked.split_of(block, name, call)
+                split = asked.split_of(block, name, call, size=size)
                 reasons = _kept_whole(meta_model, block, name, None)
                 for layer in split.roles.keys() & reasons.keys():
                     raise PlanError(f"split: {name}.{layer} cannot be split: {reasons[layer]}", hint="leave it whole")
@@ -137,10 +138,10 @@ def check_compilable(split: TensorSplit, *, tp: int) -> None:
                 "part, and torch.compile does not follow that",
                 hint="set dropout to 0, or leave out compile_backend",
             )
-        if not block.use_local_output:
+        if block.sites:
             raise UnsupportedPlanError(
-                f"compile_backend with tp={tp}: the code of block {name} needs the sizes of whole tensors, and runs on "
-                "split ones that torch.compile does not follow",
+                f"compile_backend with tp={tp}: the code of block {name} writes sizes of whole tensors, which are "
+                "rewritten while it runs, and torch.compile does not follow that",
                 hint="write sizes of heads as -1 in view and split, as transformers' Llama does, or leave out "
                 "compile_backend",
             )
@@ -260,13 +261,13 @@ def _stacked_weights_elsewhere(meta_model: nn.Module) -> dict[str, str]:
 
 
 def apply_tensor_split(
-    model: nn.Module, split: TensorSplit, names: Sequence[str], group: TensorGroup
+    model: nn.Module, split: TensorSplit, names: Sequence[str], group: TensorGroup, logits: VocabularyLogits
 ) -> dict[str, Sharding]:
     """Leave this rank's parts in the ends and the blocks `names` of `model`, or of a stage of it that holds these.
 
-    Returns the cuts of parameters by their names in `model`.
+    `logits` are those that its head makes. Returns the cuts of parameters by their names in `model`.
     """
-    shardings = apply_vocabulary_split(model, split.vocabulary, group)
+    shardings = apply_vocabulary_split(model, split.vocabulary, group, logits)
     done: set[int] = set()
     for place, name in enumerate(names):
         block = model.get_submodule(name)

@@ -1,8 +1,7 @@
 """Embeddings and heads split over `tp` by vocabulary: every rank has the rows of some tokens.
 
-A rank looks up the tokens that it has, and the ranks sum what they found. The head is a column layer: its logits are
-`SplitTensor`s, on which the model's own last steps and the loss run; `vocabulary_loss` is the cross-entropy of them.
-Where a loss brings logits together in another way they are gathered, which is said once.
+A rank looks up the tokens that it has, and the ranks sum what they found. The head is a column layer, whose logits the
+model's own last steps and the loss meet as `logits` says.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
@@ -21,15 +19,11 @@ from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.shards.group import TensorGroup, copy_to_region, reduce_from_region
 from paraplan.runtime.shards.overlap import LateWeight, can_be_late, copy_beside, late_linear
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import (
-    VOCABULARY,
-    SplitError,
-    SplitTensor,
-)
+from paraplan.runtime.split.cuts import SplitError
 from paraplan.runtime.split.layers import has_own_weight
+from paraplan.runtime.split.logits import VocabularyLogits
 from paraplan.runtime.structure.ends import layers_read_elsewhere
 from paraplan.runtime.structure.model_structure import ModelStructure
-from paraplan.runtime.torch_private import pytree
 
 _TOLERANCE = 1e-6
 
@@ -79,7 +73,9 @@ def find_vocabulary_split(structure: ModelStructure, *, size: int) -> Vocabulary
     return VocabularySplit(size=vocabulary, embeddings=tuple(chosen), heads=tuple(ends))
 
 
-def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: TensorGroup) -> dict[str, Sharding]:
+def apply_vocabulary_split(
+    model: nn.Module, split: VocabularySplit, group: TensorGroup, logits: VocabularyLogits
+) -> dict[str, Sharding]:
     """Leave this rank's rows in the embeddings and heads that `model`, or a stage of it, holds; return their cuts."""
     held = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     sharding = Sharding(dim=0, segments=(split.size,), size=group.size)
@@ -102,19 +98,21 @@ def apply_vocabulary_split(model: nn.Module, split: VocabularySplit, group: Tens
     for name in split.heads:
         module = held.get(name)
         if isinstance(module, nn.Linear):
-            module.forward = _split_head(module, sharding, group)  # type: ignore[method-assign,assignment]
+            module.forward = _split_head(module, sharding, group, logits)  # type: ignore[method-assign,assignment]
     own = {id(part) for part in parts.values()}
     return {name: sharding for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
-def _split_head(module: nn.Linear, sharding: Sharding, group: TensorGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+def _split_head(
+    module: nn.Linear, sharding: Sharding, group: TensorGroup, logits: VocabularyLogits
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def head(given: torch.Tensor) -> torch.Tensor:
         if can_be_late(module.weight, given, group):
             late = LateWeight(module.weight, outputs_first=True)
             local = late_linear(copy_beside(given, late, group), module.bias, late)
         else:
             local = F.linear(copy_to_region(given, group, for_products=True), module.weight, module.bias)
-        return SplitTensor(local, sharding.at(local.ndim - 1), group, VOCABULARY)
+        return logits.made(local, sharding.at(local.ndim - 1))
 
     return head
 
@@ -185,12 +183,13 @@ def _lookup_reason(module: nn.Module, size: int) -> str | None:
 
 def _logits_reason(structure: ModelStructure, heads: list[str], size: int) -> str | None:
     """Return why the model itself needs whole logits, None where it computes with parts of them."""
+    logits = VocabularyLogits(TensorGroup(size=size, index=0, handle=None), gathers=False)
 
     def attempt(tried: object, _: object) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), logits.passing():
             call_model(structure.meta_model, tried)
 
-    with _trial_heads(structure.meta_model, heads, TensorGroup(size=size, index=0, handle=None, gathers=False)):
+    with _trial_heads(structure.meta_model, heads, logits):
         try:
             structure.run(attempt)
         except SplitError as error:
@@ -199,14 +198,13 @@ def _logits_reason(structure: ModelStructure, heads: list[str], size: int) -> st
 
 
 @contextmanager
-def _trial_heads(meta_model: nn.Module, heads: list[str], group: TensorGroup) -> Iterator[None]:
+def _trial_heads(meta_model: nn.Module, heads: list[str], logits: VocabularyLogits) -> Iterator[None]:
     """Let the heads of `meta_model` return split logits without values, in this context."""
 
     def trial(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(given: torch.Tensor) -> torch.Tensor:
-            sharding = Sharding(given.ndim - 1, (module.out_features,), group.size)
-            local = given.new_empty((*given.shape[:-1], sharding.local_length(group.index)))
-            return SplitTensor(local, sharding, group, VOCABULARY)
+            sharding = Sharding(given.ndim - 1, (module.out_features,), logits.group.size)
+            return logits.made(given.new_empty((*given.shape[:-1], sharding.local_length(0))), sharding)
 
         return forward
 
@@ -217,50 +215,3 @@ def _trial_heads(meta_model: nn.Module, heads: list[str], group: TensorGroup) ->
             undo.callback(module.__dict__.pop, "forward", None)
             module.forward = trial(module)  # type: ignore[method-assign,assignment]
         yield
-
-
-def show_hooks_plain(block: nn.Module) -> None:
-    """Let the hooks of `block` (those of FSDP, which follow gradients) see logits of some classes as plain tensors.
-
-    Called after the hooks are registered: these run between what is undone before them and done again behind them.
-    """
-    inner, entering, leaving = block.forward, _Marks(), _Marks()
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return entering.take_off((args, kwargs))
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = entering.put_on((args, kwargs))
-        return leaving.take_off(inner(*args, **kwargs))
-
-    def after(_: nn.Module, __: Any, output: Any) -> Any:
-        return leaving.put_on(output)
-
-    block.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    block.register_forward_hook(after)
-    block.forward = forward
-
-
-class _Marks:
-    """Which tensors of a nest are split, and how, while they go through hooks as plain ones."""
-
-    def __init__(self) -> None:
-        self._split: list[SplitTensor | None] = []
-
-    def take_off(self, tree: Any) -> Any:
-        """Return `tree` with the parts of its split tensors in their place."""
-        leaves, structure = pytree.tree_flatten(tree)
-        self._split = [leaf if isinstance(leaf, SplitTensor) else None for leaf in leaves]
-        return pytree.tree_unflatten(
-            [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves], structure
-        )
-
-    def put_on(self, tree: Any) -> Any:
-        """Return `tree` with its tensors split as they were."""
-        leaves, structure = pytree.tree_flatten(tree)
-        put = [
-            leaf if mark is None else SplitTensor(leaf, mark.sharding, mark.group, mark.source)
-            for leaf, mark in zip(leaves, self._split, strict=True)
-        ]
-        self._split = []
-        return pytree.tree_unflatten(put, structure)

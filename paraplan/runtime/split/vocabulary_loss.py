@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitTensor
 
 _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index"),
@@ -29,29 +28,29 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def split_cross_entropy(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def split_cross_entropy(
+    args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Sharding, group: TensorGroup
+) -> torch.Tensor | None:
     """Return what torch.nn.functional.cross_entropy returns for whole logits; None where it is not computed in parts.
 
-    That is for class weights, probabilities as targets, and logits that are not split along their classes.
+    That is for class weights, probabilities as targets, and logits that are not split along their classes. `sharding`
+    is that of the logits.
     """
     given = _DEFAULTS | dict(zip(_NAMES, args, strict=False)) | kwargs
     logits, target = given["input"], given["target"]
-    if not isinstance(logits, SplitTensor) or isinstance(target, SplitTensor):
-        return None
-    classes = 1 if logits.local.ndim > 1 else 0
-    is_plain = len(logits.sharding.segments) == 1 and logits.sharding.repeats == 1
-    if logits.sharding.dim != classes or not is_plain or target.is_floating_point():
+    classes = 1 if logits.ndim > 1 else 0
+    if sharding.dim != classes or target.is_floating_point():
         return None
     if any(given[name] is not None for name in ("weight", "size_average", "reduce")):
         return None
-    rows = logits.local.movedim(classes, -1)
+    rows = logits.movedim(classes, -1)
     losses = _RowLosses.apply(  # type: ignore[no-untyped-call]
         rows.reshape(-1, rows.shape[-1]),
         target.reshape(-1),
         given["ignore_index"],
         given["label_smoothing"],
-        logits.group,
-        logits.sharding,
+        group,
+        sharding,
     )
     return _reduced(losses, target, ignored=given["ignore_index"], reduction=given["reduction"])
 

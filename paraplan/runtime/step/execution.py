@@ -15,8 +15,7 @@ from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.wrapping import GradientSync
 from paraplan.runtime.precision import compute_context
-from paraplan.runtime.shards.split_tensor import SplitError
-from paraplan.runtime.step.loss import StepLoss, split_error
+from paraplan.runtime.step.loss import StepLoss
 
 
 class Execution(Protocol):
@@ -86,11 +85,8 @@ class WholeModelExecution:
         """Keep nothing of a run."""
 
     def _loss_of(self, micro_batch: MicroBatch) -> torch.Tensor:
-        try:
-            with compute_context(self._precision, self._device):
-                return self.loss.run(self._module, micro_batch.inputs, micro_batch)
-        except SplitError as error:
-            raise split_error(error) from error
+        with compute_context(self._precision, self._device):
+            return self.loss.run(self._module, micro_batch.inputs, micro_batch)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from paraplan.runtime.data.batches import is_of_batch
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import TensorGroup, all_gather
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.shards.split_tensor import SplitTensor
+from paraplan.runtime.split.logits import classes_of
 from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
 
@@ -45,7 +45,7 @@ class GlobalBatch:
 
         def join_output(_: int, tensor: torch.Tensor) -> torch.Tensor:
             nonlocal joined
-            if isinstance(tensor, SplitTensor):
+            if classes_of(tensor) is not None:
                 raise UnsupportedPlanError(
                     "batch_coupling='gather', and the ranks of tp or cp hold a part each of what the model returns",
                     hint="return tensors that are whole (pooled embeddings, say), or use tp=1 and cp=1",

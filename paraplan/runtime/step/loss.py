@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.data.batches import MicroBatch, call_model
-from paraplan.runtime.shards.split_tensor import SplitError
 from paraplan.runtime.split.context_parallel import Context
+from paraplan.runtime.split.logits import VocabularyLogits
 from paraplan.runtime.step.global_batch import GlobalBatch
 from paraplan.runtime.torch_private import pytree
 
@@ -65,11 +65,18 @@ class StepLoss:
     where nothing divides the batch. With `gathers` the outputs of all ranks are brought together first.
     `gradient_factor` multiplies what is differentiated and not what is reported: the loss scale of fp16. `loss_fn` runs
     in the context that `watch` returns, on the last of `num_stages` of a pipeline. `context` is that of the `cp` group,
-    whose ranks have outputs of some tokens each.
+    whose ranks have outputs of some tokens each; `logits` are those of some classes, under tp.
     """
 
-    def __init__(self, loss_fn: LossFunction, device: torch.device, batch: GlobalBatch | None = None) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        device: torch.device,
+        batch: GlobalBatch | None = None,
+        logits: VocabularyLogits | None = None,
+    ) -> None:
         self.loss_fn = loss_fn
+        self.logits = logits
         self.total: Number | None = None
         self.gathers = False
         self.gradient_factor = 1.0
@@ -116,11 +123,11 @@ class StepLoss:
 
     def _outputs(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> tuple[Any, MicroBatch]:
         """Return what the model returns, and the micro-batch with its targets."""
-        if self.context is None:
-            return call_model(model, inputs), micro_batch
-        with self.context.passing():
+        by_classes = nullcontext() if self.logits is None else self.logits.passing()
+        by_tokens = nullcontext() if self.context is None else self.context.passing()
+        with by_tokens, by_classes:
             outputs = call_model(model, inputs)
-        if self.context.is_local:
+        if self.context is not None and self.context.is_local:
             micro_batch = replace(micro_batch, targets=self.context.cut_targets(micro_batch.targets))
         return outputs, micro_batch
 
@@ -129,7 +136,7 @@ class StepLoss:
 
     def _read(self, outputs: Any, micro_batch: MicroBatch) -> Returned:
         try:
-            with self.watch():
+            with self.watch(), nullcontext() if self.logits is None else self.logits.losing():
                 return read_loss(self.loss_fn(outputs, micro_batch.targets))
         except Exception as error:
             known = self.explained(error)
@@ -139,8 +146,6 @@ class StepLoss:
 
     def explained(self, error: Exception) -> Exception:
         """Return what is to be said of an error of `loss_fn`, which sees some of what one process sees."""
-        if isinstance(error, SplitError):
-            return loss_split_error(error)
         if isinstance(error, AttributeError) and self.num_stages > 1:
             return UnsupportedPlanError(
                 f"loss_fn does not run on the last of {self.num_stages} pipeline stages alone: {error}",
@@ -250,22 +255,6 @@ def _checked_metrics(metrics: Mapping[Any, Any]) -> Mapping[str, Any]:
                 hint="a metric is a mean over the micro-batch, (sum, count), or (value, 'sum'), 'max' or 'min'",
             )
     return metrics
-
-
-def loss_split_error(error: SplitError) -> UnsupportedPlanError:
-    """Return what a user can understand of a loss that needs what several ranks hold."""
-    return UnsupportedPlanError(
-        f"loss_fn mixes logits of the whole vocabulary, and each rank of tp has only a part: {error.message}",
-        hint="use torch.nn.functional.cross_entropy, or tp=1",
-    )
-
-
-def split_error(error: SplitError) -> UnsupportedPlanError:
-    """Return what a user can understand of a model that needs what several ranks hold."""
-    return UnsupportedPlanError(
-        f"the model brings together what the ranks of tp hold each a part of: {error.message}",
-        hint="use a plan without sequence parallelism, or tp=1",
-    )
 
 
 def scalar_loss(loss: Any) -> torch.Tensor:
