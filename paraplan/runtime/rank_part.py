@@ -102,7 +102,8 @@ class ParallelContext:
         """Return the context of a training by `loss_fn`, which sees split outputs under tp and cp."""
         if plan.tp * plan.cp > 1:
             loss_fn = without_custom_functions(loss_fn)
-        loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh), VocabularyLogits(tensor_group(mesh)))
+        logits = VocabularyLogits(tensor_group(mesh)) if plan.tp > 1 else None
+        loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh), logits)
         loss.num_stages = plan.pp
         return cls(
             plan=plan,

@@ -207,11 +207,11 @@ def _run_of(of: PartialResult, start: int, stop: int) -> Sharding:
     if start not in bounds or stop not in bounds:
         lengths = tuple(after - before for before, after in pairwise(sorted({*bounds, start, stop})))
         if any(one % cut.size for one in (start, stop)):
-            message = f"tp={cut.size} does not divide the entries {start} to {stop} that its code takes of {{source}}"
+            message = f"tp={cut.size} does not divide the entries {start} to {stop} that its code takes"
         else:
-            message = f"its code takes the entries {start} to {stop} of the output of {{source}}"
-        error = of.error(message)
-        error.segments, error.is_mixed = lengths if cut.repeats == 1 else None, False
+            message = f"its code takes the entries {start} to {stop} of {cut.length}"
+        error = of.error(f"{message} of the output of {{source}}")
+        error.segments = lengths if cut.repeats == 1 else None
         raise error
     return Sharding(cut.dim, (cut.segments * cut.repeats)[bounds.index(start) : bounds.index(stop)], cut.size)
 

@@ -116,7 +116,10 @@ class PartsRun(TorchFunctionMode):
                     raise SplitError(
                         "a line of its code runs on whole tensors and on parts alike", source=source, is_mixed=True
                     )
-        return {site: tuple(found) for site, found in self._sites.items()}
+        return {
+            site: tuple(replace(one, is_alone=len(found) == 1 and site not in self._plain) for one in found)
+            for site, found in self._sites.items()
+        }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -103,11 +103,10 @@ class _ByClasses(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = next((found for one in (*args, *kwargs.values()) if (found := _first(one)) is not None), None)
+        first = _first(args) if not kwargs else _first((*args, *kwargs.values()))
         if first is None:
             return func(*args, **kwargs)
-        name, classes = function_name(func), classes_of(first)
-        assert classes is not None
+        name, classes = function_name(func), first._paraplan_classes  # type: ignore[attr-defined]
         if name in _OF_THE_WHOLE:
             return func(*_mapped(_on_meta, args), **_mapped(_on_meta, kwargs))
         if name in _OF_THE_PART or (getattr(func, "__name__", "") == "__get__" and name not in _KEEPS):
@@ -144,10 +143,16 @@ class _ByClasses(TorchFunctionMode):
         return _kept(func, first, classes, args, kwargs) if name in _KEEPS else None
 
 
-def _first(value: Any) -> torch.Tensor | None:
-    if isinstance(value, (list, tuple)):
-        return next((found for one in value if (found := _first(one)) is not None), None)
-    return value if classes_of(value) is not None else None
+def _first(values: Any) -> torch.Tensor | None:
+    """Return the first tensor among arguments that has some classes; it is asked of every call in a loss."""
+    for one in values:
+        if type(one) in (list, tuple):
+            found = _first(one)
+            if found is not None:
+                return found
+        elif isinstance(one, torch.Tensor) and hasattr(one, "_paraplan_classes"):
+            return one
+    return None
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -194,11 +194,11 @@ def _learn(trial: _Trial, error: SplitError, meta_model: nn.Module, name: str, s
             trial.segments[source] = choices[0]
             trial.other_segments[source] = choices[1:] + trial.other_segments.get(source, [])
             return
-    if error.is_mixed and source not in trial.whole and source:
-        trial.whole[source] = error.message
-        return
     if trial.other_segments.get(source):
         trial.segments[source] = trial.other_segments[source].pop(0)
+        return
+    if error.is_mixed and source not in trial.whole and source:
+        trial.whole[source] = error.message
         return
     raise UnsupportedPlanError(
         f"{name} ({type(meta_model).__name__}) cannot be split: {trial.first_words[source]}",

@@ -113,7 +113,8 @@ class Rewrite:
     """What becomes of a call of `func` on parts: numbers that are `divided` by the ranks, and operands that are cut.
 
     A number that code computed from one of a part is left `open`: the other sizes tell it. Other whole operands are
-    `copied` into the region of a rank. `sign` is the first part, which tells calls at one place apart.
+    `copied` into the region of a rank. `sign` is the first part, by which calls at one place are told apart where
+    others come there too.
     """
 
     func: Callable[..., Any]
@@ -122,6 +123,7 @@ class Rewrite:
     open: tuple[Path, ...] = ()
     cuts: tuple[Cut, ...] = ()
     copied: tuple[Path, ...] = ()
+    is_alone: bool = True
 
     @property
     def changes_sizes(self) -> bool:
@@ -176,9 +178,8 @@ class RunOnParts(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in self._functions:
-            found = self._sites.get(site_of_call(), ())
-            for one in found:
-                if one.func is func and (len(found) == 1 or one.meets((args, kwargs))):
+            for one in self._sites.get(site_of_call(), ()):
+                if one.func is func and (one.is_alone or one.meets((args, kwargs))):
                     args, kwargs = one.applied((args, kwargs), self._group, copies=self._copies)
                     break
         return func(*args, **kwargs)
