@@ -202,11 +202,6 @@ def multiply_all(tensors: Sequence[torch.Tensor], by: float | torch.Tensor) -> N
     torch._foreach_mul_(list(tensors), by)
 
 
-def make_wrapper(cls: Any, shape: Sequence[int], **options: Any) -> Any:
-    """Return a tensor of the subclass `cls` without storage of its own. A public constructor would allocate it."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
-
-
 def dtensor_like(local: torch.Tensor, like: DTensor, *, requires_grad: bool = False) -> DTensor:
     """Return `local` as a DTensor of the layout of `like`, where `local` is. `from_local` moves it to the mesh."""
     return DTensor(local, like._spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]

@@ -29,25 +29,17 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 class TensorGroup:
     """One rank's view of its `tp` group. Without `handle` nothing travels: shapes alone are followed, without values.
 
-    `shapes` remembers what an operation returns for given shapes; see `rules`. With `gathers`, logits that
-    a loss brings together are gathered; `gathered` says for what.
     With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
     With `overlaps` gradients of weights are made while those of inputs travel (`overlap`).
     `num_tokens` are those of whole sequences while a block runs on some of them, and `cuts` how these lie (`regions`).
-    `specs` holds how tensors lie that are split over it (`split_tensor`), `calls` what calls on them came to
-    (`replay`). `numbers` says whether ranks draw the same random numbers.
+    `numbers` says whether ranks draw the same random numbers.
     """
 
     size: int
     index: int
     handle: dist.ProcessGroup | None
-    shapes: dict[Any, Any] = field(default_factory=dict)
-    specs: dict[Any, Any] = field(default_factory=dict)
-    calls: dict[Any, Any] = field(default_factory=dict)
-    gathers: bool = True
     keeps_products: bool = False
     overlaps: bool = False
-    gathered: set[str] = field(default_factory=set)
     num_tokens: int = 0
     cuts: dict[tuple[int, int, int], Sharding] = field(default_factory=dict)
     numbers: RandomNumbers = field(init=False)

@@ -1,6 +1,6 @@
 """Finding how the layers of a block can be split over `tp`, by running it without values.
 
-Every linear layer that reads whole tensors is tried as a column layer, every one that reads a split tensor as a row
+Every linear layer that reads whole tensors is tried as a column layer, every one that reads a part as a row
 layer; where ranks would have to bring their parts together, the layer that was split is left whole, and where the code
 takes a fused output apart, the output is cut at the same places. A model's own plan (transformers' styles) says which
 layers to split in its place.
