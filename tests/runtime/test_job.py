@@ -94,6 +94,11 @@ def test_a_model_without_values_is_refused() -> None:
         runtime.init().prepare(model, loss_fn=loss_fn, optimizer=sgd)
 
 
+def test_a_model_without_shapes_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"1.weight has no shape yet: .*hint: call the model once"):
+        runtime.init().prepare(nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(4)), loss_fn=loss_fn, optimizer=sgd)
+
+
 def test_recompute_needs_blocks() -> None:
     job = runtime.init(ParallelPlan(recompute="full"))
     with pytest.raises(PlanError, match="Linear has no repeated blocks to recompute"):

@@ -19,7 +19,13 @@ _BUCKET_BYTES = 64 * 2**20
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of elements of all parameters, tied ones once."""
+    """Return the number of elements of all parameters, tied ones once; raise `ModelError` where one has no shape."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ModelError(
+                f"{name} has no shape yet: a lazy module gets it in its first forward pass",
+                hint="call the model once, on inputs of any values, before job.prepare",
+            )
     return sum(parameter.numel() for parameter in model.parameters())
 
 
