@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from exported_plans import PLANS, subject
 
+from paraplan.api.imported import import_plan
 from paraplan.cost.framework_files import load_framework
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.interop.export import TARGETS, export_plan
@@ -287,6 +289,18 @@ def test_what_axolotl_does_not_do_with_experts_is_a_gap(plan: dict[str, object],
 
 
 HYBRID = {"dp": 16, "zero_stage": 3, "zero_shards": 8}
+
+
+def test_sequences_over_ranks_are_written_for_deepspeed_and_read_back(tmp_path: Path) -> None:
+    made = subject({"dp": 2, "cp": 4, "zero_stage": 3, "recompute": "full"})
+    exported = export_plan(made, "deepspeed")
+    assert any("UlyssesSPAttentionHF" in note for note in exported.notes)
+    path = tmp_path / "ds.json"
+    path.write_text(exported.text)
+    assert import_plan(path, num_gpus=8, recompute="full").plan == made.plan
+    for plan in ({"dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2, "zero_stage": 1}):
+        gaps = export_plan(subject(plan), "deepspeed", partial=True).gaps
+        assert "cp=2" in [gap.part for gap in gaps]
 
 
 def test_hybrid_sharding_is_replicas_of_shards_where_a_tool_has_them() -> None:

@@ -18,6 +18,10 @@ from paraplan.interop.exported import (
 )
 from paraplan.plan.parallel import ParallelPlan
 
+_ULYSSES = (
+    "sequences over ranks (Ulysses): the script registers UlyssesSPAttentionHF before the model is made, and wraps the "
+    "loader in UlyssesSPDataLoaderAdapter"
+)
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys whose values multiply: the first is the product of the others and of the data-parallel ranks."""
 _PRESETS = (
@@ -52,6 +56,10 @@ def to_deepspeed(subject: Subject) -> Exported:
             config["zero_allow_untested_optimizer"] = True  # refused without, all but Adam's kin
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
+    if plan.cp > 1:
+        config |= {"sequence_parallel_size": plan.cp, "data_parallel_size": plan.dp}
+        notes.append(_ULYSSES)
+        config["paraplan"] = remarks(subject, gaps, notes)
     experts = expert_ranks(subject)
     if experts > 1 and (plan.tp == 1 or (plan.zero_stage < 3 and plan.offload == "none")):
         config["expert_parallel"] = {"enabled": True, "autoep_size": experts}
@@ -90,7 +98,10 @@ def deepspeed_gaps(subject: Subject) -> list[Gap]:
     if plan.tp > 1 and (plan.zero_stage == 3 or plan.offload != "none"):
         gaps += field_gap(plan, "ep", (1,), "beside tp AutoEP has ZeRO stages 0 to 2 without offload")
     gaps += hybrid_gap(plan, "DeepSpeed", lacking=_NO_GROUPS)
-    gaps += field_gap(plan, "cp", (1,), "DeepSpeed splits sequences over heads (Ulysses), not in a ring")
+    if plan.tp > 1:
+        gaps += field_gap(plan, "cp", (1,), "AutoTP goes over ranks that Ulysses would take")
+    if plan.zero_stage == 0:
+        gaps += field_gap(plan, "cp", (1,), "beside Ulysses ZeRO shards over the ranks of a sequence too")
     gaps += field_gap(plan, "sequence_parallel", (False,), "AutoTP does not split norms and dropout")
     gaps += field_gap(plan, "recompute", ("none", "full"), "DeepSpeed checkpoints what the script names, whole blocks")
     if plan.offload != "none" and stage_of(plan) == 0:
@@ -98,4 +109,4 @@ def deepspeed_gaps(subject: Subject) -> list[Gap]:
     elif plan.offload == "parameters" and stage_of(plan) < 3:
         gaps += field_gap(plan, "offload", ("none",), "DeepSpeed offloads parameters in ZeRO-3 alone")
     gaps += training_gap(subject.training, "precision", ("fp32", "bf16", "fp16"), "unknown")
-    return gaps + order_gap(plan, "DeepSpeed", ("dp", "tp"))
+    return gaps + order_gap(plan, "DeepSpeed", ("dp", "cp", "tp"))
