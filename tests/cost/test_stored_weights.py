@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import MakeWorkload
 
-from paraplan.cost.estimate import peak_memory
+from paraplan.cost.estimate import estimate_plan, peak_memory
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.stored_weights import storage_notes, wider_quantizers
 from paraplan.cost.workload import Workload
@@ -91,3 +91,16 @@ def test_experts_that_are_dequantized_before_their_product_stay_for_the_backward
     once, all_layers = (peak_memory(stored, PlanTable.of_plans([plan]))[0] for plan in plans)
     of_experts = 28.99e9 * 2
     assert all_layers - once > 0.9 * of_experts
+
+
+@pytest.mark.parametrize(("base", "each"), [("bf16", 2.0), ("nf4", 0.5)])
+def test_offloaded_weights_that_are_frozen_lie_in_the_hosts_memory(
+    workload: MakeWorkload, base: str, each: float
+) -> None:
+    made = workload("llama-2-70b", profile="8xa10", seq_length=2048, global_batch_size=16)
+    made = made.trained_as(made.training.replace(train="lora:r=16", base_weights=base))
+    plan = ParallelPlan(dp=8, zero_stage=3, micro_batch_size=1, num_microbatches=2, recompute="full")
+    offloaded = estimate_plan(made, plan.replace(offload="parameters"))
+    stored = each * made.model.parameters.total
+    assert stored < offloaded.host_bytes_per_node < 1.3 * stored
+    assert estimate_plan(made, plan).host_bytes_per_node == 0

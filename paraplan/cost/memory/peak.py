@@ -103,13 +103,14 @@ def host_bytes(rank: RankMemory) -> Floats:
     """Return the host memory that offload moves a rank's state and activations to.
 
     An offloaded optimizer brings its state, fp32 parameters to update and fp32 gradients to update by (Ren et al. 2021,
-    ZeRO-Offload, section 4.1); offloaded parameters are those fp32 parameters.
+    ZeRO-Offload, section 4.1); offloaded parameters are those fp32 parameters, and frozen ones as they are stored.
     """
     has_masters = rank.is_mixed and rank.framework.storage.master_bytes > 0  # among the state already
     states = rank.state_bytes / rank.state_shards
     copies = (1 if has_masters else 2) * FP32 * rank.parameters / rank.state_shards
     waiting = rank.activation_bytes - rank.kept_bytes
-    return np.asarray(np.where(rank.table.offload == OffloadCode.NONE, 0.0, states + copies) + waiting)
+    frozen = np.where(rank.offloads_parameters, rank.frozen_bytes / rank.shards, 0.0)
+    return np.asarray(np.where(rank.table.offload == OffloadCode.NONE, 0.0, states + copies) + frozen + waiting)
 
 
 def end_of_forward(rank: RankMemory) -> StageMemory:
