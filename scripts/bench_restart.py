@@ -1,4 +1,4 @@
-"""Measure how long ranks need from the end of one (kill -9) to their next collective, with and without kept processes.
+"""Measure how long ranks need from the end of one (kill -9) to their next collective, with and without spare processes.
 
     python scripts/bench_restart.py [--ranks 8] [--trials 3] [--only WORDS]
 
@@ -76,11 +76,7 @@ def train_step():
     + _LOOP
     + "job.close()\n",
 }
-WAYS = {
-    "all ranks begin anew": [],
-    "--restart-in-process --spare-ranks 0": ["--restart-in-process", "--spare-ranks", "0"],
-    "--restart-in-process": ["--restart-in-process"],
-}
+WAYS = ("all ranks begin anew", "as many spares as ranks")
 STARTS = {"fork": [], "exec": ["--start-method", "exec"]}
 
 
@@ -109,7 +105,8 @@ def main() -> None:
     print("| script | ranks start by | restart | seconds to the next step |\n| --- | --- | --- | --- |")
     for name, script in SCRIPTS.items():
         for start, start_options in STARTS.items():
-            for way, options in WAYS.items():
+            for way in WAYS:
+                options = [] if way == WAYS[0] else ["--spare-ranks", str(given.ranks)]
                 case = f"| {name} | {start} | {way} |"
                 if given.only not in case:
                     continue

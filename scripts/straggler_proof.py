@@ -219,7 +219,7 @@ def run_job(faults: list[Fault], *, num_ranks: int, steps: int, places: Any) -> 
         }
         (folder / "spec.json").write_text(json.dumps(spec))
         (folder / "train.py").write_text(SCRIPT)
-        launch = [sys.executable, "-m", "paraplan", "launch", "--skip-preflight"]
+        launch = [sys.executable, "-m", "paraplan", "launch", "--skip-preflight", "--watch-steps"]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",

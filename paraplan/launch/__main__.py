@@ -49,7 +49,7 @@ if __name__ == "__main__":
     _open_closed_streams()
     _restore_path()
     from paraplan.launch.command import launch_here
-    from paraplan.launch.ranks.run_state import flush_streams
+    from paraplan.launch.ranks.forked import flush_streams
 
     status = launch_here(sys.argv[1:])
     atexit._run_exitfuncs()  # of multiprocessing, too, which with --run-path has semaphores to give back

@@ -155,17 +155,18 @@ def _fork(*, preload_runtime: bool = False) -> SpawnerHandle | RankStart:
 
 
 def _run_rank(start: RankStart) -> NoReturn:
-    from paraplan.launch.ranks import bootstrap, rerun
-    from paraplan.launch.ranks.forked import enter_rank
-    from paraplan.launch.ranks.run_state import leave_process
+    from paraplan.launch.ranks import bootstrap
+    from paraplan.launch.ranks.forked import enter_rank, leave_process
 
     inherited = frozenset(sys.modules)
+    if start.place is not None:
+        from paraplan.launch.ranks.spares import stand_by
+
+        given = stand_by(start.place, start.modules)
+        start = RankStart(tuple(given["command"]), given["environment"], given["num_threads"])
     enter_rank(start)
     try:
-        target = None if start.is_spare else bootstrap.target_of(start.command)
-        if start.channel is not None:
-            rerun.keep_rank(start.channel, target, bootstrap, modules=start.modules, is_forked=True)
-        assert target is not None
+        target = bootstrap.target_of(start.command)
         recorder = bootstrap.FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
         bootstrap.watch_process(recorder)
         bootstrap.run_target(target, recorder)

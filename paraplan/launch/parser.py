@@ -18,12 +18,12 @@ OUR_OPTIONS = (
         "--skip-preflight",
         "--no-cpu-binding",
         "--no-straggler-watch",
+        "--watch-steps",
         "--metrics",
         "--fake",
         "--fake-rank",
     ),
-    *("--preempt-notice", "--preempt-window", "--requeue", "--memory-checkpoint"),
-    *("--restart-in-process", "--spare-ranks"),
+    *("--preempt-notice", "--preempt-window", "--requeue", "--memory-checkpoint", "--spare-ranks"),
 )
 _EXEC = "exec"
 
@@ -173,17 +173,12 @@ def _add_preemption_options(ours: argparse._ArgumentGroup) -> None:
         "--max-restarts, engine.resume goes on from there when a rank is lost. At most half of what is free.",
     )
     ours.add_argument(
-        "--restart-in-process",
-        action="store_true",
-        help="With --max-restarts: when a rank is lost, the others leave the script and run it again from its top in "
-        "the same process, with libraries imported and CUDA started. For scripts whose state is their own.",
-    )
-    ours.add_argument(
         "--spare-ranks",
         metavar="N",
         type=int,
-        help="With --max-restarts: so many processes of each node stand by, with what ranks have imported, and take "
-        "the places of lost ones. Default: 1 with --restart-in-process, else 0.",
+        default=0,
+        help="With --max-restarts: so many processes of each node stand by, with what the script imports at its top, "
+        "and ranks that start again begin in them. As many as ranks of a node are used at once.",
     )
     ours.add_argument(
         "--requeue", action="store_true", help="Have Slurm queue the job again (scontrol requeue) after status 75."
@@ -213,6 +208,12 @@ def _add_start_options(ours: argparse._ArgumentGroup) -> None:
         "--no-straggler-watch",
         action="store_true",
         help="Do not time the steps of ranks, and name none that is slower than the others.",
+    )
+    ours.add_argument(
+        "--watch-steps",
+        action="store_true",
+        help="Time the steps of any script of torch, as those of paraplan.runtime are: five functions of torch are "
+        "replaced in its ranks. --hang-timeout does so too.",
     )
     ours.add_argument(
         "--dry-run",

@@ -99,7 +99,7 @@ def check_request(
     nodes, nproc_per_node = spec.nodes or ONE_NODE, spec.nproc_per_node or str(max(1, num_gpus))
     if file is not None and plan_path is not None:
         nodes, nproc_per_node = _layout_of_plan(spec, file, num_gpus=num_gpus, plan_path=plan_path)
-    _check_keeping(spec, nodes)
+    _check_spares(spec, nodes)
     _check_endpoints(spec, nodes)
     return LaunchRequest(
         spec=spec,
@@ -193,12 +193,12 @@ def _check_hang_timeout(spec: LaunchSpec) -> None:
         )
 
 
-def _check_keeping(spec: LaunchSpec, nodes: NodeRange) -> None:
-    asked = "--restart-in-process" if spec.restart_in_process else f"--spare-ranks {spec.spare_ranks}"
-    if not spec.restart_in_process and not spec.spare_ranks:
+def _check_spares(spec: LaunchSpec, nodes: NodeRange) -> None:
+    asked = f"--spare-ranks {spec.spare_ranks}"
+    if not spec.spare_ranks:
         return
-    if spec.num_spares < 0:
-        raise ArgumentError(f"--spare-ranks {spec.spare_ranks} is below the least, 0", hint="use 0 or more")
+    if spec.spare_ranks < 0:
+        raise ArgumentError(f"{asked} is below the least, 0", hint="use 0 or more")
     if spec.max_restarts < 1 and nodes.min == nodes.max:
         raise ArgumentError(f"{asked} without --max-restarts: ranks never start again", hint="add --max-restarts 3")
     for option, is_given in (
@@ -208,11 +208,9 @@ def _check_keeping(spec: LaunchSpec, nodes: NodeRange) -> None:
     ):
         if is_given:
             raise ArgumentError(
-                f"{asked} and {option}: a script runs again only where a rank itself runs it",
+                f"{asked} and {option}: a process that stands by runs scripts of Python, on CPUs of the launcher's",
                 hint="leave one of them out",
             )
-    if sys.platform != "linux":
-        raise ArgumentError(f"{asked} looks at processes through /proc, which only Linux has", hint="leave it out")
 
 
 def _check_endpoints(spec: LaunchSpec, nodes: NodeRange) -> None:

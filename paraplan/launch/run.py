@@ -50,7 +50,7 @@ from paraplan.launch.preflight import gpus_of_ranks
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
 from paraplan.launch.ranks.cores import cpus_of_ranks, threads_per_rank, usable_cores
-from paraplan.launch.ranks.spawning import Keeping, SpawnerHandle, open_spawner
+from paraplan.launch.ranks.spawning import Spares, SpawnerHandle, open_spawner
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.script import imported_names, script_file
@@ -75,7 +75,6 @@ _HEALTH_S = 20.0  # for --preflight measure
 _DEFAULT_GRACE_S = 30.0  # torchrun's
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
-_WATCHDOG_VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
 _NO_FILE = "<N/A>"  # what torch's ProcessFailure has for a rank without an error file
 
 
@@ -95,9 +94,8 @@ def run(args: Namespace) -> None:
 
 def _run_spec(spec: LaunchSpec) -> None:
     request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
-    keeps_ranks = _keeps_ranks(spec)
     with (
-        closing(open_spawner(keeps_ranks=keeps_ranks)) as spawner,
+        closing(open_spawner()) as spawner,
         closing(open_doors(spec, request.nodes, os.environ)) as doors,
     ):
         run_job(request, spawner=spawner, job=JobRecord(), doors=doors, fork=False)
@@ -174,7 +172,6 @@ def _settings(
 ) -> AttemptSettings:
     """Return how ranks start and stop, as far as the request says so."""
     spec = request.spec
-    is_kept = _keeps_ranks(spec)
     return AttemptSettings(
         grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
         fork=fork,
@@ -183,18 +180,20 @@ def _settings(
         wrap_command=(lambda command: command) if spec.no_python else with_bootstrap,
         hang_timeout_s=spec.hang_timeout,
         has_gpus=torch.cuda.is_available(),
-        follows_steps=not spec.no_straggler_watch,
+        follows_steps=_followed(spec),
         health_s=_HEALTH_S if spec.preflight == "measure" else None,
-        keeping=_keeping(spec) if is_kept else None,
-        restarts_in_process=is_kept and spec.restart_in_process,
+        spares=_spares(spec) if spec.spare_ranks else Spares(),
     )
 
 
-def _keeps_ranks(spec: LaunchSpec) -> bool:
-    return spec.restart_in_process or spec.num_spares > 0
+def _followed(spec: LaunchSpec) -> str | None:
+    """Return the module whose import says that a script is one whose steps are noted; None for no script."""
+    if spec.no_straggler_watch:
+        return None
+    return "torch" if spec.watch_steps or spec.hang_timeout is not None else "paraplan.runtime.engine"
 
 
-def _keeping(spec: LaunchSpec) -> Keeping:
+def _spares(spec: LaunchSpec) -> Spares:
     """Return how spares start: with what the script imports at its top, where that is not beside it."""
     file = script_file(spec.training_script, is_module=spec.module)
     names = imported_names(file, folder=Path.cwd() if spec.module else None)
@@ -202,8 +201,7 @@ def _keeping(spec: LaunchSpec) -> Keeping:
     if any(name.partition(".")[0] == "paraplan" for name in names):
         modules = (*modules, "paraplan.runtime.job_start")
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
-    command = (interpreter, "-u", bootstrap.__file__, bootstrap.STAND_BY, *modules)
-    return Keeping(num_spares=spec.num_spares, command=command, modules=modules)
+    return Spares(spec.spare_ranks, (interpreter, "-u", bootstrap.__file__, bootstrap.STAND_BY), modules)
 
 
 def _live_job(request: LaunchRequest, job: JobRecord, folder: RunFolder) -> LiveJob:
@@ -324,8 +322,6 @@ def _extra_environment(request: LaunchRequest, folder: RunFolder) -> dict[str, s
         extra[METRICS_VARIABLE] = str(Path(request.spec.metrics).absolute())
     if request.spec.hang_timeout is not None:
         extra[WATCHED_VARIABLE] = str(request.spec.hang_timeout)
-    if request.spec.restart_in_process:  # the watchdog of NCCL would end a process whose peer is gone
-        extra |= {name: "0" for name in _WATCHDOG_VARIABLES if name not in os.environ}
     return extra
 
 

@@ -107,10 +107,8 @@ class LaunchSpec:
     requeue: bool = False
     memory_checkpoint: int | None = None
     """Every how many steps the state is copied to memory."""
-    restart_in_process: bool = False
-    """Whether healthy ranks run the script again in their processes."""
-    spare_ranks: int | None = None
-    """Processes of each node that stand by for lost ranks; None: one with `restart_in_process`, else none."""
+    spare_ranks: int = 0
+    """Processes of each node that stand by for a restart of its ranks."""
     metrics: str | None = None
     no_logs: bool = False
     preflight: str = "look"
@@ -118,17 +116,14 @@ class LaunchSpec:
     skip_preflight: bool = False
     no_cpu_binding: bool = False
     no_straggler_watch: bool = False
+    watch_steps: bool = False
+    """Whether the steps of other scripts than those of paraplan.runtime are noted too."""
     dry_run: bool = False
     fake: int | None = None
     """The number of ranks of a world without GPUs."""
     fake_rank: int | None = None
     profile: str | None = None
     json: bool = False
-
-    @property
-    def num_spares(self) -> int:
-        """How many processes of each node stand by."""
-        return int(self.restart_in_process) if self.spare_ranks is None else self.spare_ranks
 
     @classmethod
     def of_namespace(cls, namespace: Namespace) -> LaunchSpec:

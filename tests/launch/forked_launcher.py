@@ -115,7 +115,7 @@ def _be_launcher(
     place: Place | None,
 ) -> NoReturn:
     from paraplan.launch.command import launch_here
-    from paraplan.launch.ranks.run_state import flush_streams
+    from paraplan.launch.ranks.forked import flush_streams
 
     if place is not None:
         _move_to(place)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import ForkedLaunch, StartForked, WriteScript, read_until
+from launching import ForkedLaunch, Launch, StartForked, WriteScript, read_until
 from waiting import PATIENCE_S
 
 from paraplan.launch.ranks.step_marks import MARKS_FILE, MARKS_VARIABLE
@@ -64,22 +64,39 @@ def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
 def test_what_a_script_waits_for_by_itself_is_told_from_its_loader(
     launch_forked: ForkedLaunch, script: WriteScript
 ) -> None:
-    done = launch_forked("--no-logs", "--nproc-per-node", 2, script(TRAIN), "wait", 60)
+    done = launch_forked("--watch-steps", "--no-logs", "--nproc-per-node", 2, script(TRAIN), "wait", 60)
     assert "rank 1 (" in done.stderr, done.stderr
     assert "waits for outside of collectives" in done.stderr
 
 
 def test_equal_ranks_are_not_named(launch_forked: ForkedLaunch, script: WriteScript) -> None:
-    done = launch_forked("--no-logs", "--nproc-per-node", 2, script(TRAIN), "none", 40)
+    done = launch_forked("--watch-steps", "--no-logs", "--nproc-per-node", 2, script(TRAIN), "none", 40)
     assert done.returncode == 0
     assert "since step" not in done.stderr
 
 
-def test_nobody_is_watched_where_that_is_not_wanted(launch_forked: ForkedLaunch, script: WriteScript) -> None:
-    watched = script("import os; print('PARAPLAN_STEP_MARKS' in os.environ)", "watched.py")
-    for options, is_watched in (((), "True"), (("--no-straggler-watch",), "False")):
-        done = launch_forked("--no-logs", "--nproc-per-node", 2, *options, watched)
-        assert done.stdout.split() == [is_watched] * 2
+@pytest.mark.parametrize(
+    ("imports", "options", "is_watched"),
+    [
+        ("torch", (), False),
+        ("torch", ("--watch-steps",), True),
+        ("torch", ("--hang-timeout", 60), True),
+        ("paraplan.runtime.engine", (), True),
+        ("paraplan.runtime.engine", ("--no-straggler-watch",), False),
+    ],
+)
+def test_nothing_of_torch_is_replaced_in_other_scripts_than_the_runtimes_where_nobody_asks(
+    imports: str,
+    options: tuple[object, ...],
+    is_watched: bool,
+    launch: Launch,
+    launch_forked: ForkedLaunch,
+    script: WriteScript,
+) -> None:
+    start = launch_forked if options else launch  # forked ones begin with the runtime, as those of its scripts
+    shows = f"import {imports}, torch; print('step_hooks' in torch.autograd.backward.__code__.co_filename)"
+    done = start("--no-logs", "--nproc-per-node", 2, *options, script(shows))
+    assert done.stdout.split() == [str(is_watched)] * 2, done.stderr
 
 
 def test_time_in_collectives_is_kept_for_every_way_to_wait(
@@ -135,7 +152,7 @@ def test_time_in_collectives_is_kept_for_every_way_to_wait(
         dist.destroy_process_group()
         """
     )
-    done = launch_forked("--nproc-per-node", 2, path)
+    done = launch_forked("--nproc-per-node", 2, "--watch-steps", path)
     assert done.returncode == 0, done.stderr
     early, late = (json.loads((tmp_path / f"own{rank}.json").read_text()) for rank in (0, 1))
     assert len(early) == len(late) == 6
@@ -160,7 +177,7 @@ def test_hooks_change_nothing_of_what_torch_says_and_stand_where_torch_is_only_l
             print(error)
         """
     )
-    done = launch_forked("--no-logs", *options, path, **{MARKS_VARIABLE: "1"})
+    done = launch_forked("--no-logs", *options, path, **{MARKS_VARIABLE: "torch"})
     assert done.stdout.splitlines() == ["True", "None", "'NoneType' object is not iterable"], done.stderr
 
 
@@ -179,7 +196,7 @@ def test_an_error_has_no_frame_of_the_launcher_where_hooks_stand_around_torch(
         train()
         """
     )
-    done = launch_forked(*options, path, **{MARKS_VARIABLE: "1"})
+    done = launch_forked(*options, path, **{MARKS_VARIABLE: "torch"})
     (record,) = tmp_path.glob("paraplan-runs/*/*/*/*/error.json")
     traceback = json.loads(record.read_text())["message"]["extraInfo"]["py_callstack"]
     for text in (done.stderr, traceback):
@@ -212,7 +229,7 @@ def test_compiled_training_is_left_as_it_is(launch_forked: ForkedLaunch, script:
         """
     )
     plain = launch_forked("--no-logs", path)
-    marked = launch_forked("--no-logs", path, **{MARKS_VARIABLE: "1"})
+    marked = launch_forked("--no-logs", path, **{MARKS_VARIABLE: "torch"})
     assert plain.returncode == marked.returncode == 0, marked.stderr
     assert marked.stdout == plain.stdout
     assert "step_marks" not in marked.stderr
@@ -266,8 +283,8 @@ def test_a_collective_stays_in_the_graph_of_what_is_compiled(launch_forked: Fork
         dist.destroy_process_group()
         """
     )
-    marked = launch_forked("--nproc-per-node", 2, path)
-    plain = launch_forked("--nproc-per-node", 2, "--no-straggler-watch", path)
+    marked = launch_forked("--nproc-per-node", 2, "--watch-steps", path)
+    plain = launch_forked("--nproc-per-node", 2, path)
     assert marked.returncode == plain.returncode == 0, marked.stderr
     assert marked.stdout.splitlines()[:3] == ["reduce 1 0", "gather 1 0", "functional_reduce 1 0"]
     assert marked.stdout == plain.stdout, "nor is another break in what has some"
@@ -278,6 +295,7 @@ def test_a_ring_of_nonsense_ends_no_job(start_forked: StartForked, script: Write
         """
         import os, time
         from pathlib import Path
+        import torch
         from paraplan.launch.ranks import step_marks
         ring = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent / step_marks.MARKS_FILE
         head = step_marks.HEADER.pack(step_marks.MAGIC, os.getpid(), 5).ljust(step_marks.RECORDS_AT, b"\\0")
@@ -289,7 +307,7 @@ def test_a_ring_of_nonsense_ends_no_job(start_forked: StartForked, script: Write
         print("trained")
         """
     )
-    job = start_forked("--no-logs", "--nproc-per-node", 2, path)
+    job = start_forked("--no-logs", "--watch-steps", "--nproc-per-node", 2, path)
     assert job.stderr is not None
     read_until(job.stderr, lambda said: "slow ranks are looked for no more: ValueError" in said)
     (tmp_path / "said").touch()

@@ -70,7 +70,6 @@ class NodeAgent(ElasticAgent):
         self._job = job
         self._doors, self._nodes, self._endpoint = doors, nodes, endpoint
         self._is_restart_told = self._is_spare = self._is_restarting = self._is_meeting = False
-        job.may_restart = lambda: self._is_restarting or self.restarts_left > 0
         job.waits_for_ended = lambda: self._is_meeting and self._is_anyone_done()
         self._failed: RunResult | None = None
         self._store_of_nodes: NodeStore | None = None

@@ -25,8 +25,8 @@ _BACKEND = "PARAPLAN_BACKEND"  # as in paraplan.runtime.world, which loads torch
 
 def marks_variables(settings: AttemptSettings, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that has a rank note its steps; none for a rank that is alone."""
-    is_followed = settings.follows_steps and int(environment.get("WORLD_SIZE", "1")) > 1
-    return {MARKS_VARIABLE: "1"} if is_followed else {}
+    is_alone = int(environment.get("WORLD_SIZE", "1")) == 1
+    return {} if is_alone or settings.follows_steps is None else {MARKS_VARIABLE: settings.follows_steps}
 
 
 def dump_variables(settings: AttemptSettings, folder: Path | None) -> dict[str, str]:

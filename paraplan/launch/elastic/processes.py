@@ -25,7 +25,6 @@ from paraplan.launch.elastic.following import (
 )
 from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.held_signals import HeldSignals, raise_signal
-from paraplan.launch.elastic.keeping import RankKeeper
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.activity import read_activities
 from paraplan.launch.faults.calls import RankCalls, ask_for_calls, read_calls
@@ -37,6 +36,7 @@ from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
 from paraplan.launch.torch_private.elastic import ProcessContext
+from paraplan.units import ranks_in_words
 
 SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
@@ -80,7 +80,6 @@ class RankProcesses(ProcessContext):
         self._signals = HeldSignals(lambda number: job.stop.ask(number.name, number))
         self._pids: dict[int, int] = {}
         self._exits: dict[int, RankExit] = {}
-        self._keeper = RankKeeper(spawner, settings, self._pids, self._exits, self._global_rank, self._signals.held)
         self._stopped: set[int] = set()
         self._is_closed = False
         self._looks_at = 0.0
@@ -137,7 +136,6 @@ class RankProcesses(ProcessContext):
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
                 cpus=self._settings.cpus.get(rank, ()),
-                plain=self.args[rank],
                 copy_stdout=self._log_file(rank, "stdout.log"),
                 copy_stderr=self._log_file(rank, "stderr.log"),
             )
@@ -149,9 +147,12 @@ class RankProcesses(ProcessContext):
                 environment=os.environ,
                 fork=self._settings.fork,
                 num_threads=self._settings.num_threads,
-                keeping=self._settings.keeping,
+                spares=self._settings.spares,
             )
-        self._keeper.begin(self._pids, is_restart=self._job.attempts > 1)
+        if self._spawner.took_spares:
+            some = sorted(map(self._global_rank, self._spawner.took_spares))
+            words = "begins in a spare process" if len(some) == 1 else "begin in spare processes"
+            say(f"{ranks_in_words(some)} {words}")
         logs = {one.local_rank: (one.copy_stdout or one.stdout, one.copy_stderr or one.stderr) for one in commands}
         ranks = live_ranks(self._pids, envs=self.envs, folders=self._folders(), logs=logs)
         self._job.live.begin(ranks, int(self.envs[0].get("WORLD_SIZE", self.nprocs)))
@@ -200,8 +201,6 @@ class RankProcesses(ProcessContext):
         deadline = time.monotonic() + SETTLE_S
         while self._is_running() and time.monotonic() < deadline:
             self._collect(0.05)
-            if self._may_keep() and self._keeper.is_cause_known(self._read_failures()):
-                break
         self._ask_where_ranks_are()
         self.close()
         return self._result()
@@ -298,14 +297,7 @@ class RankProcesses(ProcessContext):
 
     def _collect(self, timeout_s: float = 0.0) -> None:
         with self._signals.held():
-            self._keeper.take_exits(self._spawner.exits(timeout_s=timeout_s))
-        if self._keeper.held:
-            self._keeper.release_own_errors(self._read_failures())
-
-    def _may_keep(self) -> bool:
-        """Whether the ranks start again, in the same processes where that may be."""
-        is_ending = self._signals.count or self._job.hang is not None or self._job.stop.reason is not None
-        return self._settings.restarts_in_process and not is_ending and self._job.may_restart()
+            self._exits |= {end.local_rank: end for end in self._spawner.exits(timeout_s=timeout_s)}
 
     def _result(self) -> RunProcsResult:
         self._job.live.end()
@@ -357,12 +349,7 @@ class RankProcesses(ProcessContext):
             self._job.store.note_stop(death_signal.name)
         self._stopped = set(self._pids) - set(self._exits)
         try:
-            if self._may_keep() and self._keeper.may_keep(self._read_failures()):
-                if not self._keeper.park(self._running(), self._collect):
-                    self._kill()
-            else:
-                self._job.stop.end_at_once()
-                self._keeper.release(self._collect, timeout_s=SETTLE_S)
+            self._job.stop.end_at_once()
             self._stop(death_signal)
         except SignalException:  # a second signal: no more patience
             self._kill()

@@ -14,7 +14,7 @@ from paraplan.launch.goodput import JobClock
 from paraplan.launch.live.ranks import LiveRanks
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.preemption import StopRequest
-from paraplan.launch.ranks.spawning import Keeping
+from paraplan.launch.ranks.spawning import Spares
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.stragglers.watch import Case
@@ -34,7 +34,8 @@ class AttemptSettings:
     `keeps_logs` copies what ranks write to files of their own.
     `cpus` are the CPUs that a local rank is kept on; none for all.
     `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
-    `follows_steps` has ranks note the times of their steps, by which slow ones are found.
+    `follows_steps` has ranks note the times of their steps, by which slow ones are found, once a module of this name is
+    imported; None never does.
     `health_s` is for how long machines are measured before the first start; None does not.
     `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
     """
@@ -48,12 +49,10 @@ class AttemptSettings:
     keeps_logs: bool = False
     cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     has_gpus: bool = False
-    follows_steps: bool = False
+    follows_steps: str | None = None
     health_s: float | None = None
-    keeping: Keeping | None = None
-    """Spares that stand by; None where no process is kept, not for spares either."""
-    restarts_in_process: bool = False
-    """Ranks that are healthy stay in their processes when the ranks start again."""
+    spares: Spares = field(default_factory=Spares)
+    """Processes that stand by for ranks that start again."""
 
 
 @dataclass
@@ -86,8 +85,6 @@ class JobRecord:
     stop: StopRequest = field(default_factory=StopRequest)
     copies: CopySlots | None = None
     live: LiveRanks = field(default_factory=LiveRanks)
-    may_restart: Callable[[], bool] = lambda: False
-    """Whether the ranks start again if they end now."""
     waits_for_ended: Callable[[], bool] = lambda: False
     """Whether this node waits in the rendezvous for one whose ranks have ended well."""
 

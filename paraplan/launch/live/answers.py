@@ -170,7 +170,9 @@ def _profile(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
             seconds=float(question["seconds"]),
             begin_by_s=time.time() + float(question["wait_s"]),
         ):
-            refused[str(rank)] = "it notes no steps: it is alone, its launch had --no-straggler-watch, or is no Python"
+            refused[str(rank)] = (
+                "it notes no steps: it is alone, or no script of paraplan.runtime and started without --watch-steps"
+            )
         else:
             traces[str(rank)] = str(trace_path(one.folder, rank=rank, number=int(question["number"])))
     return {

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
@@ -38,13 +38,11 @@ _PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
 _MAX_CALLS = 200
 
 _STEP_MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
-"""Environment variable of ranks that note the times of their steps, see `step_marks`."""
-
-CHANNEL_VARIABLE = "PARAPLAN_RANK_CHANNEL"
-"""Environment variable of a rank with an interpreter of its own that is kept: the descriptor of its channel."""
+"""Environment variable of ranks that note the times of their steps, see `step_marks`: the module whose import says that
+the script is one whose steps are noted."""
 
 STAND_BY = "--stand-by"
-"""First argument of a rank that waits for a place."""
+"""First argument of a process that waits for a place; the others are the descriptor where, and modules to import."""
 
 FAULT_FILE = "fault.txt"
 """Name of the file beside the error file that gets the Python stacks of a crash (SIGSEGV, SIGABRT, ...)."""
@@ -64,7 +62,6 @@ class FailureRecorder:
 
     def __init__(self, error_file: str | None) -> None:
         self.error_file = error_file
-        self.began_ns, self.files = time.time_ns(), list[int]()
         self._pid = os.getpid()
 
     def record(
@@ -102,7 +99,7 @@ class FailureRecorder:
         except OSError:  # a full disk must not replace the error of the script
             return False
         if not in_thread:
-            note_collectives(os.path.dirname(self.error_file), since_ns=self.began_ns)  # noqa: PTH120
+            note_collectives(os.path.dirname(self.error_file))  # noqa: PTH120
         return True
 
     def _earlier_record(self) -> dict[str, Any] | None:
@@ -156,11 +153,8 @@ def _is_user_error(error: BaseException) -> bool:
     return errors is not None and isinstance(error, errors.ParaplanError)
 
 
-def watch_process(recorder: FailureRecorder, marks: Any = None) -> Any:
-    """Record errors of threads, and write the stacks of a crash beside the error file; return what notes steps.
-
-    `marks` is what did so in an earlier run; None for nothing.
-    """
+def watch_process(recorder: FailureRecorder) -> None:
+    """Record errors of threads, note the times of steps, and write the stacks of a crash beside the error file."""
     import faulthandler
 
     previous = threading.excepthook
@@ -174,31 +168,28 @@ def watch_process(recorder: FailureRecorder, marks: Any = None) -> Any:
     threading.excepthook = record_thread
     if recorder.error_file:
         folder = os.path.dirname(recorder.error_file)  # noqa: PTH120
-        recorder.files = [_open_to_append(folder, name) for name in (FAULT_FILE, f"{STACK_FILE}.new")]
-        faulthandler.enable(file=recorder.files[0], all_threads=True)
+        faulthandler.enable(file=_open_to_append(folder, FAULT_FILE), all_threads=True)
         if STACK_SIGNAL:
             stack_file = os.path.join(folder, STACK_FILE)  # noqa: PTH118
-            faulthandler.register(STACK_SIGNAL, file=recorder.files[1], all_threads=True, chain=False)
+            stacks = _open_to_append(folder, f"{STACK_FILE}.new")
+            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
             os.replace(f"{stack_file}.new", stack_file)  # noqa: PTH105 (that it is there says that a signal may come)
         if WATCHED_VARIABLE in os.environ:
-            threading.Thread(
-                target=_answer_requests, args=(folder, recorder.began_ns), daemon=True, name="paraplan"
-            ).start()
+            threading.Thread(target=_answer_requests, args=(folder,), daemon=True, name="paraplan").start()
         if _STEP_MARKS_VARIABLE in os.environ:
-            with suppress(Exception):  # a disk that is full, another system: the script runs all the same
-                return _mark_steps(folder, marks)
-    return marks
+            hooks = module_beside("../torch_private/step_hooks.py")
+            hooks.after_import(os.environ[_STEP_MARKS_VARIABLE], lambda: _mark_steps(folder, hooks))
 
 
-def _mark_steps(folder: str, marks: Any) -> Any:
-    steps = module_beside("step_marks.py")
-    path = os.path.join(folder, steps.MARKS_FILE)  # noqa: PTH118
-    if marks is not None:
-        marks.open(path)
-        return marks
-    marks = steps.StepMarks(path, load_profiling=lambda: module_beside("../torch_private/profiling.py"))
-    module_beside("../torch_private/step_hooks.py").mark_steps(marks)
-    return marks
+def _mark_steps(folder: str, hooks: Any) -> None:
+    with suppress(Exception):  # a disk that is full, another system or torch: the script runs all the same
+        steps = module_beside("step_marks.py")
+        path = os.path.join(folder, steps.MARKS_FILE)  # noqa: PTH118
+        marks = steps.StepMarks(path, load_profiling=lambda: module_beside("../torch_private/profiling.py"))
+        try:
+            hooks.mark_steps(marks)
+        except Exception:
+            marks.is_on = False
 
 
 def module_beside(name: str) -> Any:
@@ -212,11 +203,8 @@ def module_beside(name: str) -> Any:
     return module
 
 
-def note_collectives(folder: str, *, since_ns: int) -> None:
-    """Write which collectives this process has made last, where torch has recorded them, into `folder`.
-
-    Those before `since_ns` are of an earlier run of the script in this process.
-    """
+def note_collectives(folder: str) -> None:
+    """Write which collectives this process has made last, where torch has recorded them, into `folder`."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return
@@ -228,7 +216,6 @@ def note_collectives(folder: str, *, since_ns: int) -> None:
         for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
             dump = getattr(native, name, None)
             found = json.loads(dump(True, False)).get("entries") or [] if dump is not None else []
-            found = [entry for entry in found if entry.get("time_created_ns", since_ns) >= since_ns]
             entries |= {f"{entry['process_group']} {entry['record_id']}": entry for entry in found}
         groups = {name: c10d.get_process_group_ranks(group) for group, name in c10d._world.pg_names.items()}
         path = os.path.join(folder, CALLS_FILE)  # noqa: PTH118
@@ -239,7 +226,7 @@ def note_collectives(folder: str, *, since_ns: int) -> None:
         return
 
 
-def _answer_requests(folder: str, since_ns: int) -> None:
+def _answer_requests(folder: str) -> None:
     """Note the collectives whenever the launcher opens the pipe, also while the main thread waits for one."""
     path = os.path.join(folder, CALLS_REQUEST)  # noqa: PTH118
     try:
@@ -247,7 +234,7 @@ def _answer_requests(folder: str, since_ns: int) -> None:
         while True:
             with open(path, "rb") as request:  # noqa: PTH123
                 request.read()
-            note_collectives(folder, since_ns=since_ns)
+            note_collectives(folder)
     except OSError:  # a folder that takes no pipes, or is gone
         return
 
@@ -257,13 +244,11 @@ def _open_to_append(folder: str, name: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
-def run_target(
-    target: Target, recorder: FailureRecorder, *, hold: Callable[[int], None] = lambda code: None
-) -> NoReturn:
+def run_target(target: Target, recorder: FailureRecorder) -> NoReturn:
     """Run `target` as the `__main__` of this process, then end the process as Python would.
 
     Uncaught errors are recorded and printed without the frames of this file; a `ParaplanError` is left to the
-    launcher, which prints its message and hint once for all ranks. `hold` gets the exit code after one; it may raise.
+    launcher, which prints its message and hint once for all ranks.
     """
     main = ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"], __cached__=None)
@@ -284,15 +269,9 @@ def run_target(
         sys.excepthook = lambda kind, value, _: show(kind, value.with_traceback(traceback), traceback)
         raise  # the interpreter prints it, and ends by SIGINT itself
     except BaseException as error:  # this frame stands where the interpreter's own handler stands
-        if getattr(error, "is_interruption", False):
-            raise
-        exit_code = _show_uncaught(error, recorder)
-    else:
-        _note_accelerate()
-        exit_code = 0
-    if exit_code:
-        hold(exit_code)
-    sys.exit(exit_code)
+        sys.exit(_show_uncaught(error, recorder))
+    _note_accelerate()
+    sys.exit(0)
 
 
 def _note_accelerate() -> None:
@@ -375,21 +354,21 @@ def target_of(command: Sequence[str]) -> Target:
 def main() -> NoReturn:
     """Run `bootstrap.py [-m] NAME ARGUMENTS...` in a rank with an interpreter of its own.
 
-    `bootstrap.py --stand-by MODULES...` imports these, and waits for a run.
+    `bootstrap.py --stand-by DESCRIPTOR MODULES...` imports these, and waits there for what to run.
     """
     own_folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     if sys.path and sys.path[0] == own_folder:
         del sys.path[0]
     sys.orig_argv[:] = [argument for argument in sys.orig_argv if argument != __file__]
-    is_spare = sys.argv[1] == STAND_BY
-    target = None if is_spare else target_of(["python", *sys.argv[1:]])
-    descriptor = os.environ.pop(CHANNEL_VARIABLE, None)
-    if descriptor is not None:
-        os.set_inheritable(int(descriptor), False)
-        channel = module_beside("channel.py").open_channel(int(descriptor))
-        modules = sys.argv[2:] if is_spare else ()
-        module_beside("rerun.py").keep_rank(channel, target, sys.modules[__name__], modules=modules, is_forked=False)
-    assert target is not None
+    command = sys.argv[1:]
+    if command[0] == STAND_BY:
+        import socket
+
+        start = module_beside("spares.py").stand_by(socket.socket(fileno=int(command[1])), command[2:])
+        os.environ.clear()
+        os.environ.update(start["environment"])
+        command = [word for word in start["command"][1:] if word != __file__]
+    target = target_of(["python", *command])
     recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     watch_process(recorder)
     run_target(target, recorder)

@@ -50,14 +50,6 @@ def parse_cpus(text: str) -> set[int]:
     return cpus
 
 
-def waited_for_cpu_s(pid: int, *, proc: Path = Path("/proc")) -> float:
-    """Return how long the main thread of a process waited for a CPU so far; 0 where the system does not say."""
-    try:
-        return int((proc / str(pid) / "schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
-
-
 def _siblings(cpu: int, cpu_folder: Path) -> str:
     try:
         return (cpu_folder / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,22 +39,25 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 class RankStart:
     """What a forked rank is to run: `command` as the arguments of an interpreter (`[-m] name ...`), and its threads.
 
-    One that is kept has a `channel` to the spawner. A spare runs nothing yet: it imports `modules`, and stands by.
+    A spare runs nothing yet: it imports `modules`, and waits at `place` for what it is to run (see `spares`).
     """
 
     command: tuple[str, ...]
     environment: dict[str, str]
     num_threads: int | None
-    channel: Any = None
-    is_spare: bool = False
+    place: socket.socket | None = None
     modules: tuple[str, ...] = ()
 
 
 @dataclass
 class Ranks:
-    """The ranks of one attempt by process id; processes that were started here and not reaped yet."""
+    """The ranks of one attempt by process id; processes that were started here and not reaped yet.
+
+    `spares` are those that stand by, with what they are told through.
+    """
 
     running: dict[int, int] = field(default_factory=dict)
+    spares: dict[int, socket.socket] = field(default_factory=dict)
     programs: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     copier: int | None = None
 
@@ -99,13 +102,12 @@ class Spawner:
         actions: dict[str, Callable[[dict[str, Any]], RankStart | None]] = {
             "start": self._start,
             "signal": self._signal,
-            **self.actions(),
             "clear": self._clear,
             "own": lambda message: self._owned_paths.append(message["path"]),
             "end": lambda _: self._end(0),
         }
         while True:
-            ready = self.wait()
+            ready = select.select([self._channel.fileno(), self._wake_read], [], [])[0]
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
             self._reap()
@@ -125,8 +127,7 @@ class Spawner:
         *lines, self._received = (self._received + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def send(self, **message: Any) -> None:
-        """Tell the launcher."""
+    def _send(self, **message: Any) -> None:
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionError):
@@ -135,7 +136,7 @@ class Spawner:
     def _start(self, message: dict[str, Any]) -> RankStart | None:
         pids: dict[int, int] = {}
         copies: list[Any] = []
-        placed: dict[str, list[int]] = {"stayed": [], "spares": []}
+        took_spares: list[int] = []
         for rank in message["ranks"]:
             streams: list[int | None] = []
             try:
@@ -143,13 +144,13 @@ class Spawner:
                     self._open_stream(number, rank[name], rank[f"copy_{name}"], copies)
                     for number, name in ((1, "stdout"), (2, "stderr"))
                 ]
-                here = self.place(rank, message, streams, placed)
-                others = [copy.source for copy in copies]
-                started = self.begin(rank, message, streams, others) if here is None else here
+                spare = self._take_spare(rank, message, streams)
+                took_spares += [] if spare is None else [rank["rank"]]
+                started = spare or self._begin(rank, message, streams, [copy.source for copy in copies])
             except (OSError, ValueError) as error:
                 self._close(copy.source for copy in copies)
                 self._kill_all()
-                self.send(event="start_failed", rank=rank["rank"], error=str(error))
+                self._send(event="start_failed", rank=rank["rank"], error=str(error))
                 return None
             finally:  # in the rank, too
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
@@ -159,17 +160,43 @@ class Spawner:
             pids[rank["rank"]] = started
             self.ranks.running[started] = rank["rank"]
         self._start_copier(copies)
-        self.send(event="started", pids=pids, **placed)
-        return self.after_start(message)
+        self._send(event="started", pids=pids, spares=took_spares)
+        return self._fill_spares(message)
 
-    def begin(
-        self,
-        rank: dict[str, Any],
-        message: dict[str, Any],
-        streams: list[int | None],
-        others: list[int],
-        *,
-        passed: tuple[int, ...] = (),
+    def _take_spare(self, rank: dict[str, Any], message: dict[str, Any], streams: list[int | None]) -> int | None:
+        """Have a process that stands by run a rank; return its id, None where none does."""
+        start = {name: rank[name] for name in ("command", "cpus")} | {"num_threads": message["num_threads"]}
+        start["environment"] = message["environment"] | rank["environment"]
+        data = json.dumps(start).encode() + b"\n"
+        descriptors = [number if one is None else one for number, one in zip((1, 2), streams, strict=True)]
+        while self.ranks.spares:
+            pid, place = self.ranks.spares.popitem()
+            with place, contextlib.suppress(OSError):  # it has just ended
+                place.sendall(data[socket.send_fds(place, [data], descriptors) :])
+                return pid
+        return None
+
+    def _fill_spares(self, message: dict[str, Any]) -> RankStart | None:
+        """Have as many processes stand by as are wanted; in a process that is forked return that it is one."""
+        while len(self.ranks.spares) < message["num_spares"]:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            command = [*message["spare_command"], str(theirs.fileno()), *message["spare_modules"]]
+            rank = {"command": command, "environment": {}, "cpus": []}
+            try:
+                started = self._begin(rank, message, [None, None], [], theirs.fileno())
+            except OSError:  # the job goes on without
+                return None
+            finally:  # in the spare, too
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+            if isinstance(started, RankStart):
+                ours.close()
+                return replace(started, place=theirs, modules=tuple(message["spare_modules"]))
+            theirs.close()
+            self.ranks.spares[started] = ours
+        return None
+
+    def _begin(
+        self, rank: dict[str, Any], message: dict[str, Any], streams: list[int | None], others: list[int], *passed: int
     ) -> RankStart | int:
         """Start a process for a rank; return its id, and in a process that is forked what it is to run.
 
@@ -185,34 +212,7 @@ class Spawner:
                 _keep_on(rank["cpus"])
                 return RankStart(tuple(rank["command"]), environment, message["num_threads"])
             return pid
-        program = self._open_program(rank["command"], environment, streams, cpus=rank["cpus"], passed=passed)
-        self.ranks.programs[program.pid] = program
-        return int(program.pid)
-
-    # what follows is for a spawner that keeps ranks
-
-    def actions(self) -> dict[str, Callable[[dict[str, Any]], RankStart | None]]:
-        """Return what else the launcher may ask for."""
-        return {}
-
-    def wait(self, *, more: Iterable[int] = (), timeout_s: float | None = None) -> list[int]:
-        """Wait for the launcher, a signal or `more` descriptors; return those that are ready."""
-        return select.select([self._channel.fileno(), self._wake_read, *more], [], [], timeout_s)[0]
-
-    def place(
-        self, rank: dict[str, Any], message: dict[str, Any], streams: list[int | None], placed: dict[str, list[int]]
-    ) -> int | None:
-        """Have a process that stands by run a rank; return its id, None where none does."""
-
-    def after_start(self, message: dict[str, Any]) -> RankStart | None:
-        """Do what is due once ranks run; return what a process is to run that was forked for it."""
-
-    def standing_by(self) -> set[int]:
-        """Return the processes that are no ranks now, and stay."""
-        return set()
-
-    def forget(self, pid: int) -> None:
-        """Take note that a process has ended."""
+        return self._open_program(rank, environment, streams, passed)
 
     def _open_stream(self, number: int, path: str, copy_path: str, copies: list[Any]) -> int | None:
         """Return the descriptor that a rank has as stream `number`: a file, what is copied to one, or None: ours."""
@@ -259,29 +259,27 @@ class Spawner:
             if descriptor is not None:
                 os.dup2(descriptor, stream)
         self._close(others)
+        for place in self.ranks.spares.values():
+            place.close()
         self._channel.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
     def _open_program(
-        self,
-        command: list[str],
-        environment: dict[str, str],
-        streams: list[int | None],
-        *,
-        cpus: list[int],
-        passed: tuple[int, ...],
-    ) -> Any:
+        self, rank: dict[str, Any], environment: dict[str, str], streams: list[int | None], passed: tuple[int, ...]
+    ) -> int:
         parent = os.getpid()
-        return subprocess.Popen(
-            command,
+        program = subprocess.Popen(
+            rank["command"],
             env=environment,
             pass_fds=passed,
             stdout=streams[0],
             stderr=streams[1],
             start_new_session=True,
-            preexec_fn=lambda: (die_with(parent), _keep_on(cpus)),  # type: ignore[func-returns-value]  # safe: this process has one thread
+            preexec_fn=lambda: (die_with(parent), _keep_on(rank["cpus"])),  # type: ignore[func-returns-value]  # safe: this process has one thread
         )
+        self.ranks.programs[program.pid] = program
+        return program.pid
 
     def _reap(self) -> None:
         while True:
@@ -298,10 +296,11 @@ class Spawner:
                 program.returncode = code
             if pid == self.ranks.copier:
                 self.ranks.copier = None
-            self.forget(pid)
+            if pid in self.ranks.spares:
+                self.ranks.spares.pop(pid).close()
             rank = self.ranks.running.pop(pid, None)
             if rank is not None:
-                self.send(event="exit", rank=rank, code=code, time_ns=now_ns, max_rss_kib=usage.ru_maxrss)
+                self._send(event="exit", rank=rank, code=code, time_ns=now_ns, max_rss_kib=usage.ru_maxrss)
 
     def _signal(self, message: dict[str, Any]) -> None:
         only = message["only_leaders_of"]
@@ -328,7 +327,7 @@ class Spawner:
                 left = self._leftovers()
         self._wait_for_copier(_LEAVING_S if left else _COPIER_S)  # what is left may write on
         told = [[pid, _command_of(pid)] for pid in left[:_MOST_TOLD]]
-        self.send(event="cleared", num_processes=len(first), left=told)
+        self._send(event="cleared", num_processes=len(first), left=told)
 
     def _kill_all(self) -> None:
         for pid in self.ranks.running:
@@ -347,10 +346,10 @@ class Spawner:
         self.ranks = Ranks()
 
     def _leftovers(self) -> list[int]:
-        return _leftovers({*self.ranks.running, *self.standing_by(), self.ranks.copier})
+        return _leftovers({*self.ranks.running, *self.ranks.spares, self.ranks.copier})
 
     def _end(self, status: int) -> NoReturn:
-        if status or self.ranks.running or self.standing_by():
+        if status or self.ranks.running or self.ranks.spares:
             self._kill_all()
         for path in self._owned_paths:
             shutil.rmtree(path, ignore_errors=True)

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import paraplan
 from paraplan.errors import UsageError
 from paraplan.launch.ranks import spawner
-from paraplan.launch.ranks.kept import KeepingSpawner
 
 
 class StartError(UsageError):
@@ -46,15 +44,13 @@ class RankCommand:
     copy_stdout: str = ""
     copy_stderr: str = ""
     cpus: tuple[int, ...] = ()
-    plain: Sequence[str] = ()
-    """The interpreter's command without the bootstrap, for a process that stands by."""
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """That ranks are kept, and how many spares stand by with these `modules` imported; `command` starts one."""
+class Spares:
+    """How many processes stand by with these `modules` imported; `command` starts one."""
 
-    num_spares: int = 0
+    number: int = 0
     command: Sequence[str] = ()
     modules: Sequence[str] = ()
 
@@ -69,23 +65,7 @@ class RankExit:
     max_rss_bytes: int
 
 
-@dataclass(frozen=True)
-class RankEvent:
-    """What a rank that is kept says of itself.
-
-    `held`: the script has failed with this exit code, and the process waits. `parked`: it stands by. `refused`: it
-    ends, since a script cannot run again in it, for this reason.
-    """
-
-    kind: str
-    local_rank: int
-    code: int
-    time_ns: int
-    reason: str = ""
-
-
 _STDERR = 2
-_KEPT_EVENTS = ("held", "parked", "refused")
 
 
 class SpawnerHandle:
@@ -97,11 +77,8 @@ class SpawnerHandle:
         self._program = program
         self._received = b""
         self._exits: list[RankExit] = []
-        self._events: list[RankEvent] = []
-        self.stayed: frozenset[int] = frozenset()
-        """Local ranks that the last start has left in their processes."""
         self.took_spares: frozenset[int] = frozenset()
-        """Local ranks that were started in spare processes then."""
+        """Local ranks that the last start has put into spare processes."""
 
     @property
     def can_fork_ranks(self) -> bool:
@@ -119,29 +96,27 @@ class SpawnerHandle:
         environment: Mapping[str, str],
         fork: bool,
         num_threads: int | None,
-        keeping: Keeping | None = None,
+        spares: Spares = Spares(),
         timeout_s: float = 120.0,
     ) -> dict[int, int]:
         """Start `ranks`; return their process ids by local rank. Raises `StartError` with none of them left running.
 
-        With `keeping` processes that stand by are taken where there are some: see `stayed` and `took_spares`.
+        Processes that stand by are taken where there are some (`took_spares`), and as many as `spares` says stand by
+        from then on.
         """
         self._exits.clear()
-        self._events.clear()
         self._send(
             do="start",
             fork=fork,
             environment=dict(environment),
             num_threads=num_threads,
-            keep=keeping is not None,
-            num_spares=0 if keeping is None else keeping.num_spares,
-            spare_command=[] if keeping is None else list(keeping.command),
-            modules=[] if keeping is None else list(keeping.modules),
+            num_spares=spares.number,
+            spare_command=list(spares.command),
+            spare_modules=list(spares.modules),
             ranks=[
                 {
                     "rank": rank.local_rank,
                     "command": list(rank.command),
-                    "plain": list(rank.plain),
                     "environment": dict(rank.environment),
                     "stdout": rank.stdout,
                     "stderr": rank.stderr,
@@ -158,26 +133,13 @@ class SpawnerHandle:
                 f"local rank {answer['rank']} cannot be started: {answer['error']}",
                 hint="check the path of the program and the log folder",
             )
-        self.stayed, self.took_spares = frozenset(answer["stayed"]), frozenset(answer["spares"])
+        self.took_spares = frozenset(answer["spares"])
         return {int(rank): pid for rank, pid in answer["pids"].items()}
 
-    def park(self, ranks: Sequence[int]) -> None:
-        """Have these local ranks leave their script and stand by; `events` tells of each."""
-        self._send(do="park", ranks=list(ranks))
-
-    def release(self, ranks: Sequence[int]) -> None:
-        """Let these local ranks end, which are held after an error; their exits follow."""
-        self._send(do="release", ranks=list(ranks))
-
-    def events(self) -> list[RankEvent]:
-        """Return what kept ranks have said since the last call, as far as `exits` has read it."""
-        events, self._events = self._events, []
-        return events
-
     def exits(self, *, timeout_s: float = 0.0) -> list[RankExit]:
-        """Return the exits since the last call; wait up to `timeout_s` for a first one, or a first event."""
+        """Return the exits since the last call; wait up to `timeout_s` for a first one."""
         deadline = time.monotonic() + timeout_s
-        while not (self._exits or self._events):
+        while not self._exits:
             rest_s = max(0.0, deadline - time.monotonic())
             if not self._receive(rest_s) and rest_s == 0.0:
                 break
@@ -249,11 +211,6 @@ class SpawnerHandle:
             for message in messages
             if message["event"] == "exit"
         ]
-        self._events += [
-            RankEvent(message["event"], message["rank"], message["code"], message["time_ns"], message.get("reason", ""))
-            for message in messages
-            if message["event"] in _KEPT_EVENTS
-        ]
         return messages
 
 
@@ -280,28 +237,17 @@ def fork_spawner() -> SpawnerHandle | spawner.RankStart:
     if pid == 0:
         ours.close()
         close_all_but(theirs.fileno())
-        return KeepingSpawner(theirs).serve()
+        return spawner.Spawner(theirs).serve()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     theirs.close()
     return SpawnerHandle(ours, pid=pid)
 
 
-_SERVE_KEPT = (
-    "import socket, sys; sys.path.append(sys.argv[2]); from paraplan.launch.ranks.kept import KeepingSpawner; "
-    "KeepingSpawner(socket.socket(fileno=int(sys.argv[1]))).serve()"
-)
-
-
-def open_spawner(*, keeps_ranks: bool = False) -> SpawnerHandle:
-    """Start a spawner with an interpreter of its own, for callers that may have threads; its ranks get the same.
-
-    With `keeps_ranks` they may stay when another one is lost, which takes longer to load.
-    """
+def open_spawner() -> SpawnerHandle:
+    """Start a spawner with an interpreter of its own, for callers that may have threads; its ranks get the same."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    number = str(theirs.fileno())
-    what = ["-c", _SERVE_KEPT, number, str(Path(paraplan.__file__).parent.parent)]
     program = subprocess.Popen(
-        [sys.executable, "-I", "-S", *(what if keeps_ranks else [str(Path(spawner.__file__)), number])],
+        [sys.executable, "-I", "-S", str(Path(spawner.__file__)), str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         start_new_session=True,  # a Ctrl-C of the terminal is the launcher's to act on
     )

@@ -27,7 +27,7 @@ MARKS_FILE = "steps.ring"
 """Name of the file beside the error file that holds the ring."""
 
 MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
-"""Environment variable of ranks that note their steps."""
+"""Environment variable of ranks that note their steps: once the module that it names is imported."""
 
 FIELDS = (
     "step",
@@ -118,15 +118,9 @@ class StepMarks:
         `load_profiling` returns the module that profiles, once that is asked for; None never does.
         """
         self._load_profiling = load_profiling
-        self.thread = threading.get_ident()
+        self.thread = threading.main_thread().ident
         """The thread whose time is kept."""
         self._queue_file = self._open_queue_file()
-        self.open(path)
-        os.register_at_fork(after_in_child=self._stop)
-        gc.callbacks.append(self._on_collection)
-
-    def open(self, path: str) -> None:
-        """Begin anew in a file `path`, for a script that begins. Raises OSError where it cannot be made."""
         with open(path, "w+b") as file:  # noqa: PTH123 (pathlib costs every rank an import)
             os.posix_fallocate(file.fileno(), 0, SIZE)  # to write where a full disk has no block is a SIGBUS
             self._ring = mmap.mmap(file.fileno(), SIZE)
@@ -152,12 +146,8 @@ class StepMarks:
         self._kernel = (0.0, 0.0)
         self._num_faults = resource.getrusage(_RUSAGE).ru_majflt
         self.reads_often = self._queue_file is not None
-
-    def end_run(self) -> None:
-        """Note nothing more until `open`: the script is left, and a profile that runs ends."""
-        self.is_on = self.is_noting = False
-        if self._profile is not None:
-            self._profile.end_early()
+        os.register_at_fork(after_in_child=self._stop)
+        gc.callbacks.append(self._on_collection)
 
     def _stop(self) -> None:
         self.is_on = self.is_noting = False

@@ -21,11 +21,6 @@ from typing import Any
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 
 
-def mark_steps(marks: Any) -> None:
-    """Have torch call `marks` (a `StepMarks`); now, or once the script has imported it."""
-    after_import("torch", lambda: _try_to_hook(marks))
-
-
 def after_import(name: str, then: Callable[[], object]) -> None:
     """Call `then` once a module is imported; now where it is."""
     if name in sys.modules:
@@ -66,14 +61,8 @@ class _AfterImport:
         return spec
 
 
-def _try_to_hook(marks: Any) -> None:
-    try:
-        _hook(marks)
-    except Exception:  # another torch: the script runs all the same
-        marks.is_on = False
-
-
-def _hook(marks: Any) -> None:
+def mark_steps(marks: Any) -> None:
+    """Have torch, which is imported, call `marks` (a `StepMarks`). Raises what another torch raises."""
     import torch
     import torch.distributed as dist
     from torch.utils.data.dataloader import _BaseDataLoaderIter
