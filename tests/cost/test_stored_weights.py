@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
-from conftest import MakeWorkload
 
 from paraplan.cost.estimate import estimate_plan, peak_memory
 from paraplan.cost.plan_table import PlanTable
@@ -15,6 +15,8 @@ from paraplan.errors import NoPlanFitsError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
+
+MakeWorkload = Callable[..., Workload]
 
 
 def qlora(make: MakeWorkload, model: str, **fields: str) -> Workload:
