@@ -257,7 +257,7 @@ CASES = [
     Case("node 1 is preempted: SIGTERM to its launcher", "SIGTERM ended", _to_launcher(1, signal.SIGTERM)),
     Case(
         "the launcher of node 0, which holds the store, is killed",
-        "the node that hosts the rendezvous is gone",
+        "the node that hosts the rendezvous is lost",
         _to_launcher(0, signal.SIGKILL),
         watched=(1,),
         rendezvous="c10d",

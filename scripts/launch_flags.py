@@ -30,9 +30,7 @@ DIFFERENCES = {
     "tee": "local ranks of two digits too (`10:3`)",
     "shutdown_timeout": "holds however a job ends (torchrun: 30 s when a rank fails)",
     "log_dir": "default: a new folder in `./paraplan-runs`",
-    "rdzv_endpoint": (
-        "default for several nodes: from srun's or mpirun's variables; `a:29400,b:29400`: where an elastic job may be"
-    ),
+    "rdzv_endpoint": ("default for several nodes: from srun's or mpirun's variables"),
     "node_rank": "default for several nodes: from srun's or mpirun's variables",
     "master_addr": "default for several nodes: from srun's or mpirun's variables",
 }

@@ -4,7 +4,7 @@
 
 Needs root and Debian's iproute2: hosts are network namespaces with two ranks each. Ranks are killed, one or two at a
 time, or fail; launchers of nodes are killed with all their ranks, and networks of nodes fail; nodes come back after a
-while. Node 0 hosts the rendezvous at first, and is struck as the others are (`--spare-first`: its ranks alone). At most
+while. Node 0 hosts the rendezvous, with which a job ends: its ranks alone are struck. At most
 half of the nodes are away at a time. Some faults strike while the ranks still start again from the last one. Copies of
 the state are in memory (`--memory-checkpoint`), of each node on the next one too; a checkpoint is written to the disk
 now and then, for neighbours that die at once.
@@ -106,9 +106,8 @@ job.close()
 class Soak:
     """A job on several hosts, its faults, and what it has done."""
 
-    def __init__(self, hosts: Any, folder: Path, seed: int, pause: float, *, first: int = 0) -> None:
+    def __init__(self, hosts: Any, folder: Path, seed: int, pause: float) -> None:
         self.hosts, self.folder, self.pause = hosts, folder, pause
-        self.first = first
         """The nodes from this one on are taken."""
         self.random = random.Random(seed)  # noqa: S311
         self.endpoint = f"{hosts.addresses[0]}:{free_port()}"
@@ -118,7 +117,6 @@ class Soak:
         self.cut_off: set[int] = set()
         self.recovered_s: list[float] = []
         self.kinds: Counter[str] = Counter()
-        self.num_first = 0
         (folder / "tmp").mkdir()
         (folder / "train.py").write_text(SCRIPT)
 
@@ -163,7 +161,7 @@ class Soak:
 
     def strike(self) -> str:
         """Do something to the job, and return what."""
-        here = [node for node in range(self.first, self.hosts.count) if node not in self.away]
+        here = [node for node in range(1, self.hosts.count) if node not in self.away]
         if 2 * (len(self.away) + 1) > self.hosts.count:
             here = []
         kinds = ["rank killed", "two ranks killed", "rank fails"] + ["node killed", "network cut"] * bool(here)
@@ -173,13 +171,11 @@ class Soak:
             os.killpg(self.launchers[node].pid, signal.SIGKILL)
             self.launchers[node].wait()
             self.away[node] = time.monotonic() + self.random.uniform(0, 8)
-            self.num_first += node == 0
         elif kind == "network cut":
             node = self.random.choice(here)
             self.hosts.set_link(node, "down")
             self.cut_off.add(node)
             self.away[node] = time.monotonic() + self.random.uniform(4, 10)
-            self.num_first += node == 0
         else:
             for _ in range(2 if kind == "two ranks killed" else 1):
                 self._strike_a_rank(fails=kind == "rank fails")
@@ -273,7 +269,6 @@ def verdict(soak: Soak) -> tuple[dict[str, Any], bool]:
     recovered = sorted(soak.recovered_s)
     figures = {
         "faults": dict(soak.kinds),
-        "faults that took node 0": soak.num_first,
         "attempts": sum(words[0] == "begins" for words in soak.lines()),
         "steps": last,
         "steps done again": len(done) - len({step for step, _ in done}),
@@ -281,7 +276,6 @@ def verdict(soak: Soak) -> tuple[dict[str, Any], bool]:
         "largest difference of a loss": off,
         "largest difference of a parameter": parameters_off,
         "seconds until three more steps, median and longest": [recovered[len(recovered) // 2], recovered[-1]],
-        "times that a node took the rendezvous": said.count(", on this host, now"),
         "attempts that went on from memory": said.count("from the copy in memory"),
         "statuses": [launcher.returncode for launcher in soak.launchers.values()],
         "left": left,
@@ -297,7 +291,6 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--hosts", type=int, default=4, choices=[2, 3, 4])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--spare-first", action="store_true", help="neither kill node 0 nor cut its network")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between steps")
     parser.add_argument("--keep", action="store_true", help="keep the folder of the job")
     arguments = parser.parse_args()
@@ -306,7 +299,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))
     try:
         with named_hosts(arguments.hosts) as hosts:
-            soak = Soak(hosts, folder, arguments.seed, arguments.pause, first=int(arguments.spare_first))
+            soak = Soak(hosts, folder, arguments.seed, arguments.pause)
             try:
                 soak.run(arguments.faults)
             except BaseException:

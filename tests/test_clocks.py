@@ -21,13 +21,10 @@ WITHOUT_END_S = 60
 CORES = {"cpu_count", "process_cpu_count", "sched_getaffinity"}
 SLEEPERS = {
     "launch/recovery_script.py": "the time that a step takes",
-    "launch/test_gates.py": "time has to pass: what is looked at goes on with it or does not",
+    "launch/test_job_token.py": "time has to pass: what is looked at goes on with it or does not",
     "launch/test_hang_watch.py": "the kernel counts how often a process sleeps",
     "launch/test_live_jobs.py": "the time that a step takes",
-    "launch/test_lost_rendezvous.py": "a rank that is late",
     "launch/test_preemption.py": "time has to pass: a rank would wait as long for its launcher",
-    "launch/test_relay.py": "a thread that is late",
-    "launch/test_restart_in_process.py": "an import that takes a while",
     "launch/test_several_nodes.py": "the time that a step takes",
     "launch/test_step_marks.py": "the time that a step takes",
     "launch/test_stragglers.py": "the time that a step takes",

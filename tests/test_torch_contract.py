@@ -10,7 +10,6 @@ import re
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch_doors
 from torch import nn
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
@@ -226,13 +224,8 @@ CONTRACTS = (
     Contract(f"{_ELASTIC}.rendezvous.dynamic_rendezvous:_NodeDesc", "signed states", ("addr", "pid", "local_id")),
     Contract(f"{_ELASTIC}.rendezvous.dynamic_rendezvous:_RendezvousState", "signed states", ()),
     Contract(
-        f"{_ELASTIC}.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._stop_heartbeats",
-        "a rendezvous that moves to another store",
-        ("self",),
-    ),
-    Contract(
         f"{_ELASTIC}.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._create_tcp_store_server",
-        "stores behind gates",
+        "stores that listen at one address",
         ("self", "master_addr", "master_port"),
     ),
     Contract(
@@ -252,7 +245,6 @@ OF_OBJECTS = {
     "_this_node": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._this_node = "),
     "_state_holder": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._state_holder = "),
     "_bootstrap_store_info": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", "self._bootstrap_store_info"),
-    "_last_call": (f"{_ELASTIC}.rendezvous.dynamic_rendezvous", 'setattr(self, "_" + name, timeout)'),
     "_forward_hooks": ("torch.nn.modules.module", "self._forward_hooks[handle.id] = hook"),
     "_forward_pre_hooks": ("torch.nn.modules.module", "self._forward_pre_hooks[handle.id] = hook"),
     "_modules": ("torch.nn.modules.module", "self._modules[name] = module"),
@@ -635,9 +627,3 @@ def test_the_agent_is_followed_step_by_step() -> None:
     assert agent.restarts_left == 3
     agent.forgo_restarts()
     assert agent.restarts_left == 0
-
-
-def test_how_long_a_rendezvous_waits_for_more_nodes_is_set() -> None:
-    timeout = dynamic_rendezvous.RendezvousTimeout(last_call=timedelta(seconds=1))
-    elastic.set_last_call(SimpleNamespace(settings=SimpleNamespace(timeout=timeout)), 4.0)
-    assert timeout.last_call == timedelta(seconds=4)

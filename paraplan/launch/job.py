@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 import traceback
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,9 +38,10 @@ from paraplan.launch.faults.report import (
     write_report,
 )
 from paraplan.launch.measured import note_measured
-from paraplan.launch.nodes.doors import Doors, open_doors
+from paraplan.launch.nodes.job_token import ForgedTextError, job_seal
 from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
+from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.preemption import PreemptedError, requeue
 from paraplan.launch.preflight import (
@@ -93,6 +93,8 @@ def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_
         return status
     except ParaplanError as error:
         status = error.exit_status
+        if isinstance(error, StoreLostError):
+            _requeue_from(request, "1")  # node 0 is the one that is lost
         raise
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
@@ -134,19 +136,6 @@ def _say_summary(job: JobRecord, elapsed_s: float) -> None:
 def _run(
     request: LaunchRequest, job: JobRecord, *, spawner: SpawnerHandle, fork: bool, imported_threads: str | None
 ) -> int:
-    with closing(open_doors(request.spec, request.nodes, os.environ)) as doors:  # until the nodes have told each other
-        return _run_behind(doors, request, job, spawner=spawner, fork=fork, imported_threads=imported_threads)
-
-
-def _run_behind(
-    doors: Doors,
-    request: LaunchRequest,
-    job: JobRecord,
-    *,
-    spawner: SpawnerHandle,
-    fork: bool,
-    imported_threads: str | None,
-) -> int:
     keeps_logs = not request.spec.no_logs
     try:
         node = None
@@ -157,7 +146,7 @@ def _run_behind(
             request,
             spawner=spawner,
             job=job,
-            doors=doors,
+            seal=job_seal(request.spec, request.nodes, os.environ),
             fork=fork,
             imported_threads=imported_threads,
             keeps_logs=keeps_logs,
@@ -179,6 +168,8 @@ def _run_behind(
     except SpawnerLostError as error:
         say(f"{error}, and the ranks with it; the host may be out of memory")
         return 128 + signal.SIGKILL
+    except ForgedTextError:
+        raise
     except (RendezvousError, DistError) as error:
         said, came = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
         has_begun = job.attempts > 0
@@ -194,9 +185,14 @@ def _say_preempted(end: PreemptedError, request: LaunchRequest) -> int:
     """Say that the ranks have saved and ended; have the job queued again where that is asked for."""
     steps = f"{end.num_steps:,} step{'s' if end.num_steps != 1 else ''}"
     say(f"{end}: all ranks have saved after {steps} and ended; start the job again to go on (status 75)")
-    if request.spec.requeue and os.environ.get("SLURM_NODEID", "0") == "0":
-        requeue(os.environ)
+    _requeue_from(request, "0")
     return PREEMPTED_EXIT_STATUS
+
+
+def _requeue_from(request: LaunchRequest, node: str) -> None:
+    """Have SLURM queue the job again where that is asked for, by one of its nodes alone."""
+    if request.spec.requeue and os.environ.get("SLURM_NODEID", "0") == node:
+        requeue(os.environ)
 
 
 def _torchs_failures(error: ChildFailedError) -> list[RankFailure]:
@@ -329,8 +325,10 @@ def _report(request: LaunchRequest, job: JobRecord) -> int:
     of_all = [mine]
     if job.store is not None and job.store.num_nodes > 1:
         # by the clock of the node that hosts the rendezvous, as the other nodes' times are
-        mine = replace(mine, time_ns=mine.time_ns + int(job.store.clock_offset_s * 1e9))
+        mine = replace(mine, time_ns=mine.time_ns + int((job.store.clock_offset_s or 0.0) * 1e9))
         of_all = job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
+        if job.store.is_lost and len(of_all) == 1 and not job.store.stops and mine.cause is not Cause.OWN_ERROR:
+            raise StoreLostError
         context = replace(context, is_host_gone=job.store.is_lost, stops=tuple(job.store.stops.values()))
     first_of_all = first_node_failure(of_all)
     places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)

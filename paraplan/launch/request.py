@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paraplan.errors import NoGpuError, PlanError, UnsupportedPlanError
-from paraplan.launch.nodes.endpoint import Endpoint
 from paraplan.launch.planning import AUTO, CPU_PROFILE, PlannerRequest
 from paraplan.launch.spec import ONE_NODE, ArgumentError, LaunchSpec, NodeRange
 
@@ -92,6 +91,7 @@ def check_request(
     if spec.max_restarts < 0:
         raise ArgumentError(f"--max-restarts {spec.max_restarts} is negative", hint="use 0 or more")
     _check_hang_timeout(spec)
+    _check_endpoint(spec)
     _check_preemption(spec, environment)
     _check_streams("redirects", spec.redirects)
     _check_streams("tee", spec.tee)
@@ -100,7 +100,6 @@ def check_request(
     if file is not None and plan_path is not None:
         nodes, nproc_per_node = _layout_of_plan(spec, file, num_gpus=num_gpus, plan_path=plan_path)
     _check_spares(spec, nodes)
-    _check_endpoints(spec, nodes)
     return LaunchRequest(
         spec=spec,
         nodes=nodes,
@@ -213,16 +212,11 @@ def _check_spares(spec: LaunchSpec, nodes: NodeRange) -> None:
             )
 
 
-def _check_endpoints(spec: LaunchSpec, nodes: NodeRange) -> None:
-    if not spec.other_endpoints:
-        return
-    for text in (spec.rdzv_endpoint, *spec.other_endpoints):
-        Endpoint.parse(text)
-    if spec.rdzv_backend != "c10d" or nodes.min == nodes.max or spec.max_restarts < 1:
+def _check_endpoint(spec: LaunchSpec) -> None:
+    if spec.rdzv_backend in ("static", "c10d") and "," in spec.rdzv_endpoint:
         raise ArgumentError(
-            f"--rdzv-endpoint names {1 + len(spec.other_endpoints)} hosts, and a job that is not elastic stays at the "
-            "first",
-            hint="name the first alone, or add --rdzv-backend c10d --nnodes MIN:MAX --max-restarts N",
+            f"--rdzv-endpoint {spec.rdzv_endpoint} names several hosts, and the nodes of a job meet at one",
+            hint="name the first alone: where it is lost, the job ends with status 75, to be started again",
         )
 
 

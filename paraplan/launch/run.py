@@ -42,8 +42,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.live.answers import LiveJob
 from paraplan.launch.live.server import LiveServer
 from paraplan.launch.measured import MEASURED_FILE, MEASURED_VARIABLE
-from paraplan.launch.nodes.doors import Doors, open_doors
-from paraplan.launch.nodes.job_token import TOKEN_VARIABLE
+from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, Seal, job_seal
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preemption import notice_reader, watch_for_notice
 from paraplan.launch.preflight import gpus_of_ranks
@@ -94,11 +93,9 @@ def run(args: Namespace) -> None:
 
 def _run_spec(spec: LaunchSpec) -> None:
     request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
-    with (
-        closing(open_spawner()) as spawner,
-        closing(open_doors(spec, request.nodes, os.environ)) as doors,
-    ):
-        run_job(request, spawner=spawner, job=JobRecord(), doors=doors, fork=False)
+    seal = job_seal(spec, request.nodes, os.environ)
+    with closing(open_spawner()) as spawner:
+        run_job(request, spawner=spawner, job=JobRecord(), seal=seal, fork=False)
 
 
 def count_gpus() -> int:
@@ -111,7 +108,7 @@ def run_job(
     *,
     spawner: SpawnerHandle,
     job: JobRecord,
-    doors: Doors,
+    seal: Seal,
     fork: bool,
     imported_threads: str | None = None,
     keeps_logs: bool = False,
@@ -120,9 +117,9 @@ def run_job(
     """Run the ranks of this node until all have ended; return torch's results by rank.
 
     `imported_threads` is the OMP_NUM_THREADS that torch was imported with, for ranks that are forked. `job` is written
-    while the job runs; its nodes meet through `doors`. `keeps_logs` copies what ranks write to files, in a folder that
-    stays; else a folder that nobody asked for is removed at the end. `node` are this machine's GPUs where they are
-    known.
+    while the job runs; `seal` signs what its nodes tell each other. `keeps_logs` copies what ranks write to files, in
+    a folder that stays; else a folder that nobody asked for is removed at the end. `node` are this machine's GPUs where
+    they are known.
     Raises torch's ChildFailedError, SignalException and rendezvous errors.
     """
     spec = request.spec
@@ -146,7 +143,7 @@ def run_job(
             _note_start(folder, request, node, environment=extra_environment)
         _share_memory(request, job, extra_environment, settings, num_ranks=config.nproc_per_node)
         run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
-        run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, doors=doors)
+        run_with = partial(run_here, spawner=spawner, settings=settings, job=job, before_start=prepare, seal=seal)
         results = run_with(config, program, program_arguments) or {}
         _say_whether_planned(extra_environment, has_bootstrap=not spec.no_python)
         return results

@@ -71,8 +71,6 @@ class LaunchSpec:
     standalone: bool = False
     rdzv_backend: str = "static"
     rdzv_endpoint: str = ""
-    other_endpoints: tuple[str, ...] = ()
-    """Where an elastic job may have moved to from its endpoint."""
     rdzv_id: str = "none"
     rdzv_conf: str = ""
     max_restarts: int = 0
@@ -132,15 +130,6 @@ class LaunchSpec:
         nnodes = given.pop("nnodes", None)
         given["nodes"] = None if nnodes is None else NodeRange.parse(str(nnodes))
         given["training_script_args"] = tuple(given.get("training_script_args") or ())
-        if given.get("rdzv_backend", "static") in ("static", "c10d"):
-            first, *others = (word.strip() for word in str(given.get("rdzv_endpoint") or "").split(","))
-            port = re.search(r"(?<=[^:]):\d+\Z", first)
-            given["rdzv_endpoint"] = first
-            given["other_endpoints"] = tuple(
-                # launchers open their doors at the port of the endpoint
-                other + port[0] if port is not None and (":" not in other or other.endswith("]")) else other
-                for other in filter(None, others)
-            )
         names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}, torch_options=rest)

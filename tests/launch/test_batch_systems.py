@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from paraplan.launch.nodes.batch_systems import (
     NodePlace,
     find_place,
     first_host,
-    hosts_of,
     take_place,
 )
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, job_port
@@ -45,14 +43,6 @@ HYDRA = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALNRANKS": "1"}
 )
 def test_the_first_host_of_a_list_is_read_as_slurm_writes_it(text: str, expected: str | None) -> None:
     assert first_host(text) == expected
-
-
-def test_all_hosts_of_a_list_are_read_one_by_one() -> None:
-    assert list(hosts_of("r[1-2]n[08-10],login,gpu[7,9]")) == (
-        ["r1n08", "r1n09", "r1n10", "r2n08", "r2n09", "r2n10", "login", "gpu7", "gpu9"]
-    )
-    assert list(islice(hosts_of("gpu[0-999999999999]"), 3)) == ["gpu0", "gpu1", "gpu2"]
-    assert list(hosts_of("gpu1,gpu[")) == ["gpu1"]
 
 
 def test_srun_gives_nodes_rank_and_the_address_of_the_first_node() -> None:
@@ -126,15 +116,6 @@ def test_the_place_becomes_a_static_rendezvous_and_for_a_range_of_nodes_an_elast
     spec, _ = take_place(parse_arguments(["--nnodes", "1:2", "train.py"], {}), place(), SECRET)
     assert (spec.rdzv_backend, spec.rdzv_endpoint) == ("c10d", f"gpu-a:{port}")
     assert (spec.nodes, spec.rdzv_id) == (NodeRange(1, 2), "j")
-    assert spec.other_endpoints == ()
-
-
-def test_an_elastic_job_of_srun_that_may_move_knows_the_other_nodes() -> None:
-    found = find_place(SRUN)
-    assert found is not None
-    spec, _ = take_place(parse_arguments(["--nnodes", "1:4", "--max-restarts", "1", "train.py"], {}), found, SECRET)
-    port = spec.rdzv_endpoint.rpartition(":")[2]
-    assert spec.other_endpoints == (f"gpu08:{port}", f"gpu09:{port}", f"gpu12:{port}")
 
 
 @pytest.mark.parametrize(

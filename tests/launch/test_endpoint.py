@@ -12,11 +12,9 @@ from datetime import timedelta
 
 import pytest
 from launching import free_port
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from waiting import PATIENCE_S
 
 from paraplan.errors import UsageError
-from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, find_listener, is_own_address
 from paraplan.launch.nodes.interfaces import addresses_of
 from paraplan.launch.nodes.native_calls import run_interruptibly
@@ -88,7 +86,7 @@ def test_addresses_of_this_node_are_known_from_those_of_others() -> None:
 def test_nobody_at_the_endpoint_is_told_with_what_it_means_and_how_long_it_was_tried() -> None:
     port = free_port()
     with pytest.raises(NoRendezvousError) as caught:
-        open_store("localhost", port, is_master=False, timeout=SHORT, doors=Doors(b"token"))
+        open_store("localhost", port, is_master=False, timeout=SHORT)
     assert caught.value.message.startswith(f"nothing answers at localhost:{port} (")
     assert "127.0.0.1" in caught.value.message
     assert caught.value.message.endswith("no launcher listens on this port of the machine; tried for 1 s")
@@ -98,7 +96,7 @@ def test_nobody_at_the_endpoint_is_told_with_what_it_means_and_how_long_it_was_t
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
 def test_another_program_at_the_endpoint_is_named(answer: bytes | None) -> None:
     with listener(answer) as port, pytest.raises(NoRendezvousError) as caught:
-        open_store("127.0.0.1", port, is_master=False, timeout=SHORT, doors=Doors(b"token"), multi_tenant=True)
+        open_store("127.0.0.1", port, is_master=False, timeout=SHORT, multi_tenant=True)
     assert f"(pid {os.getpid()}), listens at 127.0.0.1:{port}" in caught.value.message
 
 
@@ -106,16 +104,10 @@ def test_a_program_that_takes_connections_and_says_nothing_is_told_before_it_is_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with listener(None) as port, pytest.raises(NoRendezvousError) as caught:
-        open_store("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=3.5), doors=Doors(b"token"))
+        open_store("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=3.5))
     silence = f"127.0.0.1:{port}: it accepts connections and says nothing"
     assert capsys.readouterr().err == f"paraplan: waiting for {silence}\n"
     assert caught.value.message.endswith("it accepts connections and says nothing")
-
-
-def test_torchruns_own_store_at_the_endpoint_is_no_launcher_of_this_job() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(NoRendezvousError, match="another program"):
-        open_store("127.0.0.1", store.port, is_master=False, timeout=SHORT, doors=Doors(b"token"))
 
 
 def test_a_call_that_blocks_is_left_by_a_signal() -> None:

@@ -14,7 +14,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from paraplan.launch.elastic.agent import NodeAgent, describe_wait
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.nodes.doors import Doors
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.store import NodeFacts, NodeStore
 from paraplan.launch.spec import NodeRange
@@ -35,7 +34,7 @@ class Rounds(RendezvousHandler):
         self.num_silent = 0
         self._state_holder.state.participants = [SimpleNamespace(addr=f"gpu-{node}") for node in here]
         for node in here[1:]:
-            NodeStore(store, node=node, num_nodes=count, seal=Seal(b"token")).tell("here", {})
+            NodeStore(store, node=node, num_nodes=count, seal=Seal(b"token")).come()
         return RendezvousInfo(store, 0, count, RendezvousStoreInfo("gpu-a", 1))
 
     def get_backend(self) -> str:
@@ -66,7 +65,7 @@ def agent_of(
         DefaultLogsSpecs(),
         before_start=before_start,
         job=JobRecord(),
-        doors=Doors(b"token"),
+        seal=Seal(b"token"),
         nodes=NodeRange(minimum, 4),
         endpoint="gpu-a:29500",
     )

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from launching import NEVER_S
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.errors import PlanError
 from paraplan.launch.faults.failures import Cause, NodeFailure, first_node_failure
-from paraplan.launch.nodes.job_token import Seal
+from paraplan.launch.nodes.heartbeat import Heartbeat
+from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 
 T = TypeVar("T")
@@ -45,9 +47,11 @@ def test_every_node_reads_the_failures_of_all_and_names_the_same_first_one() -> 
 
 def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
     first, second = stores(2)
+    second.look()
     assert not second.has_failure_elsewhere()
     mine = failure("a", Cause.OWN_ERROR, 1)
     assert first.exchange_failures(mine, timeout_s=0.2) == [mine]
+    second.look()
     assert second.has_failure_elsewhere()
     assert not first.has_failure_elsewhere()
 
@@ -90,3 +94,56 @@ def test_nodes_that_differ_are_named_with_what_they_have() -> None:
     told = at_once([lambda: nodes[0].exchange_facts(FACTS), lambda: nodes[1].exchange_facts(changed)])
     assert told[0] == told[1] == [FACTS, changed]
     assert differences(told[0]) == ["the script's text is 0123 on a and 4567 on b"]
+
+
+class Counted:
+    """A store of the test that counts the calls to it."""
+
+    def __init__(self) -> None:
+        self.store, self.num_calls = HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += name != "has_extended_api"
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 256])
+def test_a_look_is_one_call_and_no_thread_whatever_the_number_of_nodes(num_nodes: int) -> None:
+    counted = Counted()
+    store, other = (NodeStore(counted, node=node, num_nodes=num_nodes, seal=Seal(b"token")) for node in (0, 1))  # type: ignore[arg-type]
+    store.look()
+    before, threads = counted.num_calls, threading.active_count()
+    for _ in range(10):
+        store.look()
+        assert not store.new_stops()
+        assert not store.has_failure_elsewhere()
+    assert (counted.num_calls - before, threading.active_count()) == (10, threads)
+    other.note_stop("SIGTERM")
+    before = counted.num_calls
+    store.look()
+    assert counted.num_calls - before == 3, "is there any, is it written, what is it"
+    assert store.new_stops() == ["host of node 1: SIGTERM ended its launcher and its ranks"]
+
+
+def test_news_that_a_node_is_still_writing_come_later_and_hold_up_no_others() -> None:
+    raw = HashStore()
+    first, second, third = (NodeStore(raw, node=node, num_nodes=3, seal=Seal(b"token")) for node in range(3))
+    number = raw.add("paraplan/news", 1)  # it has a number, and no text yet
+    second.note_done()
+    first.look()
+    assert first.nodes_at_work() == [2]
+    raw.set(f"paraplan/news/{number}", raw.get(f"paraplan/news/{number + 1}"))
+    with pytest.raises(ForgedTextError, match=f"news/{number} was not written with this job's token"):
+        third.look()
+
+
+def test_a_node_without_signs_of_life_is_named_by_the_one_behind_it_unless_it_has_ended() -> None:
+    nodes = stores(4)
+    nodes[3].note_done()
+    nodes[0].look()
+    hearts = [Heartbeat(nodes[node], silence_s=0.5, interval_s=0.05) for node in (0, 2)]
+    wait_until(lambda: nodes[2].look() or nodes[2].new_stops())  # type: ignore[func-returns-value]
+    wait_until(lambda: nodes[0].look() or 1 in nodes[0].new_stops() or nodes[0].stops)  # type: ignore[func-returns-value]
+    for heart in hearts:
+        heart.close()
+    assert nodes[0].stops == {1: "host of node 1: its launcher is gone, without a word"}

@@ -2,17 +2,19 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from launching import StartForked, WriteScript, free_port, names_in, read_until
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import get_method_name
 from waiting import PATIENCE_S, wait_until
 
-from paraplan.launch.nodes.doors import Doors
+from paraplan.errors import PREEMPTED_EXIT_STATUS
+from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.rendezvous import (
     NoRendezvousError,
     open_static_store,
@@ -26,27 +28,23 @@ LONG = timedelta(seconds=120)
 Come = Callable[..., object]
 
 
-TOKEN = b"of this job"
+SEAL = Seal(b"of this job")
 
 
 @pytest.fixture
-def come() -> Iterator[Come]:
-    """Come to a static rendezvous as one of its nodes; each has doors of its own, which end with the test."""
-    opened: list[Doors] = []
+def come() -> Come:
+    """Come to a static rendezvous as one of its nodes."""
 
     def come(rank: int, port: int, *, num_nodes: int, timeout: timedelta = LONG, master: bool | None = None) -> object:
         is_master = rank == 0 if master is None else master
-        opened.append(Doors(TOKEN))
         try:
             return open_static_store(
-                "127.0.0.1", port, num_nodes, is_master, timeout, node_rank=rank, doors=opened[-1], multi_tenant=True
+                "127.0.0.1", port, num_nodes, is_master, timeout, node_rank=rank, seal=SEAL, multi_tenant=True
             )
         except NoRendezvousError as error:
             return error
 
-    yield come
-    for doors in opened:
-        doors.close()
+    return come
 
 
 def test_all_nodes_get_the_store_once_all_have_come(come: Come) -> None:
@@ -75,6 +73,17 @@ def test_a_rank_of_two_nodes_is_refused_with_the_one_that_came_first(come: Come)
     assert store is not None
     assert isinstance(third, NoRendezvousError)
     assert f"--node-rank 1 is taken at 127.0.0.1:{port} by {socket.gethostname()}" in third.message
+
+
+def test_a_node_that_was_forged_is_not_taken_for_one(come: Come) -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(come, 0, port, num_nodes=2)
+        stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=LONG, wait_for_workers=False)
+        stranger.set("paraplan/here/1", "pwned")
+        stranger.add("paraplan/number that came", 1)
+        with pytest.raises(ForgedTextError, match="paraplan/here/1 is not a text of paraplan launch"):
+            first.result()
 
 
 def spec(endpoint: str = "127.0.0.1:29400") -> LaunchSpec:
@@ -165,7 +174,8 @@ def test_ctrl_c_while_other_nodes_are_waited_for_ends_the_launch_in_one_line(
 def test_a_rendezvous_that_is_lost_while_ranks_run_is_not_one_that_nobody_has_started() -> None:
     said = "The client socket has timed out while trying to connect"
     lost = rendezvous_error(said, spec(), NodeRange(2, 2), has_begun=True)
-    assert lost.message.startswith("the node that hosts the rendezvous is gone: nothing answers at 127.0.0.1:29400")
+    assert lost.message.startswith("the node that hosts the rendezvous is lost")
+    assert lost.exit_status == PREEMPTED_EXIT_STATUS
     assert "start the same command" not in str(lost.hint)
 
 

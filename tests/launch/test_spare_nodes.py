@@ -75,20 +75,3 @@ def test_a_node_that_was_not_needed_ends_well_with_the_job(
     status, waited = third.end()
     assert status == 0, said + waited
     assert "the job has ended, and this node was not needed" in waited
-
-
-@pytest.mark.ranks
-@pytest.mark.with_all
-def test_a_node_that_waits_finds_the_job_when_the_first_node_is_lost(
-    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode, ranks: RankHarness
-) -> None:
-    train, steps = script(SCRIPT), 60
-    words = words_of(three_hosts, train, tmp_path / "none", nodes="1:2", steps=steps)
-    first, second = start_node(0, *words), start_node(1, *words)
-    first.wait_for("step 4 ")
-    third = start_node(2, *words)
-    third.wait_for(WAITS)
-    first.stop()
-    second.wait_for_pattern(r"node0, is gone(?s:.*)step ")
-    said = require_exact([second, third], train, steps, ranks)
-    assert "begins after 0 steps" not in said.partition("is gone")[2]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -21,11 +21,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.elastic.ending import await_other_nodes, end_without_restart
-from paraplan.launch.elastic.movable import MovableRendezvous
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
-from paraplan.launch.nodes.doors import Doors
+from paraplan.launch.nodes.heartbeat import Heartbeat
+from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
 from paraplan.launch.nodes.store import NodeEndedError, NodeLostError, NodeStore
 from paraplan.launch.spec import NodeRange
@@ -51,28 +51,22 @@ class NodeAgent(ElasticAgent):
         *arguments: Any,
         before_start: Callable[[Round], None],
         job: JobRecord,
-        doors: Doors,
+        seal: Seal,
         nodes: NodeRange,
         endpoint: str,
-        movable: Callable[[Any], MovableRendezvous] | None = None,
         **options: Any,
     ) -> None:
-        """Take torch's arguments, `before_start`, the record of the job, and how nodes meet.
-
-        `movable` makes torch's rendezvous one that moves to another node; None for a job that ends with its store.
-        """
+        """Take torch's arguments, `before_start`, the record of the job, and how nodes meet."""
         super().__init__(*arguments, **options)
-        spec = self.get_worker_group().spec
-        self._movable = None if movable is None else movable(spec.rdzv_handler)
-        if self._movable is not None:
-            spec.rdzv_handler = self._movable
         self._before_start = before_start
         self._job = job
-        self._doors, self._nodes, self._endpoint = doors, nodes, endpoint
+        self._seal, self._nodes, self._endpoint = seal, nodes, endpoint
         self._is_restart_told = self._is_spare = self._is_restarting = self._is_meeting = False
         job.waits_for_ended = lambda: self._is_meeting and self._is_anyone_done()
         self._failed: RunResult | None = None
         self._store_of_nodes: NodeStore | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._clock_offset_s: float | None = None
         self._looks_at = 0.0
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -86,7 +80,9 @@ class NodeAgent(ElasticAgent):
                 assert self._store_of_nodes is not None
                 raise end_without_restart(self._store_of_nodes) from None
             result = self._failed
-        self._doors.spares = spares(self._handler)
+        if result is None or not result.is_failed():  # after a failure the nodes have to tell each other still
+            self._stop_heartbeat()
+        self._job.has_spares = bool(spares(self._handler))
         if result is None:
             say("the job has ended, and this node was not needed")
             return RunResult(WorkerState.SUCCEEDED)
@@ -97,11 +93,7 @@ class NodeAgent(ElasticAgent):
         result = super().monitor_workers(group)
         has_failed = result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY)
         self._failed = result if has_failed else None
-        reason = self._reason_to_move()
-        if result.state == WorkerState.HEALTHY and reason is not None:
-            self._tell_restart(reason)
-            self.restart_workers(group)
-        elif result.state == WorkerState.HEALTHY and self._has_lost_nodes():
+        if result.state == WorkerState.HEALTHY and self._has_lost_nodes():
             then = "restarting the other nodes without it" if self._may_go_on_without() else "waiting for it"
             self._tell_restart(f"a node is lost: {then}")
             self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
@@ -115,20 +107,8 @@ class NodeAgent(ElasticAgent):
 
     @property
     def _handler(self) -> Any:
-        """The rendezvous of torch, wherever it is now."""
-        return self.get_worker_group().spec.rdzv_handler if self._movable is None else self._movable.inner
-
-    def _reason_to_move(self) -> str | None:
-        """Return why the ranks are to start again at another node's store; None where they are not.
-
-        A job whose nodes have begun to end, well or not, does not move.
-        """
-        if self._movable is None:
-            return None
-        store = self._store_of_nodes
-        if store is not None and store.is_ending:
-            self._movable.may_move = False
-        return self._movable.reason_to_move()
+        """The rendezvous of torch."""
+        return self.get_worker_group().spec.rdzv_handler
 
     def _tell_failure(self) -> None:
         """Say what failed, before torch starts the ranks anew."""
@@ -166,19 +146,10 @@ class NodeAgent(ElasticAgent):
         if nodes is None or self._store_of_nodes is None or now < self._looks_at:
             return False
         self._looks_at = now + _LOOK_INTERVAL_S
-        is_lost = len(nodes) < self._store_of_nodes.num_nodes
-        if self._movable is None:
-            return is_lost and not self._store_of_nodes.is_anyone_done()
-        try:
-            return not self._store_of_nodes.is_anyone_done() and is_lost
-        except DistError:
-            self._movable.note_lost()
-            return False
+        return len(nodes) < self._store_of_nodes.num_nodes and not self._is_anyone_done()
 
     def _is_anyone_done(self) -> bool:
-        with contextlib.suppress(RuntimeError):  # a store that is gone
-            return self._store_of_nodes is not None and self._store_of_nodes.is_anyone_done()
-        return False
+        return self._store_of_nodes is not None and self._store_of_nodes.is_anyone_done()
 
     def _may_go_on_without(self) -> bool:
         """Whether the nodes that are left are as many as --nnodes asks for at least."""
@@ -239,16 +210,8 @@ class NodeAgent(ElasticAgent):
                 if participants(self._handler) is None:
                     raise
                 say(_LOST_MEANWHILE)
-            except DistError as error:
-                self._move_or_raise(error)
             else:
                 return
-
-    def _move_or_raise(self, error: DistError) -> None:
-        """Have the next meeting be at another node's store; raise the store's error where there is none."""
-        if self._movable is None or not self._movable.may_move:
-            raise error
-        self._movable.note_lost()
 
     def assign_ranks(self, store: Any, node: int, num_nodes: int, spec: WorkerSpec) -> list[Worker]:
         """Return the ranks of this node once all nodes are here: torch waits for a lost one, and then ends the job."""
@@ -265,11 +228,10 @@ class NodeAgent(ElasticAgent):
             store,
             node=node,
             num_nodes=num_nodes,
-            seal=self._doors.seal,
-            clock_offset_s=self._doors.clock_offset_s or 0.0,
+            seal=self._seal,
+            clock_offset_s=self._clock_offset_s,
             is_elastic=self._nodes.min < self._nodes.max,
             min_nodes=self._nodes.min,
-            left=self._doors.left,
             has_lost_node=has_lost_node,
         )
 
@@ -282,11 +244,10 @@ class NodeAgent(ElasticAgent):
             say(f"the job has its {self._nodes.max} nodes: this one waits, and takes the place of one that is lost")
             return
         here = participants(self._handler) or ["this node"]
-        endpoint = self._endpoint if self._movable is None else self._movable.place
-        say(describe_wait(here, self._nodes, endpoint))
+        say(describe_wait(here, self._nodes, self._endpoint))
         while not is_over.wait(SAY_AFTER_S):
             with contextlib.suppress(RuntimeError, ParaplanError):
-                contradiction = find_contradiction(store_of(self._handler), seal=self._doors.seal)
+                contradiction = find_contradiction(store_of(self._handler), seal=self._seal)
                 if contradiction is not None:
                     say(contradiction)
                     return
@@ -304,21 +265,23 @@ class NodeAgent(ElasticAgent):
                 world_size=group.workers[0].world_size,
                 ranks_per_node=group.spec.local_world_size,
                 master_addr=str(group.master_addr),
-                door=self._doors.standing.door,
-                launcher=self._doors.standing.launcher,
             )
+            self._stop_heartbeat()
             try:
                 self._before_start(this_round)
             except NodeLostError:
                 say(_LOST_MEANWHILE)
                 self.rendezvous(group)
-            except DistError as error:
-                self._move_or_raise(error)
-                self.rendezvous(group)
             else:
-                if self._movable is not None:
-                    self._movable.begin_round(store.facts)
+                if num_nodes > 1 and participants(self._handler) is None:
+                    self._clock_offset_s = store.clock_offset_s  # the store of such a rendezvous keeps the first time
+                    self._heartbeat = Heartbeat(store)
                 return super().start_workers(group)
+
+    def _stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
 
 
 def describe_wait(here: Sequence[str], nodes: NodeRange, endpoint: str) -> str:

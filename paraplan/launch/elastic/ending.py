@@ -54,27 +54,25 @@ def say_what_stays(left: Mapping[int, str]) -> None:
 def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time.sleep) -> None:
     """Wait until the ranks of all nodes have ended well, however long that takes; a signal ends the wait.
 
-    Raises `FailedElsewhereError` where ranks have failed elsewhere, or a node is lost before its ranks have ended.
+    Raises `FailedElsewhereError` where ranks have failed elsewhere, or a node is lost before its ranks have ended, and
+    `StoreLostError`.
     """
     store.note_done()
     says_at: float | None = time.monotonic() + SAY_AFTER_S
     look_s = _LOOK_S[0]
-    try:
-        while at_work := store.nodes_at_work():
-            if store.has_failure_elsewhere():
-                failures = store.failures_of_others(timeout_s=_OTHER_NODES_S)
-                raise FailedElsewhereError("ranks of another node have failed", failures)
-            store.new_stops()
-            lost = [reason for node, reason in store.stops.items() if node in at_work]
-            if lost:
-                raise FailedElsewhereError("; ".join(lost))
-            if says_at is not None and time.monotonic() > says_at:
-                says_at = None
-                hosts = ", ".join(store.host_of(node) for node in at_work[:_MOST_NAMED])
-                more = f" and {len(at_work) - _MOST_NAMED} more" if len(at_work) > _MOST_NAMED else ""
-                say(f"the ranks of {socket.gethostname()} have ended; waiting for those of {hosts}{more}")
-            pause(look_s)
-            look_s = min(2 * look_s, _LOOK_S[1])
-    except RuntimeError:  # torch's of a broken connection
-        raise FailedElsewhereError("the node with the rendezvous is gone before it said how its ranks ended") from None
+    while at_work := store.nodes_at_work():
+        if store.has_failure_elsewhere():
+            failures = store.failures_of_others(timeout_s=_OTHER_NODES_S)
+            raise FailedElsewhereError("ranks of another node have failed", failures)
+        store.new_stops()
+        lost = [reason for node, reason in store.stops.items() if node in at_work]
+        if lost:
+            raise FailedElsewhereError("; ".join(lost))
+        if says_at is not None and time.monotonic() > says_at:
+            says_at = None
+            hosts = ", ".join(store.host_of(node) for node in at_work[:_MOST_NAMED])
+            more = f" and {len(at_work) - _MOST_NAMED} more" if len(at_work) > _MOST_NAMED else ""
+            say(f"the ranks of {socket.gethostname()} have ended; waiting for those of {hosts}{more}")
+        pause(look_s)
+        look_s = min(2 * look_s, _LOOK_S[1])
     store.take_leave(timeout_s=_LEAVE_S)

@@ -13,22 +13,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing import start_processes as start_torchs_processes
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torch.distributed.run import config_from_args
 
 from paraplan.launch.elastic.agent import NodeAgent
-from paraplan.launch.elastic.movable import MovableRendezvous
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.processes import RankProcesses
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
-from paraplan.launch.nodes.doors import Doors
-from paraplan.launch.nodes.endpoint import Endpoint, host_of
+from paraplan.launch.nodes.endpoint import host_of
+from paraplan.launch.nodes.hosted_store import host_store
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
-from paraplan.launch.nodes.rendezvous import enter_store_of_ranks, open_static_store, open_store
+from paraplan.launch.nodes.job_token import Seal
+from paraplan.launch.nodes.rendezvous import open_static_store, open_store
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import SpawnerHandle
@@ -37,8 +35,8 @@ from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
 
 _LOOPBACK = "127.0.0.1"
-_COME_AGAIN_S = 0.5
-_READ_TIMEOUT_S = 60  # torch's default
+_READS_THE_END_S = 2.5
+"""torch's rendezvous reads the state of a job once a second."""
 _STORE_PATIENCE = timedelta(seconds=300)  # torch's default for a store
 
 
@@ -107,75 +105,33 @@ def run_agent(
     settings: AttemptSettings,
     job: JobRecord,
     before_start: Callable[[Round], None],
-    doors: Doors,
+    seal: Seal,
 ) -> dict[int, Any]:
     """Run the job on this node under torch's elastic agent, until all ranks have ended.
 
-    `before_start` is called after each rendezvous, before the ranks start. Raises torch's ChildFailedError for
-    a failed rank, its SignalException for a signal, and its rendezvous errors.
+    `seal` signs what its nodes tell each other. `before_start` is called after each rendezvous, before the ranks start.
+    Raises torch's ChildFailedError for a failed rank, its SignalException for a signal, and its rendezvous errors.
     """
-    start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job, doors=doors)
+    start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
     nodes, endpoint = NodeRange(config.min_nodes, config.max_nodes), config.rdzv_endpoint
-    silence_s = None if has_own_agent() else _silence_s(config, nodes)
     make_backend = functools.partial(
-        SealedBackend,
-        seal=doors.seal,
-        nodes=nodes,
-        endpoint=endpoint,
-        is_gone=doors.is_gone,
-        silence_s=silence_s,
-        has_moved=lambda: doors.standing.newer is not None,
-        waits_for_ended=lambda: job.waits_for_ended(),
+        SealedBackend, seal=seal, nodes=nodes, endpoint=endpoint, waits_for_ended=lambda: job.waits_for_ended()
     )
-    movable = None
-    if silence_s is not None:
-        movable = functools.partial(
-            MovableRendezvous,
-            doors=doors,
-            endpoint=Endpoint.parse(endpoint),
-            make_backend=make_backend,
-            store_timeout=timedelta(seconds=int(config.rdzv_configs.get("read_timeout", _READ_TIMEOUT_S))),
-            silence_s=silence_s,
-        )
-    named: dict[str, Any] = {"job": job, "doors": doors, "nodes": nodes, "endpoint": endpoint, "movable": movable}
-    agent = functools.partial(NodeAgent, before_start=before_start, **named)
+    agent = functools.partial(NodeAgent, before_start=before_start, job=job, seal=seal, nodes=nodes, endpoint=endpoint)
     node_rank = int(config.rdzv_configs.get("rank", 0))
     with made_of(
-        open_store=functools.partial(open_store, doors=doors, silence_s=silence_s),
-        open_static_store=functools.partial(open_static_store, node_rank=node_rank, doors=doors),
+        open_store=open_store,
+        open_static_store=functools.partial(open_static_store, node_rank=node_rank, seal=seal),
         backend=make_backend,
         start_processes=start,
-        open_store_of_ranks=functools.partial(_StoreOfRanks, doors=doors),
+        open_store_of_ranks=lambda address: host_store(address, 0, timeout=_STORE_PATIENCE),
         agent=None if has_own_agent() else agent,
     ):
-        while True:
-            try:
-                return launch_agent(config, program, program_arguments)
-            except (RendezvousConnectionError, DistError):
-                if silence_s is None or doors.own_store is not None:
-                    raise
-                time.sleep(_COME_AGAIN_S)  # its host was on its way to where the job is, as this node came
-            finally:
-                doors.see_off_spares()
-
-
-def _silence_s(config: LaunchConfig, nodes: NodeRange) -> float | None:
-    """Return how long the machine with the rendezvous may say nothing before it is taken for lost.
-
-    None for a job that ends then: one with a fixed number of nodes, without restarts, or at another kind of store.
-    """
-    options = config.rdzv_configs
-    is_elastic = nodes.min < nodes.max and config.max_restarts > 0
-    if not is_elastic or config.rdzv_backend != "c10d" or options.get("store_type", "tcp").strip().lower() != "tcp":
-        return None
-    return float(int(options.get("keep_alive_interval", 5)) * int(options.get("keep_alive_max_attempt", 3)))
-
-
-class _StoreOfRanks:
-    """The store that the ranks of a dynamic rendezvous get on its first node, for as long as torch keeps this."""
-
-    def __init__(self, address: str, *, doors: Doors) -> None:
-        self._store, self.port = doors.host_store_of_ranks(address, timeout=_STORE_PATIENCE)
+        try:
+            return launch_agent(config, program, program_arguments)
+        finally:
+            if job.has_spares:  # they read that the job has ended, from a store that one of its nodes hosts
+                time.sleep(_READS_THE_END_S)
 
 
 def _start_ranks(
@@ -191,11 +147,9 @@ def _start_ranks(
     spawner: SpawnerHandle,
     settings: AttemptSettings,
     job: JobRecord,
-    doors: Doors,
     **torch_options: Any,
 ) -> PContext:
     """Start the ranks of one attempt; the signature is that of torch's `start_processes`."""
-    enter_store_of_ranks(envs[0], doors)
     if not isinstance(entrypoint, str):  # --run-path: functions go through torch.multiprocessing
         for env in envs.values():
             env.update(settings.extra_environment)

@@ -20,6 +20,9 @@ from paraplan.launch.nodes.interfaces import address_towards, interface_towards,
 from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 from paraplan.launch.planning import PlannerRequest, make_plan
 
+_LARGE_SKEW_S = 1.0
+"""From how much on a difference of two nodes' clocks is said: times in their logs are then hard to compare."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -29,10 +32,6 @@ class Round:
     world_size: int
     ranks_per_node: int
     master_addr: str
-    door: str = ""
-    """Where others reach a store of this node."""
-    launcher: str = ""
-    """A random name of this launcher."""
 
 
 @dataclass
@@ -66,15 +65,11 @@ class RoundPreparation:
     def _prepare(self, this_round: Round) -> None:
         self.job.store = this_round.store
         if this_round.store.num_nodes > 1:
-            facts = this_round.store.exchange_facts(
-                node_facts(
-                    self.script,
-                    first_node=this_round.master_addr,
-                    clock_offset_s=this_round.store.clock_offset_s,
-                    door=this_round.door,
-                    launcher=this_round.launcher,
-                )
-            )
+            facts = this_round.store.exchange_facts(node_facts(self.script, first_node=this_round.master_addr))
+            skew_s = -(this_round.store.clock_offset_s or 0.0)
+            if abs(skew_s) > _LARGE_SKEW_S and self.num_rounds == 0:
+                words = "ahead of" if skew_s > 0 else "behind"
+                say(f"the clock of this node is {abs(skew_s):.1f} s {words} that of host {facts[0].host}")
             for sentence in differences(facts) if this_round.store.node == 0 else []:
                 say(f"the nodes differ: {sentence}")
             # the first node may know itself by a loopback address, but not the others
@@ -122,7 +117,7 @@ class RoundPreparation:
             say(f"plan: {self.job.plan.plan.describe()}{again}")
 
 
-def node_facts(script: str, *, first_node: str, clock_offset_s: float, door: str = "", launcher: str = "") -> NodeFacts:
+def node_facts(script: str, *, first_node: str) -> NodeFacts:
     """Return the facts of this node; the digest of anything but a file is its name."""
     path = Path(script)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
@@ -134,7 +129,4 @@ def node_facts(script: str, *, first_node: str, clock_offset_s: float, door: str
         python=platform.python_version(),
         script=digest,
         address=address,
-        clock_offset_s=clock_offset_s,
-        door=door,
-        launcher=launcher,
     )

@@ -32,6 +32,7 @@ from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, r
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
 from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
@@ -255,6 +256,9 @@ class RankProcesses(ProcessContext):
         if store is None or store.num_nodes == 1 or now < self._looks_at:
             return False
         self._looks_at = now + _BOARD_INTERVAL_S
+        store.look()
+        if store.is_lost and not store.has_failure_elsewhere() and not store.stops:
+            self._end_without_store(now)
         for reason in store.new_stops():
             say(reason)
             if not store.is_elastic:
@@ -262,6 +266,13 @@ class RankProcesses(ProcessContext):
         if self._alone_since is None and store.has_failure_elsewhere():
             self._alone_since = now
         return self._alone_since is not None and now - self._alone_since > _ALONE_S
+
+    def _end_without_store(self, now: float) -> None:
+        """Raise `StoreLostError` once the ranks have run on for a while: all may be about to end."""
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since > _ALONE_S:
+            self.close()
+            raise StoreLostError
 
     def _hangs(self) -> bool:
         running = self._running()

@@ -87,6 +87,8 @@ class JobRecord:
     live: LiveRanks = field(default_factory=LiveRanks)
     waits_for_ended: Callable[[], bool] = lambda: False
     """Whether this node waits in the rendezvous for one whose ranks have ended well."""
+    has_spares: bool = False
+    """Whether other nodes waited for a place as the job ended."""
 
     def end_sharing(self) -> None:
         """Give back what ranks and launcher shared, at the end of the job. What ranks have told stays."""

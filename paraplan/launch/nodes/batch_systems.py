@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from paraplan.launch.nodes.job_token import job_port
@@ -19,7 +18,6 @@ _DEFAULT_ADDRESS = "127.0.0.1"
 _NO_ID = "none"  # torchrun's --rdzv-id of a job without one
 _MAX_DIGITS = 9
 _LAST_PORT = 65_535
-_MOST_OTHERS = 32
 _HOST = re.compile(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|\Z)")  # in SLURM's notation
 
 
@@ -38,8 +36,6 @@ class NodePlace:
     job: str
     port: int | None = None
     """The port that the environment names, None where it leaves the choice."""
-    others: tuple[str, ...] = ()
-    """Hosts beside the first, some of them where they are many."""
 
 
 def find_place(environment: Mapping[str, str]) -> NodePlace | None:
@@ -68,7 +64,6 @@ def _slurm_place(environment: Mapping[str, str]) -> NodePlace | None:
         num_tasks=_number(environment, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else num_nodes,
         address=first,
         job=f"slurm-{environment.get('SLURM_JOB_ID', '0')}.{environment.get('SLURM_STEP_ID', '0')}",
-        others=tuple(islice(hosts_of(listed), 1, _MOST_OTHERS + 1)),
     )
 
 
@@ -165,26 +160,6 @@ def first_host(text: str) -> str | None:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
-def hosts_of(text: str) -> Iterator[str]:
-    """Yield the hosts of SLURM's notation one by one, up to what is none: a list may name more than memory holds."""
-    match = _HOST.match(text.strip())
-    while match is not None:
-        yield from _expanded(match[0])
-        match = _HOST.match(match.string, match.end() + 1)
-
-
-def _expanded(pattern: str) -> Iterator[str]:
-    before, bracket, rest = pattern.partition("[")
-    if not bracket:
-        yield pattern
-        return
-    ranges, _, after = rest.partition("]")
-    for one in ranges.split(","):
-        low, _, high = one.partition("-")
-        for number in range(int(low), int(high or low) + 1):
-            yield from _expanded(f"{before}{number:0{len(low)}}{after}")
-
-
 def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str]) -> tuple[LaunchSpec, str | None]:
     """Return `spec` with a batch system's nodes, rank and rendezvous, and a line about them.
 
@@ -228,9 +203,7 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
     port = place.port or job_port(environment, job=place.job, first=FIRST_PORT, count=NUM_PORTS)
     if nodes.min != nodes.max:
         endpoint = f"{place.address}:{port}"
-        others = tuple(f"{host}:{port}" for host in place.others) if spec.max_restarts else ()
         chosen = replace(spec, nodes=nodes, rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id=place.job)
-        chosen = replace(chosen, other_endpoints=others)
     else:
         chosen = replace(
             spec,

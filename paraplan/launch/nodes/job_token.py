@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.spec import ArgumentError
+from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 
 TOKEN_VARIABLE = "PARAPLAN_JOB_TOKEN"  # noqa: S105 (a variable's name)
 """Environment variable of the secret, for nodes that share no home folder."""
@@ -90,6 +90,16 @@ def random_token() -> bytes:
 def job_token(environment: Mapping[str, str], *, job: str) -> bytes:
     """Return the token of the job that all its nodes call `job`. Raises `ArgumentError` as `read_secret` does."""
     return sign(read_secret(environment), b"job", job.encode())
+
+
+def job_seal(spec: LaunchSpec, nodes: NodeRange, environment: Mapping[str, str]) -> Seal:
+    """Return what signs the texts between the nodes of a job. Raises `ArgumentError` where they share no secret.
+
+    A job of one node has a token of its own, and so has one under a rendezvous that is not torch's own store.
+    """
+    if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d"):
+        return Seal(random_token())
+    return Seal(job_token(environment, job=spec.rdzv_id))
 
 
 def job_port(environment: Mapping[str, str], *, job: str, first: int, count: int) -> int:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
-from paraplan.launch.nodes.native_calls import WAIT_S, run_interruptibly
+from paraplan.launch.nodes.native_calls import WAIT_S, CallThreads
 from paraplan.launch.nodes.rendezvous import require_same_nnodes
 from paraplan.launch.nodes.rendezvous_state import StateTranslator
 from paraplan.launch.nodes.store import NodeEndedError
 from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import StoreBackend
 from paraplan.launch.torch_private.rendezvous_state import pickled, unpickled
+
+_SILENCE_S = 60.0
+
+
+class ForgedStateError(ForgedTextError, RendezvousStateError):
+    """A state that was not written with the job's token; torch's thread of heartbeats leaves it to the main one."""
 
 
 class SealedBackend(StoreBackend):
@@ -34,24 +40,21 @@ class SealedBackend(StoreBackend):
         seal: Seal,
         nodes: NodeRange,
         endpoint: str,
-        is_gone: Callable[[str, int], bool] = lambda address, pid: False,
-        silence_s: float | None = None,
-        has_moved: Callable[[], bool] = lambda: False,
         waits_for_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Take torch's arguments, what signs the state, and what tells launchers that are lost.
+        """Take torch's arguments, and what signs the state.
 
-        A call raises RendezvousConnectionError where the store says nothing for longer than `silence_s` (None: never),
-        and where the job `has_moved` to another store. It raises NodeEndedError where this node waits for one whose
-        ranks have ended well (`waits_for_ended`).
+        A call raises RendezvousConnectionError where the store says nothing for a minute. It raises NodeEndedError
+        where this node waits for one whose ranks have ended well (`waits_for_ended`).
         Raises `NoRendezvousError` for contradictory `nodes`.
         """
-        self._silence_s, self._has_moved, self._waits_for_ended = silence_s, has_moved, waits_for_ended
+        self._waits_for_ended = waits_for_ended
+        self._threads = CallThreads()
         self._max_nodes = nodes.max
         super().__init__(store, run_id)
         require_same_nnodes(store, nodes, endpoint=endpoint, seal=seal)
         self._seal = seal
-        self._translator = StateTranslator(is_gone)
+        self._translator = StateTranslator()
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return the state as torch's holder takes it, and what is compared when it is set."""
@@ -73,8 +76,10 @@ class SealedBackend(StoreBackend):
             return None
         try:
             state = self._translator.to_state(self._seal.open(self.key, stored))
+        except ForgedTextError as error:
+            raise ForgedStateError(error.message, hint=error.hint) from None
         except (KeyError, TypeError, ValueError) as error:
-            raise ForgedTextError(
+            raise ForgedStateError(
                 f"the state of the rendezvous is of another version: {type(error).__name__}: {error}",
                 hint="install the same version of paraplan on every node",
             ) from error
@@ -85,12 +90,10 @@ class SealedBackend(StoreBackend):
 
     def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
         """Return what the store answers; say so where that takes long."""
-        if self._has_moved():
-            raise RendezvousConnectionError("the job has moved to another store")
         try:
-            answer = run_interruptibly(
+            answer = self._threads.run(
                 lambda: super(SealedBackend, self).call_store(operation, *arguments, **options),
-                timeout_s=self._silence_s,
+                timeout_s=_SILENCE_S,
                 on_wait=self._say_cut_off,
             )
         except TimeoutError as error:

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from paraplan.launch.torch_private.rendezvous_state import Node, RoundState
 
-_LONG = timedelta(days=1)
-
 
 class StateTranslator:
     """Turns a state into values for the store, and back.
 
-    It keeps when each count was seen to grow, by this node's clock that never jumps. A node that `is_gone`, by its
-    address and process, has not been seen for long: torch takes it out of the round at once.
+    It keeps when each count was seen to grow, by this node's clock that never jumps.
     """
 
-    def __init__(self, is_gone: Callable[[str, int], bool] = lambda address, pid: False) -> None:
-        self._is_gone = is_gone
+    def __init__(self) -> None:
         self._beats: dict[Node, tuple[int, float]] = {}
         self._told: dict[Node, datetime] = {}
         self._deadlines: dict[str, float] = {}
@@ -60,10 +56,7 @@ class StateTranslator:
             if known is None or known[0] != beat:
                 self._beats[node] = (beat, now)
         self._beats = {node: seen for node, seen in self._beats.items() if node in beats}
-        self._told = {
-            node: wall - (_LONG if self._is_gone(*node[:2]) else timedelta(seconds=now - seen))
-            for node, (_, seen) in self._beats.items()
-        }
+        self._told = {node: wall - timedelta(seconds=now - seen) for node, (_, seen) in self._beats.items()}
         return RoundState(
             round=int(values["round"]),
             is_complete=bool(values["is_complete"]),

@@ -6,22 +6,25 @@ It uses the store of torch's rendezvous, which lives as long as the agent that h
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
+from paraplan.errors import PREEMPTED_EXIT_STATUS, ParaplanError
 from paraplan.launch.faults.failures import Cause, NodeFailure
-from paraplan.launch.nodes.clocks import LARGE_SKEW_S, describe_skew
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.native_calls import run_interruptibly
+from paraplan.launch.nodes.sealed_values import SealedValues, ValueLog
 
 _POLL_S = 0.05
 _TIMEOUT_S = 900.0  # longer than a planner may take
-_PREFIX = "paraplan"
+_SLICE = timedelta(seconds=1)
 _STOP_S = 1.0  # a launcher that is to end does not wait longer for the network
 
 RecordT = TypeVar("RecordT", "NodeFacts", "NodeFailure")
@@ -40,19 +43,14 @@ class NodeFacts:
     python: str
     script: str
     address: str = ""
-    clock_offset_s: float = 0.0
-    """How far the clock of the node that hosts the rendezvous is ahead of this node's."""
-    door: str = ""
-    """Where others reach a store of this node, should the one that hosts the rendezvous be lost."""
-    launcher: str = ""
-    """A random name of its launcher."""
 
 
 class NodeStore:
     """Key-value exchange of the nodes of one rendezvous. Every method is this node's side of it; `node` is its rank.
 
-    A signal ends every wait for the store, also where the network to it is gone. `is_lost` says that its host has
-    ended.
+    What nodes publish is a log that all read: `look` is one call of the store, however many nodes there are, and what
+    has been read is asked of memory. A signal ends every wait for the store, also where the network to it is gone.
+    `is_lost` says that its host has ended, or says nothing.
     """
 
     def __init__(
@@ -62,43 +60,61 @@ class NodeStore:
         node: int,
         num_nodes: int,
         seal: Seal,
-        clock_offset_s: float = 0.0,
+        clock_offset_s: float | None = None,
         is_elastic: bool = False,
         min_nodes: int = 1,
-        left: Mapping[str, float] | None = None,
         has_lost_node: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._store = store
         self.node = node
         self.num_nodes = num_nodes
         self.clock_offset_s = clock_offset_s
-        self._seal = seal
+        """How far the clock of node 0 is ahead of this one's; None until the nodes have exchanged facts."""
         self.is_elastic = is_elastic
         self.min_nodes = min_nodes
-        self._left = {} if left is None else left
+        self._values = SealedValues(store, seal)
         self._has_lost_node = has_lost_node
         self.facts: list[NodeFacts] = []
         """What the nodes have said of themselves, once they have."""
         self.stops: dict[int, str] = {}
-        self._num_questions = 0
+        self._news, self._questions = ValueLog(self._values, "news"), ValueLog(self._values, "questions")
+        self._told: dict[str, dict[int, Any]] = {}
+        """What nodes have published, by its name and by node."""
+        self._lock = threading.Lock()
         self._clock = clock
         self._pause = pause
         self.is_lost = False
-        self.is_ending = False
-        """Whether a node was seen to have ended well, or to have failed for good."""
 
     def meet(self) -> None:
         """Wait until all nodes of the round have come to this call. Raises `NodeLostError` where one is lost before."""
-        self.tell("here", {})
-        for node in range(self.num_nodes):
-            self._await(f"here/{node}")
+        self.come()
+        self._await("all here")
+
+    def come(self) -> None:
+        """Say that this node is here. The last one tells all."""
+        if self._values.add("number here", 1) == self.num_nodes:
+            self._values.set("all here", True)
 
     def exchange_facts(self, mine: NodeFacts) -> list[NodeFacts]:
-        """Return the facts of all nodes, in their order; waits for every node."""
-        self._set(f"facts/{self.node}", asdict(mine))
-        self.facts = [_known(NodeFacts, self._await(f"facts/{node}")) for node in range(self.num_nodes)]
+        """Return the facts of all nodes, in their order; waits for every node. Node 0 reads them, and tells all.
+
+        The others take how far its clock is ahead of theirs from when they get them.
+        """
+        self._values.set(f"facts/{self.node}", asdict(mine))
+        if self._values.add("number of facts", 1) == self.num_nodes:
+            self._values.set("all have facts", True)
+        if self.node == 0:
+            self._await("all have facts")
+            facts = self._values.get([f"facts/{node}" for node in range(self.num_nodes)])
+            self._values.set("facts", {"facts": facts, "time_ns": time.time_ns()})
+            self.clock_offset_s = 0.0
+        else:
+            told = self._await("facts")
+            facts = told["facts"]
+            if self.clock_offset_s is None:
+                self.clock_offset_s = (int(told["time_ns"]) - time.time_ns()) / 1e9
+        self.facts = [_known(NodeFacts, values) for values in facts]
         return self.facts
 
     def share_text(self, name: str, make: Callable[[], str]) -> str:
@@ -110,7 +126,7 @@ class NodeStore:
             try:
                 text = make()
             except Exception as error:
-                self._set(
+                self._values.set(
                     name,
                     {
                         "error": str(getattr(error, "message", error)),
@@ -119,7 +135,7 @@ class NodeStore:
                     },
                 )
                 raise
-            self._set(name, {"text": text})
+            self._values.set(name, {"text": text})
             return text
         answer = self._await(name)
         if "error" in answer:
@@ -128,58 +144,74 @@ class NodeStore:
             )
         return str(answer["text"])
 
+    def look(self) -> None:
+        """Read what nodes have published since the last look."""
+        with self._lock:
+            if self.is_lost:
+                return
+            try:
+                news = self._news.read()
+            except RuntimeError:  # torch's errors of a broken connection
+                self.is_lost = True
+                return
+            for _, one in news:
+                told = self._told.setdefault(str(one["name"]), {})
+                if one["name"] != "stop" or not self._has_ended(int(one["node"])):
+                    told[int(one["node"])] = one["value"]
+
+    def _has_ended(self, node: int) -> bool:
+        """Whether a node has said how its ranks have ended, or was stopped before."""
+        return any(node in self._told.get(name, ()) for name in ("done", "failure", "stop"))
+
+    def publish(self, name: str, value: Any) -> None:
+        """Tell all nodes a value under a name. A store that is gone is noted."""
+        try:
+            if not self.is_lost:
+                self._news.append({"name": name, "node": self.node, "value": value})
+        except RuntimeError:
+            self.is_lost = True
+
     def exchange_failures(self, mine: NodeFailure, *, timeout_s: float) -> list[NodeFailure]:
         """Return how ranks failed on every node that says so within `timeout_s`, this node's own first.
 
         Nodes stay until the others have read, since one of them hosts the store. A store that is gone ends the wait.
         """
-        found = {self.node: mine}
-        try:
-            self._set(f"failure/{self.node}", asdict(mine))
-            self._wait(lambda: self._is_told_of_all(found), timeout_s)
-            self._set(f"read/{self.node}", True)
-            done = {node for node in range(self.num_nodes) if self._has(f"done/{node}")}
-            readers = [f"read/{node}" for node in found.keys() | done if node not in self.stops]
-            self._wait(lambda: self._has(*readers), timeout_s)
-        except RuntimeError:  # torch's errors of a broken connection: the host has ended before this node
-            self.is_lost = True
-        return [mine, *(failure for node, failure in sorted(found.items()) if node != self.node)]
+        self.publish("failure", asdict(mine))
+        others = self.failures_of_others(timeout_s=timeout_s)
+        told = self._told
+        readers = (told.get("failure", {}).keys() | told.get("done", {}).keys()) - {self.node} - self.stops.keys()
+        self._wait(lambda: readers <= told.get("read", {}).keys(), timeout_s)
+        return [mine, *others]
 
-    def _is_told_of_all(self, found: dict[int, NodeFailure]) -> bool:
-        self._read_failures(found)
+    def failures_of_others(self, *, timeout_s: float) -> list[NodeFailure]:
+        """Return how ranks failed on other nodes that say so within `timeout_s`."""
+        others = set(range(self.num_nodes)) - {self.node}
+        self._wait(lambda: all(map(self._has_ended, others)), timeout_s)
         self.new_stops()
-        silent = set(range(self.num_nodes)) - {self.node} - found.keys() - self.stops.keys()
-        return all(self._has(f"done/{node}") for node in silent)
+        self.publish("read", True)
+        return [_failure(values) for node, values in sorted(self._told.get("failure", {}).items()) if node in others]
 
     def exchange_notes(self, name: str, mine: Mapping[str, Any], *, timeout_s: float) -> list[Mapping[str, Any]]:
         """Tell the other nodes `mine`, and return what those tell under this name that do so within `timeout_s`."""
-        found: dict[int, Mapping[str, Any]] = {}
-
-        def read() -> bool:
-            for node in range(self.num_nodes):
-                if node != self.node and node not in found and self._has(f"{name}/{node}"):
-                    found[node] = self._get(f"{name}/{node}")
-            return len(found) == self.num_nodes - 1
-
-        try:
-            self._set(f"{name}/{self.node}", mine)
-            self._wait(read, timeout_s)
-            self._set(f"{name}-read/{self.node}", True)
-            self._wait(lambda: self._has(*(f"{name}-read/{node}" for node in found)), timeout_s)
-        except RuntimeError:
-            self.is_lost = True
-        return [found[node] for node in sorted(found)]
+        self.publish(name, dict(mine))
+        others = set(range(self.num_nodes)) - {self.node}
+        told, read = self._told.setdefault(name, {}), self._told.setdefault(f"{name}-read", {})
+        self._wait(lambda: others <= told.keys(), timeout_s)
+        self.publish(f"{name}-read", True)
+        readers = told.keys() - {self.node}
+        self._wait(lambda: readers <= read.keys(), timeout_s)
+        return [note for node, note in sorted(told.items()) if node in others]
 
     def tell(self, name: str, mine: Mapping[str, Any]) -> None:
         """Leave `mine` for the other nodes, in the place of what this node told under this name before."""
         with contextlib.suppress(RuntimeError):
-            self._set(f"{name}/{self.node}", mine)
+            self._values.set(f"{name}/{self.node}", mine)
 
     def told(self, name: str, node: int) -> Mapping[str, Any] | None:
         """Return what a node told last under this name, None for nothing."""
         with contextlib.suppress(RuntimeError):
-            if self._has(f"{name}/{node}"):
-                found: Mapping[str, Any] = self._get(f"{name}/{node}")
+            if self._values.has(f"{name}/{node}"):
+                found: Mapping[str, Any] = self._values.get([f"{name}/{node}"])[0]
                 return found
         return None
 
@@ -189,166 +221,131 @@ class NodeStore:
 
     def ask(self, question: Mapping[str, Any]) -> int:
         """Ask all other nodes; return the number of the question. Raises RuntimeError where the store is gone."""
-        number = int(run_interruptibly(lambda: self._store.add(f"{_PREFIX}/questions", 1)))
-        self._set(f"question/{number}", {"node": self.node, "question": question})
-        return number
+        return self._questions.append({"node": self.node, "question": question})
 
     def new_questions(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Return what other nodes have asked since the last call, by the numbers of the questions.
 
         One thread calls it. Raises RuntimeError where the store is gone.
         """
-        last = int(run_interruptibly(lambda: self._store.add(f"{_PREFIX}/questions", 0)))
-        found = []
-        while self._num_questions < last:
-            number = self._num_questions + 1
-            is_there = self._has(f"question/{number}")
-            if not is_there and number == last:  # it is being written
-                break
-            self._num_questions = number
-            asked: Mapping[str, Any] = self._get(f"question/{number}") if is_there else {}
-            if asked.get("node", self.node) != self.node:
-                found.append((number, asked["question"]))
-        return found
+        return [(number, one["question"]) for number, one in self._questions.read() if one["node"] != self.node]
 
     def answer(self, number: int, answer: Mapping[str, Any]) -> None:
         """Answer a question of another node."""
-        self._set(f"answer/{number}/{self.node}", answer)
+        ValueLog(self._values, f"answers/{number}").append({"node": self.node, "answer": answer})
 
     def answers(self, number: int, *, timeout_s: float) -> dict[int, Mapping[str, Any]]:
         """Return what the other nodes have answered within `timeout_s`, by node, and delete it from the store."""
         found: dict[int, Mapping[str, Any]] = {}
-
-        def read() -> bool:
-            for node in range(self.num_nodes):
-                if node != self.node and node not in found and self._has(f"answer/{number}/{node}"):
-                    found[node] = self._get(f"answer/{number}/{node}")
-                    with contextlib.suppress(RuntimeError, NotImplementedError):  # etcd's store deletes nothing
-                        run_interruptibly(partial(self._store.delete_key, f"{_PREFIX}/answer/{number}/{node}"))
-            return len(found) == self.num_nodes - 1
-
+        answers = ValueLog(self._values, f"answers/{number}")
+        deadline = self._clock() + timeout_s
         with contextlib.suppress(RuntimeError):
-            self._wait(read, timeout_s)
+            while len(found) < self.num_nodes - 1 and self._clock() < deadline:
+                for at, one in answers.read():
+                    found[int(one["node"])] = one["answer"]
+                    self._values.delete(f"answers/{number}/{at}")
+                if len(found) < self.num_nodes - 1:
+                    self._pause(_POLL_S)
         return found
 
     def note_stop(self, signal_name: str) -> None:
         """Say that a signal ends this node's launcher, and with it its ranks."""
         if self.num_nodes > 1:
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                text = self._seal.close(f"stop/{self.node}", f"{signal_name} ended its launcher and its ranks")
-                run_interruptibly(lambda: self._store.set(f"{_PREFIX}/stop/{self.node}", text), timeout_s=_STOP_S)
+            reason = f"{signal_name} ended its launcher and its ranks"
+            with contextlib.suppress(TimeoutError):
+                run_interruptibly(partial(self.publish, "stop", reason), timeout_s=_STOP_S)
+
+    def note_silent(self, node: int) -> None:
+        """Say that a node gives no signs of life. Raises RuntimeError where the store is gone."""
+        self._news.append({"name": "stop", "node": node, "value": "its launcher is gone, without a word"})
+
+    def is_over(self, node: int) -> bool:
+        """Whether a node has ended its work, as far as has been looked."""
+        return self._has_ended(node)
+
+    def beat(self, node: int, number: int) -> int:
+        """Add to the signs of life of a node and return them. Raises RuntimeError where the store is gone."""
+        return self._values.add(f"beats/{node}", number)
 
     def new_stops(self) -> list[str]:
-        """Return a sentence for each other node whose launcher was stopped or is gone; `stops` has all so far.
-
-        The node that hosts the rendezvous sees launchers go, and tells the others.
-        """
-        new = []
-        try:
-            for node in range(self.num_nodes):
-                if node == self.node or node in self.stops:
-                    continue
-                host = self.host_of(node)
-                is_alone = sum(fact.host == host for fact in self.facts) == 1
-                is_gone = host in self._left and is_alone and not self._has(f"failure/{node}")
-                if self._has(f"stop/{node}"):
-                    self.stops[node] = f"host {host}: {self._get(f'stop/{node}')}"
-                elif is_gone and not self._has(f"done/{node}"):
-                    self._set(f"stop/{node}", "its launcher is gone, without a word")
-                    self.stops[node] = f"host {host}: its launcher is gone, without a word"
-                else:
-                    continue
-                new.append(self.stops[node])
-        except RuntimeError:
-            self.is_lost = True
-        return new
+        """Return a sentence for each other node whose launcher was stopped or is gone; `stops` has all so far."""
+        new = {
+            node: f"host {self.host_of(node)}: {reason}"
+            for node, reason in self._told.get("stop", {}).items()
+            if node != self.node and node not in self.stops
+        }
+        self.stops |= new
+        return [*new.values()]
 
     def note_done(self) -> None:
         """Say that this node's ranks have ended well, and that it may leave."""
-        with contextlib.suppress(RuntimeError):
-            self._set(f"done/{self.node}", True)
-            self._set("done", True)
+        self.publish("done", True)
 
     def nodes_at_work(self) -> list[int]:
-        """Return the other nodes whose ranks have not ended well. Raises RuntimeError where the store is gone."""
-        return [node for node in range(self.num_nodes) if node != self.node and not self._has(f"done/{node}")]
-
-    def failures_of_others(self, *, timeout_s: float) -> list[NodeFailure]:
-        """Return how ranks failed on other nodes that say so within `timeout_s`; those of this one have not failed."""
-        found: dict[int, NodeFailure] = {}
-        try:
-            self._wait(lambda: self._is_told_of_all(found), timeout_s)
-            self._set(f"read/{self.node}", True)
-        except RuntimeError:
-            self.is_lost = True
-        return [failure for _, failure in sorted(found.items())]
+        """Return the other nodes whose ranks have not ended well. Raises `StoreLostError`."""
+        self.look()
+        if self.is_lost:
+            raise StoreLostError
+        done = self._told.get("done", {})
+        return [node for node in range(self.num_nodes) if node != self.node and node not in done]
 
     def take_leave(self, *, timeout_s: float) -> None:
         """Wait until all nodes know that all are done: the store ends with the node that hosts it."""
-        with contextlib.suppress(RuntimeError):
-            self._set(f"left/{self.node}", True)
-            others = [node for node in range(self.num_nodes) if node not in (self.node, *self.stops)]
-            self._wait(
-                lambda: all(self._has(f"left/{node}") or self.host_of(node) in self._left for node in others),
-                timeout_s,
-            )
+        self.publish("left", True)
+        others = {*range(self.num_nodes)} - {self.node} - self.stops.keys()
+        left = self._told.setdefault("left", {})
+        self._wait(lambda: others - self._told.get("stop", {}).keys() <= left.keys(), timeout_s)
 
     def is_anyone_done(self) -> bool:
         """Whether a node has said that its ranks have ended well."""
-        is_done = self._has("done")
-        self.is_ending = self.is_ending or is_done
-        return is_done
+        self.look()
+        return bool(self._told.get("done"))
 
     def has_failure_elsewhere(self) -> bool:
-        """Whether another node has said that its ranks have failed for good."""
-        if self.is_lost:
-            return False
-        try:
-            has_failure = any(self._has(f"failure/{node}") for node in range(self.num_nodes) if node != self.node)
-            self.is_ending = self.is_ending or has_failure
-            return has_failure
-        except RuntimeError:  # the host of the store has ended; its ranks' peers will notice
-            self.is_lost = True
-            return False
-
-    def _read_failures(self, found: dict[int, NodeFailure]) -> int:
-        for node in range(self.num_nodes):
-            if node not in found and self._has(f"failure/{node}"):
-                values = self._get(f"failure/{node}")
-                lines = {name: tuple(map(str, values.get(name, ()))) for name in ("evidence", "places")}
-                found[node] = _known(NodeFailure, values | lines | {"cause": Cause(values["cause"])})
-        return len(found)
+        """Whether another node has said that its ranks have failed for good, as far as has been looked."""
+        return bool(self._told.get("failure", {}).keys() - {self.node})
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Look until `is_done`, for so long at most; a store that is gone ends it."""
         deadline = self._clock() + timeout_s
-        while not is_done() and self._clock() < deadline:
+        self.look()
+        while not is_done() and not self.is_lost and self._clock() < deadline:
             self._pause(_POLL_S)
-
-    def _set(self, name: str, value: object) -> None:
-        text = self._seal.close(name, value)
-        run_interruptibly(lambda: self._store.set(f"{_PREFIX}/{name}", text))
+            self.look()
 
     def _await(self, name: str) -> Any:
         """Return what another node is about to write. The store itself waits a minute at most, a planner may not.
 
         Raises `RemoteError` where nothing comes, and `NodeLostError` where a node of this round is lost before.
         """
-        self._wait(lambda: self._has(name) or self._has_lost_node(), _TIMEOUT_S)
-        if not self._has(name):
+        deadline = self._clock() + _TIMEOUT_S
+        while not self._values.wait(name, _SLICE):
             if self._has_lost_node():
                 raise NodeLostError
-            raise RemoteError(
-                error=f"another node has not sent its {name.partition('/')[0]} for {_TIMEOUT_S:.0f} s",
-                hint="see its own messages",
-                exit_status=1,
-            )
-        return self._get(name)
+            if self._clock() > deadline:
+                raise RemoteError(
+                    error=f"another node has not sent its {name.partition('/')[0]} for {_TIMEOUT_S:.0f} s",
+                    hint="see its own messages",
+                    exit_status=1,
+                )
+        return self._values.get([name])[0]
 
-    def _get(self, name: str) -> Any:
-        return self._seal.open(name, run_interruptibly(lambda: self._store.get(f"{_PREFIX}/{name}")))
 
-    def _has(self, *names: str) -> bool:
-        return bool(run_interruptibly(lambda: self._store.check([f"{_PREFIX}/{name}" for name in names])))
+def _failure(values: Mapping[str, Any]) -> NodeFailure:
+    lines = {name: tuple(map(str, values.get(name, ()))) for name in ("evidence", "places")}
+    return _known(NodeFailure, {**values, **lines, "cause": Cause(values["cause"])})
+
+
+class StoreLostError(ParaplanError):
+    """The node that hosts the store is gone, or says nothing: no node of the job can go on without it."""
+
+    exit_status = PREEMPTED_EXIT_STATUS
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the node that hosts the rendezvous is lost, and the job ends with it (status 75)",
+            hint="start the job again, as its engine does: it goes on from its last checkpoint",
+        )
 
 
 class NodeLostError(Exception):
@@ -384,13 +381,6 @@ def differences(facts: list[NodeFacts]) -> list[str]:
         if len(hosts) > 1:
             parts = [f"{value} on {_some(names_of)}" for value, names_of in hosts.items()]
             sentences.append(f"{title} is {' and '.join(parts)}")
-    offsets = {fact.host: fact.clock_offset_s for fact in facts}
-    if max(offsets.values()) - min(offsets.values()) > LARGE_SKEW_S:
-        sentences += [
-            f"the clock of {host} is {describe_skew(-offset)} that of the node which hosts the rendezvous"
-            for host, offset in offsets.items()
-            if abs(offset) > LARGE_SKEW_S
-        ]
     return sentences
 
 

@@ -7,7 +7,6 @@ import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import PContext, Std
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
 
 
@@ -137,12 +135,6 @@ def participants(handler: Any) -> list[str] | None:
     return None if holder is None else [str(node.addr) for node in holder.state.participants]
 
 
-def launchers(handler: Any) -> list[tuple[str, int]]:
-    """Return address and process of each node that torch's dynamic rendezvous counts, by the number that it has."""
-    nodes: dict[Any, int] = handler._state_holder.state.participants
-    return [(str(node.addr), int(node.pid)) for node in sorted(nodes, key=lambda node: nodes[node])]
-
-
 def is_spare(handler: Any) -> bool:
     """Whether this node waits for a place in torch's dynamic rendezvous, which has as many nodes as it may."""
     holder = getattr(handler, "_state_holder", None)
@@ -153,33 +145,6 @@ def spares(handler: Any) -> list[tuple[str, int]]:
     """Return address and process of each node that waits for a place in torch's dynamic rendezvous."""
     holder = getattr(handler, "_state_holder", None)
     return [] if holder is None else [(str(node.addr), int(node.pid)) for node in holder.state.redundancy_list]
-
-
-def stop_heartbeats(handler: Any) -> None:
-    """Have a dynamic rendezvous give no signs of life any more."""
-    handler._stop_heartbeats()
-
-
-def handler_at(handler: Any, store: Any, backend: Any, *, run_id: str) -> DynamicRendezvousHandler:
-    """Return the likes of a dynamic rendezvous at another store."""
-    settings = handler.settings
-    moved: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-        run_id,
-        store,
-        backend,
-        settings.min_nodes,
-        settings.max_nodes,
-        local_addr=handler._this_node.addr,
-        timeout=settings.timeout,
-        keep_alive_interval=int(settings.keep_alive_interval.total_seconds()),
-        keep_alive_max_attempt=settings.keep_alive_max_attempt,
-    )
-    return moved
-
-
-def set_last_call(handler: Any, seconds: float) -> None:
-    """Set how long a dynamic rendezvous waits for more nodes once it has enough."""
-    vars(handler.settings.timeout)["_last_call"] = timedelta(seconds=seconds)
 
 
 def store_of(handler: Any) -> Any:
