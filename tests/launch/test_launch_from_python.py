@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import WriteScript, launcher_command, launcher_environment, names_in
-from test_restart_in_process import TRAIN, processes
+from test_spares import TRAIN
 from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.ranks
@@ -60,22 +60,20 @@ def test_main_returns_or_raises_what_torchs_does(scratch: Path, script: WriteScr
     assert names_in(scratch) == []
 
 
-def test_ranks_stay_for_a_program_that_launches_too(scratch: Path, script: WriteScript) -> None:
+def test_spares_stand_by_for_a_program_that_launches_too(scratch: Path, script: WriteScript) -> None:
     script(TRAIN)
     program = script(
         """
         import threading
         from paraplan.launch.run import main
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        main(["--restart-in-process", "--max-restarts", "1", "--nproc-per-node", "2", "train.py"])
+        main(["--spare-ranks", "1", "--max-restarts", "1", "--nproc-per-node", "1", "train.py"])
         """,
         "program.py",
     )
     done = run(program, scratch)
-    pids = processes(done.stdout)
-    assert pids[0, 0] == pids[1, 0], done.stderr
-    assert pids[0, 1] != pids[1, 1]
-    assert done.stdout.count("is done") == 2
+    assert "rank 0 begins in a spare process" in done.stderr
+    assert done.stdout.count("is done") == 1, done.stderr
     assert names_in(scratch) == []
 
 
