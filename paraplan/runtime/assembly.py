@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -215,12 +216,16 @@ def _context_split(structure: ModelStructure, parallel: ParallelContext, *, has_
     parts = {f"{block}.{part}".rstrip("."): None for block, found in split.whole.items() for part in found}
     if parts and parallel.mesh.world.rank == 0:
         _LOGGER.warning(
-            "cp=%d: every rank runs these parts on the tokens of all ranks, whose attention is not torch's "
-            "scaled_dot_product_attention, nor one of transformers': %s",
-            parallel.plan.cp,
-            ", ".join(parts),
+            "cp=%d: these bring tokens together by code that is not torch's scaled_dot_product_attention,\n"
+            "nor one of transformers', and run on the tokens of all ranks:%s",
+            *(parallel.plan.cp, _lines_of(parts)),
         )
     return split
+
+
+def _lines_of(names: Iterable[str]) -> str:
+    """Return names of modules, one a line, in which `*` stands for the numbers of blocks."""
+    return "".join(f"\n  {one}" for one in dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
 
 
 def _tensor_split(structure: ModelStructure, parallel: ParallelContext, given: Mapping[str, str] | None) -> TensorSplit:
@@ -240,9 +245,9 @@ def _tensor_split(structure: ModelStructure, parallel: ParallelContext, given: M
         _LOGGER.warning("tp=%d leaves these layers whole on every rank:%s", parallel.plan.tp, reasons)
     if split.joined and parallel.mesh.world.rank == 0:
         _LOGGER.warning(
-            "sequence_parallel=True: these look at tokens in code of their own, and compute with the tokens of all "
-            "ranks: %s",
-            ", ".join(split.joined),
+            "sequence_parallel=True: these look at tokens in code of their own,\n"
+            "and compute with the tokens of all ranks:%s",
+            _lines_of(split.joined),
         )
     return split
 

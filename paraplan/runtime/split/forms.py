@@ -69,7 +69,7 @@ def checked_in_numbers(
                     return _checked(whole, name, call, form, tensor_group(mesh), ends, setting)
             except UnsupportedPlanError as error:
                 failure = error
-        if ends is None:
+        if ends is None or failure.message.startswith("sequence_parallel"):
             raise failure
         raise UnsupportedPlanError(
             f"sequence_parallel=True: {failure.message}", hint="use a plan without sequence parallelism"
