@@ -173,7 +173,7 @@ def test_ctrl_c_while_other_nodes_are_waited_for_ends_the_launch_in_one_line(
 
 def test_a_rendezvous_that_is_lost_while_ranks_run_is_not_one_that_nobody_has_started() -> None:
     said = "The client socket has timed out while trying to connect"
-    lost = rendezvous_error(said, spec(), NodeRange(2, 2), has_begun=True)
+    lost = rendezvous_error(said, spec(), NodeRange(2, 2), came=["gpu-a"], has_begun=True)
     assert lost.message.startswith("the node that hosts the rendezvous is lost")
     assert lost.exit_status == PREEMPTED_EXIT_STATUS
     assert "start the same command" not in str(lost.hint)

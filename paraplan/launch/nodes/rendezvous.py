@@ -293,7 +293,7 @@ def rendezvous_error(
         return NoRendezvousError(
             f"the job at {endpoint} has ended: another node has closed the rendezvous", hint="see its own messages"
         )
-    if has_begun and not came and LATE_RENDEZVOUS not in said:
+    if has_begun and LATE_RENDEZVOUS not in said:
         return StoreLostError()
     if any(words in said for words in NOBODY_THERE):
         return NoRendezvousError(f"nothing answers at {endpoint}{means}", hint=_loopback_hint(host) or _HINT)
