@@ -64,18 +64,15 @@ def _without_experts(workload: Workload, plan: ParallelPlan) -> str | None:
     framework = workload.framework
     if plan.ep == 1 or framework.is_own_runtime:
         return None
+    spreads = framework.data_parallel.has_expert_parallel
+    if spreads and plan.zero_stage not in framework.experts.zero_stages:
+        return f"ep={plan.ep} beside ZeRO-{plan.zero_stage}"
     if framework.export_target is not None:
         from paraplan.interop.export import why_inexpressible  # all targets, of which plans without ep need none
 
         found = why_inexpressible(framework.export_target, plan, workload.training, workload.model.num_blocks)
         return found if found is not None and found.startswith("ep=") else None
-    if framework.data_parallel.has_expert_parallel and plan.zero_stage in framework.experts.zero_stages:
-        return None
-    return (
-        f"ep={plan.ep} beside ZeRO-{plan.zero_stage}"
-        if framework.data_parallel.has_expert_parallel
-        else f"ep={plan.ep}"
-    )
+    return None if spreads else f"ep={plan.ep}"
 
 
 def _loading(workload: Workload, estimate: PlanEstimate) -> dict[str, Any] | None:

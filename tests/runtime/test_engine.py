@@ -360,7 +360,7 @@ def compile_split_blocks() -> list[str]:
 @pytest.mark.ranks
 def test_split_blocks_that_cannot_be_compiled_are_named(ranks: RankHarness) -> None:
     sizes, dropping = ranks.run(compile_split_blocks, size=2)[0]
-    assert "compile_backend with tp=2: the code of block layers.0 needs the sizes of whole tensors" in sizes
+    assert "compile_backend with tp=2: the code of block layers.0 writes sizes of whole tensors" in sizes
     assert "compile_backend with tp=2: block layers.0 draws random numbers (dropout)" in dropping
 
 

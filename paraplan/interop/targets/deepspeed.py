@@ -38,7 +38,7 @@ def to_deepspeed(subject: Subject) -> Exported:
     JSON has no comments: what is not expressed stands in the value of "paraplan", which DeepSpeed does not read.
     """
     plan, training = subject.plan, subject.training
-    gaps = deepspeed_gaps(subject)
+    gaps = deepspeed_gaps(subject, has_ulysses=True)
     notes = ["the optimizer and its learning rate: pass it to deepspeed.initialize, or add an optimizer section"]
     if plan.recompute == "full":
         notes.append("recompute=full: the script checkpoints the blocks (deepspeed.checkpointing or torch.utils)")
@@ -91,16 +91,22 @@ def batch_and_zero(subject: Subject) -> dict[str, object]:
     return batch | {"zero_optimization": zero}
 
 
-def deepspeed_gaps(subject: Subject) -> list[Gap]:
+def deepspeed_gaps(subject: Subject, *, has_ulysses: bool = False) -> list[Gap]:
     """Return what DeepSpeed's configuration has no words for."""
     plan = subject.plan
     gaps = field_gap(plan, "pp", (1,), "DeepSpeed's pipeline is built in the script (PipelineModule), not configured")
     if plan.tp > 1 and (plan.zero_stage == 3 or plan.offload != "none"):
         gaps += field_gap(plan, "ep", (1,), "beside tp AutoEP has ZeRO stages 0 to 2 without offload")
+    elif plan.cp > 1:
+        gaps += field_gap(plan, "ep", (1,), "AutoEP counts data-parallel ranks, beside which Ulysses has its own")
     gaps += hybrid_gap(plan, "DeepSpeed", lacking=_NO_GROUPS)
-    if plan.tp > 1:
+    if not has_ulysses:
+        gaps += field_gap(
+            plan, "cp", (1,), "sequences over ranks are in DeepSpeed's own configuration, not in this one"
+        )
+    elif plan.tp > 1:
         gaps += field_gap(plan, "cp", (1,), "AutoTP goes over ranks that Ulysses would take")
-    if plan.zero_stage == 0:
+    elif plan.zero_stage == 0:
         gaps += field_gap(plan, "cp", (1,), "beside Ulysses ZeRO shards over the ranks of a sequence too")
     gaps += field_gap(plan, "sequence_parallel", (False,), "AutoTP does not split norms and dropout")
     gaps += field_gap(plan, "recompute", ("none", "full"), "DeepSpeed checkpoints what the script names, whole blocks")
