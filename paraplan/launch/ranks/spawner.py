@@ -172,7 +172,9 @@ class Spawner:
         while self.ranks.spares:
             pid, place = self.ranks.spares.popitem()
             with place, contextlib.suppress(OSError):  # it has just ended
-                place.sendall(data[socket.send_fds(place, [data], descriptors) :])
+                left = data[socket.send_fds(place, [data], descriptors) :]
+                if left:  # one that has all closes its end, to which not even nothing can be sent
+                    place.sendall(left)
                 return pid
         return None
 
