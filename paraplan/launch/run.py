@@ -194,7 +194,7 @@ def _spares(spec: LaunchSpec) -> Spares:
     """Return how spares start: with what the script imports at its top, where that is not beside it."""
     file = script_file(spec.training_script, is_module=spec.module)
     names = imported_names(file, folder=Path.cwd() if spec.module else None)
-    modules = ("torch", "torch.distributed", *names)
+    modules = ("torch", "torch.distributed", *names, "torch._dynamo")  # the last by an optimizer's first step
     if any(name.partition(".")[0] == "paraplan" for name in names):
         modules = (*modules, "paraplan.runtime.job_start")
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
