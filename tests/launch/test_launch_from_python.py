@@ -74,7 +74,8 @@ def test_spares_stand_by_for_a_program_that_launches_too(scratch: Path, script: 
     done = run(program, scratch)
     assert "rank 0 begins in a spare process" in done.stderr
     assert done.stdout.count("is done") == 1, done.stderr
-    assert names_in(scratch) == []
+    # torch makes the folder of its kernels where its compiler is imported, as an optimizer's first step does
+    assert [name for name in names_in(scratch) if not name.startswith("torchinductor_")] == []
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed; the dev extra has it")
