@@ -108,7 +108,7 @@ def accelerate_gaps(subject: Subject) -> list[Gap]:
         gaps = expert_gap(plan, "accelerate")
         gaps += field_gap(plan, "tp", (1,), "accelerate's deepspeed_config has no AutoTP")
         named = {gap.part for gap in gaps}
-        return gaps + [gap for gap in deepspeed_gaps(subject) if gap.part not in named]
+        return gaps + [gap for gap in deepspeed_gaps(subject, has_ulysses=False) if gap.part not in named]
     return _torch_gaps(plan)
 
 

@@ -227,7 +227,7 @@ def axolotl_gaps(subject: Subject) -> list[Gap]:
     gaps += checkpointed_offload_gap(subject, "axolotl")
     if uses_deepspeed(plan):
         named = {gap.part for gap in gaps}
-        gaps += [gap for gap in deepspeed_gaps(subject) if gap.part not in named]
+        gaps += [gap for gap in deepspeed_gaps(subject, has_ulysses=False) if gap.part not in named]
         gaps += field_gap(plan, "tp", (1,), "axolotl has tensor parallelism beside FSDP2")
     else:
         gaps += hybrid_gap(plan, "axolotl")

@@ -38,7 +38,7 @@ def to_deepspeed(subject: Subject) -> Exported:
     JSON has no comments: what is not expressed stands in the value of "paraplan", which DeepSpeed does not read.
     """
     plan, training = subject.plan, subject.training
-    gaps = deepspeed_gaps(subject, has_ulysses=True)
+    gaps = deepspeed_gaps(subject)
     notes = ["the optimizer and its learning rate: pass it to deepspeed.initialize, or add an optimizer section"]
     if plan.recompute == "full":
         notes.append("recompute=full: the script checkpoints the blocks (deepspeed.checkpointing or torch.utils)")
@@ -91,7 +91,7 @@ def batch_and_zero(subject: Subject) -> dict[str, object]:
     return batch | {"zero_optimization": zero}
 
 
-def deepspeed_gaps(subject: Subject, *, has_ulysses: bool = False) -> list[Gap]:
+def deepspeed_gaps(subject: Subject, *, has_ulysses: bool = True) -> list[Gap]:
     """Return what DeepSpeed's configuration has no words for."""
     plan = subject.plan
     gaps = field_gap(plan, "pp", (1,), "DeepSpeed's pipeline is built in the script (PipelineModule), not configured")

@@ -106,7 +106,7 @@ def hf_trainer_gaps(subject: Subject) -> list[Gap]:
     gaps += expert_gap(plan, "the Trainer")
     if uses_deepspeed(plan):
         named = {gap.part for gap in gaps}
-        gaps += [gap for gap in deepspeed_gaps(subject) if gap.part not in named]
+        gaps += [gap for gap in deepspeed_gaps(subject, has_ulysses=False) if gap.part not in named]
     else:
         gaps += hybrid_gap(plan, "the Trainer", lacking=_IN_THE_SCRIPT)
         gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
