@@ -54,6 +54,7 @@ from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_V
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.script import imported_names, script_file
 from paraplan.launch.spec import LaunchSpec
+from paraplan.launch.torch_private.texts import IMPORTED_BY_FIRST_STEP
 from paraplan.shared_memory import CopySlots, StatusPage
 from paraplan.units import format_bytes
 
@@ -194,7 +195,7 @@ def _spares(spec: LaunchSpec) -> Spares:
     """Return how spares start: with what the script imports at its top, where that is not beside it."""
     file = script_file(spec.training_script, is_module=spec.module)
     names = imported_names(file, folder=Path.cwd() if spec.module else None)
-    modules = ("torch", "torch.distributed", *names, "torch._dynamo")  # the last by an optimizer's first step
+    modules = ("torch", "torch.distributed", *names, IMPORTED_BY_FIRST_STEP)
     if any(name.partition(".")[0] == "paraplan" for name in names):
         modules = (*modules, "paraplan.runtime.job_start")
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)

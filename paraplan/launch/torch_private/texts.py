@@ -72,3 +72,6 @@ RECORDER_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 GROUPS = "_world"
 """What holds the names of all groups, as `pg_names`, of `torch.distributed.distributed_c10d`."""
+
+IMPORTED_BY_FIRST_STEP = "torch._dynamo"
+"""What the first step of an optimizer imports, a second of each rank's start (torch/optim/optimizer.py)."""
