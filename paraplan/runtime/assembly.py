@@ -176,6 +176,7 @@ def _assemble_whole(
     shardings = {} if split is None else apply_tensor_split(model, split, split.names, group, parallel.logits)
     if context is not None and parallel.loss.context is not None:
         apply_split(model, context.names, context, parallel.loss.context, backend=parallel.compile_backend)
+        parallel.loss.refuse_other_calls(model)
     unsharded = never_sharded(model, parallel.plan)
     large = [model.get_submodule(name) for name in ends]
     called = recompute_and_shard(

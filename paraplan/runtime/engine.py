@@ -90,7 +90,7 @@ class Engine(TrainingState):
             totals = self._backward(inputs, targets)
             if totals.factor is not None:
                 scale_gradients(self._gradients().values(), totals.factor)
-            self._hands.note_gradients()
+            self._hands.begin_changes()
             return totals.loss
 
     def update(self) -> None:
@@ -98,6 +98,7 @@ class Engine(TrainingState):
         if self._tokens is None:
             raise UsageError("engine.update without engine.backward before it", hint="call engine.backward first")
         with self._explained("step"):
+            self._hands.end_changes()
             self._hands.check_gradients()
             self._update(None)
         self._end_step()
@@ -109,6 +110,7 @@ class Engine(TrainingState):
         if watch is not None:
             watch.begin()
         self._losses.check(keep=1)
+        self._hands.end_changes()
         loss = self._part.execution.loss
         micro_batches = self._batches.divide("step", inputs, targets, guarded=self._guarded)
         if self._sync.saw_writes:
@@ -131,7 +133,7 @@ class Engine(TrainingState):
         self._freezing.drop_gradients()
         self.metrics = totals.metrics
         own = loss.tally.loss
-        self._losses.add(step=self.num_steps + 1, mean=totals.loss, own=own, is_read=self._options.checking.has_values)
+        self._losses.add(totals, step=self.num_steps + 1, own=own, is_read=has_values)
         self._last_loss = totals.loss.detach()
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals

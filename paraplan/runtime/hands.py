@@ -7,11 +7,12 @@ import math
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
@@ -48,6 +49,8 @@ class Hands:
         self._mesh = mesh
         self._has_parts = has_values and plan.tp * plan.pp > 1
         self._is_parallel = has_values and mesh.world.size > 1
+        self._is_sharded = any(isinstance(one, DTensor) for one in part.parameters.values())
+        self._changes = ExitStack()
         self._is_inside = False
         self._count = self._num_optimized()
         self._versions: list[int] = []
@@ -136,6 +139,16 @@ class Hands:
                 for name, one in self._part.parameters.items()
                 if one.grad is not None
             }
+
+    def begin_changes(self) -> None:
+        """Let a script compute with gradients: with shards of ZeRO and plain tensors, which are whole, in one call."""
+        self.note_gradients()
+        if self._is_sharded:
+            self._changes.enter_context(implicit_replication())
+
+    def end_changes(self) -> None:
+        """Have plain tensors not meet shards again."""
+        self._changes.close()
 
     def check_gradients(self) -> None:
         """Raise `UsageError` where gradients were multiplied since, by another factor on each rank."""

@@ -25,6 +25,7 @@ from paraplan.runtime.data.batches import (
     to_device,
     with_rows_repeated,
 )
+from paraplan.runtime.exchange import gather_json
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
 from paraplan.runtime.rank_part import RankPart
@@ -32,7 +33,7 @@ from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.split.logits import gathered_classes
 from paraplan.runtime.step.execution import Execution, evaluation_mode
-from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
+from paraplan.runtime.structure.outputs import described_outputs, map_outputs, numbered_outputs, outputs_of
 from paraplan.runtime.torch_private import pytree
 
 
@@ -129,20 +130,17 @@ def _from_the_last_stage(outputs: Any, mesh: Mesh) -> Any:
     group = mesh.group("pp")
     assert group is not None
     source = dist.get_global_rank(group, mesh.size("pp") - 1)
-    held = numbered_outputs(outputs) if mesh.is_last_stage else {}
-    box: list[Any] = [None]
-    if mesh.is_last_stage:
-        box = [map_outputs(lambda _, tensor: torch.empty_like(tensor, device="meta"), outputs)]
-    dist.broadcast_object_list(box, src=source, group=group, device=mesh.world.device)
+    held: list[torch.Tensor] = []
+    form = gather_json(described_outputs(outputs, held) if mesh.is_last_stage else None, group)[-1]
+    values = iter(held)
 
-    def receive(number: int, shape: torch.Tensor) -> torch.Tensor:
-        given = held.get(number)
-        values = torch.empty(shape.shape, dtype=shape.dtype, device=mesh.world.device)
-        values = values if given is None else given.contiguous()
-        dist.broadcast(values, src=source, group=group)
-        return values
+    def receive(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        value = next(values, None)
+        value = torch.empty(shape, dtype=dtype, device=mesh.world.device) if value is None else value.contiguous()
+        dist.broadcast(value, src=source, group=group)
+        return value
 
-    return map_outputs(receive, box[0])
+    return outputs_of(form, receive)
 
 
 Forward = Callable[[Any], Any]

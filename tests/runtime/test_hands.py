@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from rank_harness import RankHarness
-from test_first_step import PLANS, batch_of, prepared, said_by
+from test_first_step import PLANS, batch_of, plain, prepared, said_by
 from torch import nn
 
 from paraplan.plan.parallel import ParallelPlan
@@ -16,6 +16,9 @@ from paraplan.runtime.engine import Engine
 
 pytestmark = pytest.mark.ranks
 DDP = ParallelPlan(dp=2, micro_batch_size=2)
+STAGES = ParallelPlan(
+    pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, num_microbatches=2, micro_batch_size=2
+)
 PLANS = PLANS | {"ddp": DDP}
 
 
@@ -27,6 +30,20 @@ def halve(engine: Engine) -> None:
     for one in engine.parameters.values():
         if one.grad is not None:
             one.grad.mul_(0.5)
+
+
+def add_noise(engine: Engine) -> None:
+    dice = torch.Generator().manual_seed(0)
+    for one in engine.parameters.values():
+        if one.grad is not None:
+            one.grad.add_(torch.randn(one.shape, generator=dice))
+
+
+def called(plan: ParallelPlan) -> str:
+    engine = prepared(plan, lambda: plain(4))
+    inputs, targets = batch_of(plan)
+    engine.step(inputs, targets)
+    return said_by(lambda: engine.module(inputs))
 
 
 def halves(plan: ParallelPlan, change: Callable[[Engine], None]) -> str:
@@ -89,6 +106,8 @@ def parted(plan: ParallelPlan) -> str:
 def all_of_it() -> dict[str, str]:
     said = {f"{name} clip": halves(plan, clip) for name, plan in PLANS.items()}
     said |= {f"{name} halve": halves(plan, halve) for name, plan in PLANS.items()}
+    said |= {"cp2 called": called(ParallelPlan(cp=2, micro_batch_size=4)), "pp2 called": called(PLANS["pp2"])}
+    said |= {"stages called": called(STAGES), "noise": halves(PLANS["zero3"], add_noise)}
     said |= {f"{name} hook": hooked(PLANS[name]) for name in ("tp2", "ddp")}
     said |= {"step": stepped(DDP), "add": added(DDP), "parted": parted(DDP)}
     said |= {f"written {alike}": written(PLANS["tp2"], alike=alike) for alike in (True, False)}
@@ -99,7 +118,9 @@ def test_what_a_script_does_by_hand_is_the_same_on_all_ranks_or_refused(ranks: R
     for said in ranks.run(all_of_it, size=2):
         for name in PLANS:
             assert said[f"{name} halve"] == "no error", name
-        for case in ("ddp clip", "ddp hook", "zero3 clip", "written True"):
+        for case in ("pp2 called", "cp2 called", "stages called"):
+            assert said[case].startswith("UsageError: engine.module is "), case
+        for case in ("ddp clip", "ddp hook", "zero3 clip", "written True", "noise"):
             assert said[case] == "no error", case
         for case in ("tp2 clip", "pp2 clip", "tp2 hook"):
             assert said[case].startswith("UsageError: gradients were multiplied by "), case

@@ -458,6 +458,19 @@ def test_what_a_loss_may_not_return_is_said(bad: Loss, words: str, count: int) -
     assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
 
 
+def test_steps_that_count_no_target_are_told_and_refused_where_all_do(caplog: pytest.LogCaptureFixture) -> None:
+    for count in (1, 2):
+        engine = prepared(lambda x, t: (plain_mean(x, t), 0), cut_into(count))
+        engine.step(*batch_of(2))
+        assert "step 1 trains nothing: its loss goes over 0 targets" in caplog.text
+        with pytest.raises(UsageError, match="has counted 0 targets in each of 2 steps"):
+            engine.step(*batch_of(2))
+    empty = prepared(masked_sum, cut_into(2), count_targets=lambda targets: 0.0 * targets["mask"].sum())
+    assert empty.step(*batch_of(2)).item() == 0.0
+    with pytest.raises(UsageError, match="has counted 0 targets in each of 2 steps"):
+        empty.step(*batch_of(2))
+
+
 def test_another_metric_in_a_later_step_is_refused() -> None:
     name = "first"
     engine = prepared(lambda x, t: (plain_mean(x, t), {name: 1.0}), None)

@@ -21,7 +21,7 @@ from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
 from paraplan.runtime.pipeline.schedules import MULTI
-from paraplan.runtime.pipeline.stages import CutStage, StageModule, check_stages, cut_stage
+from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
 from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
 from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
@@ -246,7 +246,7 @@ def _rank_part(
     modules = [piece.module for piece in pieces]
     _share_buffers(pieces)
     return RankPart(
-        module=modules[0] if len(modules) == 1 else nn.ModuleList(modules),
+        module=modules[0] if len(modules) == 1 else StageList(modules),
         model=modules[0].model,
         parameters=parameters,
         own_buffers=lambda: {name: value for piece in pieces for name, value in piece.buffers.items()},

@@ -15,7 +15,7 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.precision import compute_context
-from paraplan.runtime.step.loss import StepLoss
+from paraplan.runtime.step.loss import StepLoss, called_with_batch
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.dataflow import Registered, named_tensors
 from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
@@ -255,6 +255,14 @@ def _drop_leftovers(model: nn.Module, needed: set[int], written: set[int], devic
                 setattr(module, name, zeros.clone() if id(parameter) in written else zeros)
 
 
+class StageList(nn.ModuleList):
+    """The stages that one rank holds, several of them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `UsageError`: the schedule calls them one by one."""
+        raise called_with_batch("some stages of a pipeline")
+
+
 class StageModule(nn.Module):
     """A stage as torch's schedules call it: a hidden state in and out; on the last stage the loss out.
 
@@ -289,10 +297,7 @@ class StageModule(nn.Module):
         `received` is the hidden state before this stage; the first stage is given the number in its place.
         """
         if number is None or args or kwargs:
-            raise UsageError(
-                "engine.module is one stage of a pipeline, and was called with a batch",
-                hint="call engine.step, engine.predict or engine.eval_step, which run all stages",
-            )
+            raise called_with_batch("one stage of a pipeline")
         micro_batch = self.micro_batches[int(number)]
         if self._inject is not None:
             self._inject[0].hold(_with_contiguous_gradient(received))

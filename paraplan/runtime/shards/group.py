@@ -31,7 +31,8 @@ class TensorGroup:
 
     With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
     With `overlaps` gradients of weights are made while those of inputs travel (`overlap`).
-    `num_tokens` are those of whole sequences while a block runs on some of them, and `cuts` how these lie (`regions`).
+    `num_tokens` are those of whole sequences while a block runs on some of them, for `num_sequences`, and `cuts` how
+    these lie (`regions`).
     `numbers` says whether ranks draw the same random numbers.
     """
 
@@ -41,6 +42,7 @@ class TensorGroup:
     keeps_products: bool = False
     overlaps: bool = False
     num_tokens: int = 0
+    num_sequences: int = 0
     cuts: dict[tuple[int, int, int], Sharding] = field(default_factory=dict)
     numbers: RandomNumbers = field(init=False)
     _entered: list[Any] = field(default_factory=list)

@@ -201,7 +201,7 @@ def _tokens_of_all(whole: torch.Tensor, group: TensorGroup) -> Sharding:
 def _tokens_of_own(own: torch.Tensor, group: TensorGroup) -> Sharding | None:
     """Return how the tokens of all ranks are cut, of which `own` may have this rank's; None where it has not."""
     tokens, dim = group.num_tokens // group.size, own.ndim - 2
-    if dim < 0 or (own.shape[dim] != tokens if dim else own.shape[0] % tokens):
+    if dim < 0 or own.shape[dim] != (tokens if dim else group.num_sequences * tokens):  # a mask is [batch, tokens]
         return None
     return _cut_of(dim, group.num_tokens, group, 1 if dim else own.shape[0] // tokens)
 
@@ -336,7 +336,7 @@ def _with_own_tokens(
             "[batch, tokens, hidden]",
             hint="use a plan without sequence parallelism",
         )
-    tokens = hidden.shape[1]
+    group.num_sequences, tokens = hidden.shape[:2]
     if not ends.is_first:
         group.num_tokens = tokens * group.size
         return args, kwargs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paraplan.errors import ParaplanError, UnsupportedPlanError
+from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import is_lost_connection
 from paraplan.runtime.data_parallel.wrapping import reads_shards
+from paraplan.runtime.step.totals import StepTotals
 from paraplan.runtime.timeouts import waited_s
 from paraplan.runtime.torch_private import (
     NO_HOST_MEMORY,
@@ -30,6 +33,9 @@ from paraplan.runtime.torch_private import (
 from paraplan.runtime.world import World
 from paraplan.units import format_bytes
 
+_LOGGER = logging.getLogger(__name__)
+_MOST_EMPTY = 2  # steps from the start that may train nothing
+
 
 class DivergedError(ParaplanError):
     """A loss that is infinite or not a number."""
@@ -39,28 +45,34 @@ class DivergedError(ParaplanError):
 
 @dataclass(frozen=True)
 class _Step:
-    """The loss of one step. On a GPU `mean` is on its way to the host, and there when `is_copied` has happened."""
+    """The loss of one step over all ranks, and the number of its targets; `own` is the loss of this rank.
+
+    On a GPU `numbers` are on their way to the host, and there when `is_copied` has happened.
+    """
 
     step: int
-    mean: torch.Tensor
+    numbers: torch.Tensor
     own: torch.Tensor
     is_copied: torch.cuda.Event | None = None
 
     @classmethod
-    def of(cls, step: int, mean: torch.Tensor, own: torch.Tensor) -> _Step:
-        if not mean.is_cuda:
-            return cls(step, mean, own)
-        on_host = torch.empty(mean.shape, dtype=mean.dtype, pin_memory=True)
-        on_host.copy_(mean.detach(), non_blocking=True)
+    def of(cls, step: int, totals: StepTotals, own: torch.Tensor) -> _Step:
+        count = torch.ones_like(totals.loss) if totals.count is None else totals.count.to(totals.loss)
+        numbers = torch.stack([totals.loss.detach(), count])
+        if not numbers.is_cuda:
+            return cls(step, numbers, own)
+        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        on_host.copy_(numbers, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         return cls(step, on_host, own, copied)
 
-    def value(self) -> torch.Tensor:
-        """Return the mean; waits for its own step and for nothing that was started since."""
+    def values(self) -> tuple[float, float]:
+        """Return loss and count; waits for its own step and for nothing that was started since."""
         if self.is_copied is not None:
             self.is_copied.synchronize()
-        return self.mean
+        loss, count = self.numbers.tolist()
+        return loss, count
 
 
 class LossWatch:
@@ -74,24 +86,42 @@ class LossWatch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._waiting: list[_Step] = []
+        self._num_empty = self._num_seen = 0
 
-    def add(self, *, step: int, mean: torch.Tensor, own: torch.Tensor, is_read: bool) -> None:
-        """Watch the loss of `step`: `mean` over all ranks, `own` of this rank. Without `is_read` it has no value."""
+    def add(self, totals: StepTotals, *, step: int, own: torch.Tensor, is_read: bool) -> None:
+        """Watch the loss of `step`: `totals` over all ranks, `own` of this rank. Without `is_read` it has no value."""
         if not is_read:
             return
-        self._waiting.append(_Step.of(step, mean, own))
+        self._waiting.append(_Step.of(step, totals, own))
         if self._world.device.type == "cpu":
             self.check()
 
     def check(self, *, keep: int = 0) -> None:
-        """Raise `DivergedError` on every rank where a loss, but the last `keep`, is infinite or not a number."""
+        """Raise `DivergedError` on every rank where a loss, but the last `keep`, is infinite or not a number.
+
+        A step whose loss goes over no target trains nothing, which is said once; `UsageError` where all of them do.
+        """
         while len(self._waiting) > keep:
             waiting = self._waiting.pop(0)
-            if not bool(waiting.value().isfinite()):
+            loss, count = waiting.values()
+            if not math.isfinite(loss):
                 self._waiting.clear()
-                self._fail(waiting)
+                self._fail(waiting, loss)
+            self._num_seen += 1
+            if count <= 0.0:
+                self._note_empty(waiting.step)
 
-    def _fail(self, waiting: _Step) -> None:
+    def _note_empty(self, step: int) -> None:
+        self._num_empty += 1
+        if self._num_empty == self._num_seen == _MOST_EMPTY:
+            raise UsageError(
+                f"loss_fn has counted 0 targets in each of {self._num_seen} steps: nothing is trained",
+                hint="return (loss_sum, count) with the number of targets that the sum goes over, or a mean",
+            )
+        if self._num_empty == 1 and self._world.rank == 0:
+            _LOGGER.warning("step %d trains nothing: its loss goes over 0 targets", step)
+
+    def _fail(self, waiting: _Step, loss: float) -> None:
         own = waiting.own.detach().reshape(1)
         gathered = [own]
         if self._world.is_distributed:
@@ -100,7 +130,7 @@ class LossWatch:
         ranks = [rank for rank, loss in enumerate(gathered) if not bool(loss.isfinite())]
         where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else ""
         raise DivergedError(
-            f"the loss is {waiting.mean.item()} in step {waiting.step}{where}; the weights of that step were not saved",
+            f"the loss is {loss} in step {waiting.step}{where}; the weights of that step were not saved",
             hint="go on from the last checkpoint with a lower learning rate, clipped gradients or other data",
         )
 

@@ -6,6 +6,7 @@ model runs (`TargetCounter`), over all ranks and micro-batches, so that every gr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,7 @@ class StepLoss:
         self.watch: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.context: Context | None = None
         self.num_stages = 1
+        self._is_in_pass = False
         self._device = device
         self._batch = batch
 
@@ -126,10 +128,25 @@ class StepLoss:
         by_classes = nullcontext() if self.logits is None else self.logits.passing()
         by_tokens = nullcontext() if self.context is None else self.context.passing()
         with by_tokens, by_classes:
-            outputs = call_model(model, inputs)
+            self._is_in_pass = True
+            try:
+                outputs = call_model(model, inputs)
+            finally:
+                self._is_in_pass = False
         if self.context is not None and self.context.is_local:
             micro_batch = replace(micro_batch, targets=self.context.cut_targets(micro_batch.targets))
         return outputs, micro_batch
+
+    def refuse_other_calls(self, model: nn.Module) -> None:
+        """Have `model` raise `UsageError` where a script calls it by hand: what it returns is of some tokens."""
+        known = weakref.ref(self)  # no circle holds the groups of a job that has ended
+
+        def check(*_: Any) -> None:
+            loss = known()
+            if loss is None or not loss._is_in_pass:
+                raise called_with_batch("a model that has some tokens of each sequence")
+
+        model.register_forward_pre_hook(check)
 
     def _over_tokens(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.context is None else self.context.summing()
@@ -187,6 +204,14 @@ class StepLoss:
             if known is not None:
                 pair = torch.maximum(known, pair) if how in ("max", "min") else known + pair
             self.tally.metrics[f"{how} {name}"] = pair
+
+
+def called_with_batch(what: str) -> UsageError:
+    """Return what is said where a script calls a rank's part of a model, which is `what`."""
+    return UsageError(
+        f"engine.module is {what}, and was called with a batch",
+        hint="call engine.step, engine.predict or engine.eval_step, which run the whole model",
+    )
 
 
 def _times(value: torch.Tensor, weight: Number) -> torch.Tensor:

@@ -20,10 +20,12 @@ _SUMS = ""  # stands among the names of metrics where loss_fn returns sums with 
 class StepTotals:
     """The loss of a global batch, the same on every rank, and its metrics by name.
 
-    `factor` is what gradients are still to be multiplied by, None where they are complete.
+    `count` is the number of targets that it is the mean of, None where these were not counted. `factor` is what
+    gradients are still to be multiplied by, None where they are complete.
     """
 
     loss: torch.Tensor
+    count: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -48,7 +50,9 @@ class TotalsOverRanks:
         # Ranks of `tp` and `cp` bring the same each.
         flat = flat / (self._mesh.size("tp") * self._mesh.size("cp"))
         mean, count, *numbers = flat.unbind(0)
-        factor = None
+        factor, counted = None, loss.total if isinstance(loss.total, torch.Tensor) else None
+        if _SUMS in names:
+            counted = count
         if _SUMS in names and loss.total is not None:
             # Sums were divided by what was counted before, which may be another number.
             factor = torch.where(count > 0, loss.total / count.clamp(min=torch.finfo(count.dtype).tiny), 0.0)
@@ -56,7 +60,8 @@ class TotalsOverRanks:
         found = self._extremes(tally, [key for key in keys if key.startswith(_EXTREMES)])
         for key, total, by in zip(added, numbers[::2], numbers[1::2], strict=True):
             found[key] = total if key.startswith("sum ") else total / by.clamp(min=torch.finfo(flat.dtype).tiny)
-        return StepTotals(loss=mean, factor=factor, metrics={key.split(" ", 1)[1]: found[key] for key in keys})
+        metrics = {key.split(" ", 1)[1]: found[key] for key in keys}
+        return StepTotals(loss=mean, count=counted, factor=factor, metrics=metrics)
 
     def _extremes(self, tally: Tally, keys: list[str]) -> dict[str, torch.Tensor]:
         """Return the largest and the smallest values over the ranks."""
