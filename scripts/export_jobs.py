@@ -23,7 +23,9 @@ def read_slurm(path: Path) -> Says:
     """By ShellCheck; the options of sbatch are read here, which Slurm's own parser would want a controller for."""
     shellcheck(path)
     options = dict(
-        line.removeprefix("#SBATCH --").split("=", 1) for line in path.read_text().splitlines() if line[:7] == "#SBATCH"
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in path.read_text().splitlines()
+        if line[:7] == "#SBATCH"
     )
     nodes, per_node = int(options["nodes"]), int(options["gpus-per-node"])
     return {"num_nodes": nodes, "gpus_per_node": per_node, "world_size": nodes * per_node}

@@ -98,8 +98,8 @@ def train(arguments: argparse.Namespace) -> None:
         compile_backend="inductor" if arguments.compile else None,
         example_inputs={"input_ids": torch.zeros(2, seq_length, dtype=torch.long)},
     )
-    if arguments.checkpoint is not None and arguments.checkpoint.exists():
-        engine.load(arguments.checkpoint)
+    if arguments.checkpoint is not None:
+        engine.resume(arguments.checkpoint)
     text, _ = read_text(arguments.data)
     batches = job.shard(
         AsKeywords(Windows(text, seq_length)),
@@ -110,9 +110,10 @@ def train(arguments: argparse.Namespace) -> None:
     )
     if job.is_main:
         print(f"{type(model).__name__}, {num_parameters:,} parameters, plan: {job.plan.describe()}", flush=True)
-    progress = Progress(arguments.steps, arguments.log_every, is_shown=job.is_main)
-    engine.expect(engine.num_steps + arguments.steps)
-    for step, (inputs, targets) in enumerate(islice(batches, arguments.steps), start=1):
+    progress = Progress(arguments.steps, arguments.log_every, done=engine.num_steps, is_shown=job.is_main)
+    engine.expect(arguments.steps)
+    rest = islice(batches, max(0, arguments.steps - engine.num_steps))
+    for step, (inputs, targets) in enumerate(rest, start=engine.num_steps + 1):
         loss = engine.step(inputs, targets)
         if progress.wants(step):
             progress.show(step, loss.item())

@@ -150,19 +150,20 @@ def _is_source(path: Path, folder: Path) -> bool:
 class Progress:
     """What rank 0 prints of the steps: a line every `every` of them. On a terminal the engine draws a bar instead."""
 
-    def __init__(self, num_steps: int, every: int, *, is_shown: bool) -> None:
+    def __init__(self, num_steps: int, every: int, *, done: int = 0, is_shown: bool) -> None:
         self._num_steps = num_steps
         self._every = every
+        self._done = done
         self._is_shown = is_shown and not sys.stderr.isatty()
         self._start_s = time.monotonic()
 
     def wants(self, step: int) -> bool:
         """Whether to read the loss of `step`, which waits for the step to end."""
-        return self._is_shown and (step % self._every == 0 or step in (1, self._num_steps))
+        return self._is_shown and (step % self._every == 0 or step in (self._done + 1, self._num_steps))
 
     def show(self, step: int, loss: float) -> None:
         """Show the loss of `step`, counted from 1."""
-        speed = step / (time.monotonic() - self._start_s)
+        speed = (step - self._done) / (time.monotonic() - self._start_s)
         print(f"step {step}/{self._num_steps}  loss {loss:.3f}  {speed:.1f} steps/s", flush=True)
 
 
@@ -185,8 +186,8 @@ def train(arguments: argparse.Namespace) -> None:
         max_grad_norm=1.0,
     )
     training, validation = read_text(arguments.data)
-    if arguments.checkpoint is not None and arguments.checkpoint.exists():
-        engine.load(arguments.checkpoint)
+    if arguments.checkpoint is not None:
+        engine.resume(arguments.checkpoint)
     batches = job.shard(
         Windows(training, seq_length),
         batch_size=batch_size,
@@ -207,13 +208,15 @@ def train(arguments: argparse.Namespace) -> None:
     before = validate()
     if job.is_main:
         print(f"validation loss {before:.3f} nats per byte after {engine.num_steps} steps", flush=True)
-    progress = Progress(arguments.steps, arguments.log_every, is_shown=job.is_main)
-    engine.expect(engine.num_steps + arguments.steps)
-    steps: Iterator[tuple[torch.Tensor, torch.Tensor]] = islice(batches, arguments.steps)
-    for step, (inputs, targets) in enumerate(steps, start=1):
+    progress = Progress(arguments.steps, arguments.log_every, done=engine.num_steps, is_shown=job.is_main)
+    engine.expect(arguments.steps)
+    steps: Iterator[tuple[torch.Tensor, torch.Tensor]] = islice(batches, max(0, arguments.steps - engine.num_steps))
+    for step, (inputs, targets) in enumerate(steps, start=engine.num_steps + 1):
         loss = engine.step(inputs, targets)
         if progress.wants(step):
             progress.show(step, loss.item())
+        if arguments.checkpoint is not None and step % arguments.save_every == 0:
+            engine.save(arguments.checkpoint, wait=False)
     engine.finish()  # the bar, and how the steps compare with the plan
     after = validate()
     if job.is_main:
@@ -228,7 +231,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level language model on text.")
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder of text files")
     parser.add_argument("--strategy", choices=["ddp", "dp"], default="ddp", help="dp: one process over all its GPUs")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps, those before a checkpoint too")
     parser.add_argument("--batch", type=int, help="global batch in sequences (default: the plan's, or 16)")
     parser.add_argument("--seq-len", type=int, help="bytes in a sequence (default: the plan's, or 128)")
     parser.add_argument("--layers", type=int, default=DEFAULT_LAYERS)
@@ -237,7 +240,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data")
     parser.add_argument("--log-every", type=int, default=20, help="steps between lines where there is no terminal")
-    parser.add_argument("--checkpoint", type=Path, help="a folder to go on from, if it exists, and to write at the end")
+    parser.add_argument("--checkpoint", type=Path, help="a folder to go on from, if it exists, and to write")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--eval-batches", type=int, default=8, help="batches of each validation")
     return parser.parse_args()
 

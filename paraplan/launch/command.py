@@ -118,10 +118,7 @@ def _start(spec: LaunchSpec, line: str | None, *, ends_with_stdin: bool) -> int:
         say(f"each rank starts an interpreter of its own (--start-method exec): {own}")
     if ends_with_stdin:
         end_with_stdin()
-    try:
-        return supervise(spec, spawner, fork=fork and not shadowed, imported_threads=imported_threads)
-    finally:
-        spawner.close()
+    return supervise(spec, spawner, fork=fork and not shadowed, imported_threads=imported_threads)
 
 
 def _refuse_preview_options(spec: LaunchSpec) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
-import socket
 import time
 import traceback
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,32 +18,26 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import determine_local_world_size
 
-from paraplan.errors import PREEMPTED_EXIT_STATUS, CheckFailedError, ParaplanError, PlanError
+from paraplan.errors import PREEMPTED_EXIT_STATUS, CheckFailedError, ParaplanError
 from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.health import LeftOutError
 from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, first_node_failure, read_failure
-from paraplan.launch.faults.hang import HANG_EXIT_STATUS
-from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
+from paraplan.launch.faults.failures import RankFailure, read_failure
 from paraplan.launch.faults.report import (
-    ReportContext,
-    as_node_failure,
-    render_failure_elsewhere,
-    render_failures,
     say,
-    write_report,
 )
+from paraplan.launch.job_failure import report_elsewhere, report_failure, shown_path
 from paraplan.launch.measured import note_measured
 from paraplan.launch.nodes.job_token import ForgedTextError, job_seal
 from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
 from paraplan.launch.nodes.store import StoreLostError
-from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.preemption import PreemptedError, requeue
 from paraplan.launch.preflight import (
     Findings,
     Needs,
+    check_cores,
     check_cuda,
     check_disks,
     check_gpus,
@@ -55,51 +46,64 @@ from paraplan.launch.preflight import (
     num_files,
     read_node,
 )
-from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
+from paraplan.launch.ranks.cores import machine_cores, threads_per_rank, usable_cores
 from paraplan.launch.ranks.limits import Limits, raise_open_files
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
-from paraplan.launch.request import LaunchRequest, check_request, planned_layout
+from paraplan.launch.request import LaunchRequest, check_request
 from paraplan.launch.run import count_gpus, run_job
-from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spec import ArgumentError, LaunchSpec
 from paraplan.launch.torch_private.texts import SAID_IN_WORDS
-from paraplan.units import format_bytes
 
 if TYPE_CHECKING:
     from paraplan.hardware.topology import NodeTopology
 
 
-_PLANNER_S = 20.0  # what a report may wait for advice
-_OTHER_NODES_S = 15.0
-"""How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
-
-
 def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_threads: str | None) -> int:
-    """Run the job; return its exit status, with the reason of a failure on stderr.
+    """Run the job, close the spawner, and return the job's exit status, with the reason of a failure on stderr.
 
     `fork` starts ranks with torch imported; `imported_threads` is the OMP_NUM_THREADS that it was imported with. Raises
     `ParaplanError` for what the user can mend before ranks start.
     """
-    request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
-    for name, texts in SAID_IN_WORDS.items():
-        logging.getLogger(name).addFilter(partial(_is_news, texts))
-    if not spec.run_path:  # whose ranks come from this process
-        silence_torch_log()
     job = JobRecord()
+    try:
+        request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
+        for name, texts in SAID_IN_WORDS.items():
+            logging.getLogger(name).addFilter(partial(_is_news, texts))
+        if not spec.run_path:  # whose ranks come from this process
+            silence_torch_log()
+        return _run_and_note(request, job, spawner=spawner, fork=fork, imported_threads=imported_threads)
+    finally:
+        spawner.close()
+        if job.requeued_by == os.environ.get("SLURM_NODEID", "0"):
+            requeue(os.environ)  # last: Slurm then ends what still runs
+
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+def _run_and_note(
+    request: LaunchRequest, job: JobRecord, *, spawner: SpawnerHandle, fork: bool, imported_threads: str | None
+) -> int:
+    """Run the job; note and say how it ended, whatever signal comes by then."""
     started = time.monotonic()
     status = 1
     try:
         status = _run(request, job, spawner=spawner, fork=fork, imported_threads=imported_threads)
         return status
+    except SignalException as stop:  # while its end was told
+        status = 128 + int(stop.sigval)
+        return status
     except ParaplanError as error:
         status = error.exit_status
-        if isinstance(error, StoreLostError):
-            _requeue_from(request, "1")  # node 0 is the one that is lost
+        if isinstance(error, StoreLostError) and request.spec.requeue:
+            job.requeued_by = "1"  # node 0 is the one that is lost
         raise
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
         raise
     finally:
+        for number in _ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         for case in job.late:
             say(case.at_end())
         if job.folder is not None and not job.folder.is_temporary and not request.spec.no_logs:
@@ -154,14 +158,15 @@ def _run(
         )
     except ChildFailedError as error:
         job.failures = job.failures or _torchs_failures(error)
-        return _report(request, job)
+        return report_failure(request, job)
     except FailedElsewhereError as error:
-        return _report_elsewhere(error, job)
+        return report_elsewhere(error, job)
     except LeftOutError as left:
         say(f"this host is left out: {left.text}")
         return 1
     except PreemptedError as end:
-        return _say_preempted(end, request)
+        job.requeued_by = "0" if request.spec.requeue else None
+        return _say_preempted(end)
     except SignalException as stop:
         say(f"{stop.sigval.name} ended the job; all ranks have been stopped")
         return 128 + int(stop.sigval)
@@ -181,18 +186,10 @@ def _run(
     return 0
 
 
-def _say_preempted(end: PreemptedError, request: LaunchRequest) -> int:
-    """Say that the ranks have saved and ended; have the job queued again where that is asked for."""
+def _say_preempted(end: PreemptedError) -> int:
     steps = f"{end.num_steps:,} step{'s' if end.num_steps != 1 else ''}"
     say(f"{end}: all ranks have saved after {steps} and ended; start the job again to go on (status 75)")
-    _requeue_from(request, "0")
     return PREEMPTED_EXIT_STATUS
-
-
-def _requeue_from(request: LaunchRequest, node: str) -> None:
-    """Have SLURM queue the job again where that is asked for, by one of its nodes alone."""
-    if request.spec.requeue and os.environ.get("SLURM_NODEID", "0") == node:
-        requeue(os.environ)
 
 
 def _torchs_failures(error: ChildFailedError) -> list[RankFailure]:
@@ -250,7 +247,9 @@ def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
         peak_bytes=request.predicted_peak_bytes,
         num_parameters=model.num_parameters if model is not None else None,
     )
+    system = "slurm" if "SLURM_JOB_ID" in os.environ else None
     found = [
+        check_cores(ranks, num_cores=usable_cores(), of_machine=machine_cores(), system=system),
         _check_limits(ranks, ranks * request.nodes.min),
         check_disks(needs, folder=Path.cwd()),
         Findings(warnings=rendezvous_warnings(request.spec, request.nodes)),
@@ -278,109 +277,3 @@ def _check_limits(num_ranks: int, world_size: int) -> Findings:
     found = check_limits(Limits.read(), num_ranks=num_ranks, world_size=world_size, num_threads=num_threads)
     raise_open_files(num_files(world_size))
     return found
-
-
-def _report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
-    """Say why the job has failed though the ranks of this node have not; return the status."""
-    if not error.failures:
-        say(f"the job ends: {error.reason}; the ranks of this node {error.became}")
-        return 1
-    first = first_node_failure(error.failures)
-    folder = shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None
-    context = ReportContext(hostname=socket.gethostname(), log_folder=folder, became=error.became)
-    write_report(render_failure_elsewhere(first, [], context))
-    return first.exit_status
-
-
-def _free_bytes(folder: RunFolder | None) -> int | None:
-    """Return the room on the disk of the logs; None where it does not say."""
-    try:
-        return None if folder is None else shutil.disk_usage(folder.path).free
-    except OSError:
-        return None
-
-
-def _report(request: LaunchRequest, job: JobRecord) -> int:
-    if job.hang is not None:
-        write_report(job.hang.render())
-        return HANG_EXIT_STATUS
-    first = first_failure(job.failures)
-    context = ReportContext(
-        hostname=socket.gethostname(),
-        elapsed_s=max(0.0, (first.time_ns - (job.started_ns or time.time_ns())) / 1e9),
-        coordinates=_coordinates(job, first.global_rank),
-        log_folder=shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None,
-        memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
-        predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
-        num_nodes=request.nodes.max,
-        calls=job.calls,
-        stacks=job.stacks,
-        stopped=job.stopped,
-        ended=job.ended,
-        free_bytes=_free_bytes(job.folder),
-    )
-    if first.record is not None and first.record.is_out_of_gpu_memory:
-        context = replace(context, smaller_plan=_smaller_plan(request, job))
-    mine = as_node_failure(job.failures, context)
-    of_all = [mine]
-    if job.store is not None and job.store.num_nodes > 1:
-        # by the clock of the node that hosts the rendezvous, as the other nodes' times are
-        mine = replace(mine, time_ns=mine.time_ns + int((job.store.clock_offset_s or 0.0) * 1e9))
-        of_all = job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
-        if job.store.is_lost and len(of_all) == 1 and not job.store.stops and mine.cause is not Cause.OWN_ERROR:
-            raise StoreLostError
-        context = replace(context, is_host_gone=job.store.is_lost, stops=tuple(job.store.stops.values()))
-    first_of_all = first_node_failure(of_all)
-    places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)
-    context = replace(context, places_elsewhere=places)
-    if first_of_all is mine:
-        context = replace(context, num_nodes=1 if len(of_all) > 1 else context.num_nodes)
-        write_report(render_failures(job.failures, context))
-    else:
-        write_report(render_failure_elsewhere(first_of_all, job.failures, context))
-    is_end_of_another = first_of_all.cause is Cause.STOPPED and bool(context.stops)
-    return 1 if is_end_of_another else first_of_all.exit_status
-
-
-def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:
-    """Return a sentence about the plan that needs the least memory for the same training; None where none is known."""
-    file = job.plan
-    if file is None or file.model is None or file.training is None:
-        return None
-    training = file.training
-    options: dict[str, object] = {"--global-batch": training.global_batch_size, "--seq-len": training.seq_length}
-    options |= {"--precision": training.precision, "--optimizer": training.optimizer, "--objective": "memory"}
-    model = request.planner.model if request.planner is not None else file.model.source or file.model.name
-    profile = request.planner.profile if request.planner is not None else None
-    words = tuple(str(word) for pair in options.items() for word in pair)
-    nodes, ranks = planned_layout(file)
-    try:
-        text = make_plan(
-            PlannerRequest(model, words, profile=profile),
-            num_nodes=nodes,
-            ranks_per_node=ranks,
-            environment=dict(os.environ),
-            patience_s=_PLANNER_S,
-        )
-    except PlanError:
-        return None
-    other = type(file).from_json(text, source="plan")
-    before, after = (one.estimate.peak_memory_bytes if one.estimate else None for one in (file, other))
-    if after is None or (before is not None and after >= before):
-        return None
-    return f"the plan '{other.plan.describe()}' would need {format_bytes(after)} (recommend --objective memory)"
-
-
-def shown_path(folder: RunFolder | None) -> str:
-    """Return the path of a run's folder as a user would type it here."""
-    if folder is None:
-        return ""
-    return os.path.relpath(folder.path) if folder.path.is_relative_to(Path.cwd()) else str(folder.path)
-
-
-def _coordinates(job: JobRecord, rank: int) -> dict[str, int]:
-    if job.plan is None:
-        return {}
-    from paraplan.plan.ranks import RankGrid  # as the plan itself, only where there is one
-
-    return {str(axis): position for axis, position in RankGrid.of_plan(job.plan.plan).coordinates(rank).items()}

@@ -70,11 +70,10 @@ def _parts(folder: Path) -> dict[str, float] | None:
 
 def _why_not_kept(measured: MeasuredRun, file: PlanFile, plain: PlainPrediction) -> str | None:
     """Return why a run says nothing of the prediction of its plan, None where it does."""
-    from paraplan.hardware.catalogue.profile_files import find_gpu
+    from paraplan.hardware.catalogue.profile_files import profile_name
     from paraplan.plan.kept_runs import KeptRun
 
-    found = None if measured.device == "cpu" else find_gpu(measured.device)
-    device = measured.device if found is None else found.name
+    device = profile_name(measured.device)
     if device != plain.gpu:
         return f"it ran on {device}, and the plan was made for {plain.gpu}"
     if measured.num_steps < FEWEST_STEPS:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +31,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _LOOK_S = 1.0
 _ANSWER_S = 2.0
-_REQUEUE_S = 30.0
+_SCONTROL_S = 30.0
+_SHARE_OF_KILL_WAIT = 0.8
+"""What ranks may take of the time until Slurm kills them: their launcher ends after them."""
 _NO_NOTICE = {"", "false", "none", "null", "{}", "[]"}
 """Answers of a metadata service that say that nothing is planned; Azure's is an object with an empty list of Events."""
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}
@@ -50,6 +54,8 @@ class StopRequest:
 
     window_s: float = 30.0
     page: StatusPage | None = None
+    kill_wait_s: float | None = None
+    """Seconds that the batch system leaves between SIGTERM and SIGKILL, None where it does not say."""
     reason: str | None = None
     """In words, once it was asked for."""
     sigval: signal.Signals = signal.SIGTERM
@@ -65,9 +71,22 @@ class StopRequest:
             if page is None or self.reason is not None or not _can_stop(page):
                 return False
             self.reason, self.sigval = reason, number
+            kills_first = number == signal.SIGTERM and (self.kill_wait_s or math.inf) <= self.window_s
+            if kills_first and self.kill_wait_s is not None:
+                self.window_s = self.kill_wait_s * _SHARE_OF_KILL_WAIT
             page.stop_by = time.time() + self.window_s
-        say(f"{reason}: the ranks end their step and save; they get {self.window_s:g} s for it")
+        why = f", since Slurm kills all {self.kill_wait_s:g} s after SIGTERM (KillWait)" if kills_first else ""
+        say(f"{reason}: the ranks end their step and save; they get {self.window_s:g} s for it{why}")
         return True
+
+    def read_kill_wait(self, environment: Mapping[str, str]) -> None:
+        """Read what Slurm leaves of a job after SIGTERM, in a thread: its controller may be slow to answer."""
+        if "SLURM_JOB_ID" in environment and shutil.which("scontrol") is not None:
+
+            def read() -> None:
+                self.kill_wait_s = kill_wait_s(_scontrol("show", "config")[0])
+
+            threading.Thread(target=read, daemon=True, name="paraplan-kill-wait").start()
 
     def end_at_once(self) -> None:
         """Tell the ranks that a signal from now on is to end them."""
@@ -190,17 +209,31 @@ def check_requeue(environment: Mapping[str, str]) -> None:
 
 
 def requeue(environment: Mapping[str, str]) -> None:
-    """Have Slurm start this job again; say what came of it."""
+    """Have Slurm start this job again; say what came of it. Slurm then ends this process by SIGTERM."""
     job = environment["SLURM_JOB_ID"]
+    _, words = _scontrol("requeue", job)
+    say(f"job {job} is queued again" if words is None else f"scontrol requeue {job} failed: {words}")
+
+
+def kill_wait_s(text: str) -> float | None:
+    """Return KillWait in what `scontrol show config` prints, `KillWait                = 30 sec`; None without it."""
+    found = re.search(r"^KillWait\s*=\s*(\d{1,5})\b", text, re.MULTILINE)
+    return None if found is None or int(found[1]) == 0 else float(found[1])
+
+
+def _scontrol(*words: str) -> tuple[str, str | None]:
+    """Return what scontrol prints, and why it failed, None where it did not."""
     try:
         ended = subprocess.run(
-            [shutil.which("scontrol") or "scontrol", "requeue", job],
+            [shutil.which("scontrol") or "scontrol", *words],
             capture_output=True,
             text=True,
             check=False,
-            timeout=_REQUEUE_S,
+            errors="replace",
+            timeout=_SCONTROL_S,
         )
-        words = "" if not ended.returncode else one_line(ended.stderr) or f"status {ended.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        words = str(error)
-    say(f"job {job} is queued again" if not words else f"scontrol requeue {job} failed: {words}")
+        return "", one_line(str(error))
+    if ended.returncode:
+        return "", one_line(ended.stderr) or f"status {ended.returncode}"
+    return ended.stdout, None

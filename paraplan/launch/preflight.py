@@ -48,6 +48,16 @@ class Needs:
     num_parameters: int | None = None
 
 
+def check_cores(num_ranks: int, *, num_cores: int, of_machine: int, system: str | None) -> Findings:
+    """Return whether the ranks of this node outnumber the cores that `system`, a batch system, or the user left."""
+    if num_cores >= min(num_ranks, of_machine):
+        return Findings()
+    ways = {"slurm": "sbatch --exclusive, or --cpus-per-task for sbatch and for srun, gives more"}
+    way = ways.get(system or "", "an affinity (taskset) or a CPU quota of the cgroup holds them back")
+    cores = f"{num_cores} of this machine's {of_machine} cores"
+    return Findings(warnings=(f"{num_ranks} ranks and what loads their data have {cores}: {way}",))
+
+
 def check_gpus(gpus: Sequence[Gpu], needs: Needs) -> Findings:
     """Return what is wrong with the GPUs that the ranks of this node will use, in the order of the ranks."""
     problems, warnings = [], []

@@ -242,6 +242,7 @@ def _share_memory(
             job.copies = _slots(spec.memory_checkpoint, num_ranks, has_neighbour=request.nodes.max > 1)
             environment[shared_memory.COPIES_VARIABLE] = job.copies.text()
     job.stop.page, job.stop.window_s = job.page, spec.preempt_window or settings.grace_s
+    job.stop.read_kill_wait(os.environ)
     if spec.preempt_notice is not None:
         watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.hardware.topology import Gpu
-from paraplan.launch.ranks.cores import cpus_of_ranks, parse_cpus, threads_per_rank, usable_cores
+from paraplan.launch.preflight import check_cores
+from paraplan.launch.ranks.cores import cpus_of_ranks, machine_cores, parse_cpus, threads_per_rank, usable_cores
 
 
 @given(cores=st.integers(1, 512), ranks=st.integers(1, 64))
@@ -43,6 +44,15 @@ def test_a_cpu_quota_limits_the_cores(tmp_path: Path, files: dict[str, str], cor
         (tmp_path / name).write_text(text)
     expected = cores if cores is not None else len(os.sched_getaffinity(0))
     assert usable_cores(cpu_folder=tmp_path / "none", cgroup=tmp_path) == expected
+
+
+def test_ranks_that_outnumber_the_cores_they_were_left_are_warned_of() -> None:
+    (warning,) = check_cores(8, num_cores=1, of_machine=96, system="slurm").warnings
+    assert "8 ranks and what loads their data have 1 of this machine's 96 cores" in warning
+    assert "--exclusive" in warning
+    assert not check_cores(8, num_cores=8, of_machine=96, system="slurm").warnings
+    assert not check_cores(8, num_cores=2, of_machine=2, system=None).warnings  # nobody holds them back
+    assert machine_cores() >= usable_cores()
 
 
 def test_ranks_are_kept_on_the_cpus_next_to_their_gpus_where_these_differ() -> None:

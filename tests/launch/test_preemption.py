@@ -13,7 +13,7 @@ from forked_launcher import ForkedLauncher
 from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
-from paraplan.launch.preemption import notice_reader
+from paraplan.launch.preemption import kill_wait_s, notice_reader
 from paraplan.launch.spec import ArgumentError
 
 
@@ -224,10 +224,26 @@ def test_requeue_belongs_to_slurm(launch_forked: ForkedLaunch, script: WriteScri
 def test_a_signal_for_all_processes_at_once_is_one_for_the_launcher(
     number: signal.Signals, start_forked: StartForked, script: WriteScript, tmp_path: Path
 ) -> None:
-    """Slurm signals the whole step: launcher, spawner and ranks."""
-    process = start_forked("--nproc-per-node", 2, script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.1")
+    """Slurm signals the whole step: launcher, spawner and ranks; and once more when it has queued the job again."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    answers = "if [ $1 = show ]; then echo 'KillWait                = 20 sec'; exit; fi"
+    scontrol.write_text(f"#!/bin/sh\n{answers}\nkill -TERM $PPID\nsleep 0.3\n")
+    scontrol.chmod(0o755)
+    path = f"{scontrol.parent}:{os.environ['PATH']}"
+    words = [script(SCRIPT), f"folder={tmp_path / 'c'}", "steps=600", "pause=0.1"]
+    process = start_forked("--requeue", "--nproc-per-node", 2, *words, PATH=path, SLURM_JOB_ID="7")
     read_until_line(process, "step 3 ")
     for pid in [*descendants(process.pid), process.pid]:
         os.kill(pid, number)
     status, _, stderr = finish(process)
     assert status == 75, stderr
+    assert stderr.splitlines()[-1].endswith("job 7 is queued again")  # the last word: what follows may be cut off
+    expected = "they get 16 s for it, since Slurm kills" if number == signal.SIGTERM else "they get 30 s for it\n"
+    assert expected in stderr
+
+
+def test_what_slurm_leaves_of_a_job_is_read() -> None:
+    assert kill_wait_s("KillOnBadExit           = 0\nKillWait                = 30 sec\n") == 30.0
+    assert kill_wait_s("KillWait = 0 sec") is None
+    assert kill_wait_s("slurm_load_ctl_conf error") is None

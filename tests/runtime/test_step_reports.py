@@ -15,6 +15,7 @@ import torch
 
 from paraplan.errors import UsageError
 from paraplan.plan.files import PlannedEstimate
+from paraplan.plan.kept_runs import PlainPrediction
 from paraplan.runtime.step.reports import (
     RunWatch,
     SpeedBaseline,
@@ -75,6 +76,23 @@ def test_the_last_step_is_drawn_and_the_line_is_ended(capsys: pytest.CaptureFixt
     assert terminal.getvalue().rstrip().endswith(" resident")
     watch.finish()
     assert capsys.readouterr().err == ""
+
+
+def test_a_step_on_another_device_than_was_planned_for_is_not_compared() -> None:
+    plain = PlainPrediction(
+        kind="k", gpu="h100-sxm-80gb", sizes=(1.0,), step_time_s=0.1, peak_memory_bytes=1e9, version="1"
+    )
+    estimate = PlannedEstimate(step_time_s=0.1, peak_memory_bytes=2**20, plain=plain)
+    watch = RunWatch(device=CPU, baseline=SpeedBaseline(num_ranks=1, estimate=estimate), total_steps=2)
+    for step in (1, 2):
+        watch.begin()
+        watch.end(step=step, loss=torch.tensor(1.0), grad_norm=None, learning_rate=0.1, tokens=8)
+    said = watch.comparison()
+    assert said is not None
+    assert said.endswith("on cpu, not compared: the plan's prediction is of h100-sxm-80gb")
+    on_cpu = estimate.replace(plain=plain.replace(gpu="cpu"))
+    watch.baseline = SpeedBaseline(num_ranks=1, estimate=on_cpu)
+    assert "predicted 100 ms" in str(watch.comparison())
 
 
 @pytest.mark.skipif(waited_for_cpu_s() is None, reason="the system does not say who waits for a CPU")

@@ -142,6 +142,12 @@ def find_gpu(driver_name: str, *, memory_total_bytes: int | None = None) -> GpuP
     return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_total_bytes), default=None)
 
 
+def profile_name(device: str) -> str:
+    """Return the profile's name of a GPU as its driver names it; `device` itself where none knows it, and for cpu."""
+    gpu = None if device == "cpu" else find_gpu(device)
+    return device if gpu is None else gpu.name
+
+
 def _resized(machine: MachineProfile, data: dict[str, Any], *, where: str, num_gpus: int) -> MachineProfile:
     have = len(machine.node.gpus)
     if machine.gpu.vendor == "cpu":

@@ -12,24 +12,39 @@ port=$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a node do not share a 
 """
 
 
+_WARNING_S = 120
+"""How long before the end of its time a job is told to save."""
+
+
 def to_slurm(subject: Subject) -> Exported:
     """Return an sbatch script: one task per node, each a `paraplan launch` that starts the node's ranks."""
     gaps, layout = runtime_gap(subject), subject.layout
-    notes = ["account, partition and time limit: add the #SBATCH lines of your site"]
+    notes = [
+        "account, partition and time limit: add the #SBATCH lines of your site",
+        "whole nodes are asked for (--exclusive): a task has one core otherwise. Where nodes are shared, write "
+        "--cpus-per-task for sbatch and for srun in its place",
+        f"{subject.script} goes on after a requeue where it calls engine.resume(folder)",
+    ]
     options = {
         "job-name": subject.name,
         "nodes": layout.num_nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": layout.gpus_per_node,
+        "exclusive": None,
+        "mem": 0,
+        "requeue": None,
+        "signal": f"USR1@{_WARNING_S}",
         "output": "%x-%j.log",
+        "open-mode": "append",
     }
-    head = "#!/bin/bash\n" + "".join(f"#SBATCH --{name}={value}\n" for name, value in options.items())
+    lines = [f"#SBATCH --{name}" + (f"={value}" if value is not None else "") for name, value in options.items()]
     launch = [
-        "srun --kill-on-bad-exit=1 paraplan launch",
+        f"srun --kill-on-bad-exit=1 paraplan launch --requeue --preempt-window {_WARNING_S * 3 // 4}",
         f'--nnodes "$SLURM_NNODES" --nproc-per-node {layout.gpus_per_node}',
         '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:$port"',
         f"{launch_words(subject, plan_path=subject.path)}",
     ]
     body = "set -euo pipefail\n" + _RENDEZVOUS + " \\\n  ".join(launch) + "\n"
+    head = "#!/bin/bash\n" + "".join(f"{line}\n" for line in lines)
     text = head + comment(remarks(subject, gaps, notes)) + body
     return Exported(target="slurm", text=text, gaps=tuple(gaps), notes=tuple(notes))

@@ -87,6 +87,8 @@ class JobRecord:
     live: LiveRanks = field(default_factory=LiveRanks)
     waits_for_ended: Callable[[], bool] = lambda: False
     """Whether this node waits in the rendezvous for one whose ranks have ended well."""
+    requeued_by: str | None = None
+    """The number that Slurm gives to the node that has it queue the job again; None where nobody does."""
     has_spares: bool = False
     """Whether other nodes waited for a place as the job ended."""
 

@@ -23,6 +23,11 @@ def usable_cores(*, cpu_folder: Path = Path("/sys/devices/system/cpu"), cgroup: 
     return max(1, min(len(siblings), math.floor(quota)) if quota is not None else len(siblings))
 
 
+def machine_cores(cpu_folder: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the physical cores of this machine, whoever may use them."""
+    return len({_siblings(cpu, cpu_folder) for cpu in range(os.cpu_count() or 1)})
+
+
 def threads_per_rank(*, num_cores: int, ranks_per_node: int) -> int:
     """Return OMP_NUM_THREADS for each rank: the cores shared out evenly, at least 1."""
     return max(1, num_cores // ranks_per_node)

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from paraplan.errors import UsageError
-from paraplan.hardware.catalogue.profile_files import find_gpu
+from paraplan.hardware.catalogue.profile_files import find_gpu, profile_name
 from paraplan.plan.files import PlannedEstimate
 from paraplan.plan.kept_runs import MeasuredRun
 from paraplan.plan.training import TrainingPrecision
@@ -196,6 +196,10 @@ class RunWatch:
         if estimate is None or not times:
             return None
         measured_s = statistics.median(times)
+        planned_gpu = None if estimate.plain is None else estimate.plain.gpu
+        if planned_gpu is not None and planned_gpu != (here := profile_name(self._device_name)):
+            said = f"step time {format_seconds(measured_s)} (median of {len(times)}) on {here}"
+            return f"{said}, not compared: the plan's prediction is of {planned_gpu}"
         parts = []
         if estimate.step_time_s is not None:
             waits = _waits_in_words(self.clock, predicted_s=estimate.step_time_s)
@@ -224,10 +228,14 @@ class RunWatch:
             step_time_s=_running_s(self.clock) or statistics.median(measured[_WARM_STEPS:] or measured),
             num_steps=len(measured) - _WARM_STEPS,
             peak_memory_bytes=peak_memory_bytes(self.device) if on_gpu else None,
-            device=torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            device=self._device_name,
             tokens_of_steps=tuple(sorted(self._tokens))[:2],
             num_parameters=self.baseline.num_parameters,
         )
+
+    @property
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def _is_bar_due(self, step: int) -> bool:
         if self.terminal is None:

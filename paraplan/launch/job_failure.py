@@ -1,0 +1,141 @@
+"""How a job has failed: the report of the ranks of this node or another, and the status that follows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from paraplan.errors import PlanError
+from paraplan.launch.elastic.ending import FailedElsewhereError
+from paraplan.launch.elastic.records import JobRecord
+from paraplan.launch.faults.failures import Cause, first_failure, first_node_failure
+from paraplan.launch.faults.hang import HANG_EXIT_STATUS
+from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
+from paraplan.launch.faults.report import (
+    ReportContext,
+    as_node_failure,
+    render_failure_elsewhere,
+    render_failures,
+    say,
+    write_report,
+)
+from paraplan.launch.nodes.store import StoreLostError
+from paraplan.launch.planning import PlannerRequest, make_plan
+from paraplan.launch.request import LaunchRequest, planned_layout
+from paraplan.launch.run_folder import RunFolder
+from paraplan.units import format_bytes
+
+_PLANNER_S = 20.0  # what a report may wait for advice
+_OTHER_NODES_S = 15.0
+"""How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
+
+
+def report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
+    """Say why the job has failed though the ranks of this node have not; return the status."""
+    if not error.failures:
+        say(f"the job ends: {error.reason}; the ranks of this node {error.became}")
+        return 1
+    first = first_node_failure(error.failures)
+    folder = shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None
+    context = ReportContext(hostname=socket.gethostname(), log_folder=folder, became=error.became)
+    write_report(render_failure_elsewhere(first, [], context))
+    return first.exit_status
+
+
+def _free_bytes(folder: RunFolder | None) -> int | None:
+    """Return the room on the disk of the logs; None where it does not say."""
+    try:
+        return None if folder is None else shutil.disk_usage(folder.path).free
+    except OSError:
+        return None
+
+
+def report_failure(request: LaunchRequest, job: JobRecord) -> int:
+    """Say which rank failed first, of all nodes, and why; return the status."""
+    if job.hang is not None:
+        write_report(job.hang.render())
+        return HANG_EXIT_STATUS
+    first = first_failure(job.failures)
+    context = ReportContext(
+        hostname=socket.gethostname(),
+        elapsed_s=max(0.0, (first.time_ns - (job.started_ns or time.time_ns())) / 1e9),
+        coordinates=_coordinates(job, first.global_rank),
+        log_folder=shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None,
+        memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
+        predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
+        num_nodes=request.nodes.max,
+        calls=job.calls,
+        stacks=job.stacks,
+        stopped=job.stopped,
+        ended=job.ended,
+        free_bytes=_free_bytes(job.folder),
+    )
+    if first.record is not None and first.record.is_out_of_gpu_memory:
+        context = replace(context, smaller_plan=_smaller_plan(request, job))
+    mine = as_node_failure(job.failures, context)
+    of_all = [mine]
+    if job.store is not None and job.store.num_nodes > 1:
+        # by the clock of the node that hosts the rendezvous, as the other nodes' times are
+        mine = replace(mine, time_ns=mine.time_ns + int((job.store.clock_offset_s or 0.0) * 1e9))
+        of_all = job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
+        if job.store.is_lost and len(of_all) == 1 and not job.store.stops and mine.cause is not Cause.OWN_ERROR:
+            raise StoreLostError
+        context = replace(context, is_host_gone=job.store.is_lost, stops=tuple(job.store.stops.values()))
+    first_of_all = first_node_failure(of_all)
+    places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)
+    context = replace(context, places_elsewhere=places)
+    if first_of_all is mine:
+        context = replace(context, num_nodes=1 if len(of_all) > 1 else context.num_nodes)
+        write_report(render_failures(job.failures, context))
+    else:
+        write_report(render_failure_elsewhere(first_of_all, job.failures, context))
+    is_end_of_another = first_of_all.cause is Cause.STOPPED and bool(context.stops)
+    return 1 if is_end_of_another else first_of_all.exit_status
+
+
+def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:
+    """Return a sentence about the plan that needs the least memory for the same training; None where none is known."""
+    file = job.plan
+    if file is None or file.model is None or file.training is None:
+        return None
+    training = file.training
+    options: dict[str, object] = {"--global-batch": training.global_batch_size, "--seq-len": training.seq_length}
+    options |= {"--precision": training.precision, "--optimizer": training.optimizer, "--objective": "memory"}
+    model = request.planner.model if request.planner is not None else file.model.source or file.model.name
+    profile = request.planner.profile if request.planner is not None else None
+    words = tuple(str(word) for pair in options.items() for word in pair)
+    nodes, ranks = planned_layout(file)
+    try:
+        text = make_plan(
+            PlannerRequest(model, words, profile=profile),
+            num_nodes=nodes,
+            ranks_per_node=ranks,
+            environment=dict(os.environ),
+            patience_s=_PLANNER_S,
+        )
+    except PlanError:
+        return None
+    other = type(file).from_json(text, source="plan")
+    before, after = (one.estimate.peak_memory_bytes if one.estimate else None for one in (file, other))
+    if after is None or (before is not None and after >= before):
+        return None
+    return f"the plan '{other.plan.describe()}' would need {format_bytes(after)} (recommend --objective memory)"
+
+
+def shown_path(folder: RunFolder | None) -> str:
+    """Return the path of a run's folder as a user would type it here."""
+    if folder is None:
+        return ""
+    return os.path.relpath(folder.path) if folder.path.is_relative_to(Path.cwd()) else str(folder.path)
+
+
+def _coordinates(job: JobRecord, rank: int) -> dict[str, int]:
+    if job.plan is None:
+        return {}
+    from paraplan.plan.ranks import RankGrid  # as the plan itself, only where there is one
+
+    return {str(axis): position for axis, position in RankGrid.of_plan(job.plan.plan).coordinates(rank).items()}
