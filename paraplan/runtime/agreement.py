@@ -255,11 +255,11 @@ class RankSync:
                 f"after {self.num_steps} steps rank 0 calls engine.{calls[0]}, and rank {other} engine.{calls[other]}",
                 hint="every rank must make the same calls, and have the same number of batches; job.shard gives these",
             )
+        _, sizes, stops, digests, writes = zip(*answers, strict=True)
         if self.orders is not None:
-            self.orders.check([answer[3] for answer in answers])
-        self.has_agreed_to_stop = call == "step" and any(answer[2] for answer in answers)
-        self.saw_writes = any(answer[4] for answer in answers)
-        return [answer[1] for answer in answers]
+            self.orders.check(digests)
+        self.has_agreed_to_stop, self.saw_writes = call == "step" and any(stops), any(writes)
+        return list(sizes)
 
     def leave(self) -> None:
         """Say that this rank is done, so that ranks which still wait for it can say so. Safe to call twice."""

@@ -178,18 +178,14 @@ def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view for autograd, which cannot be detached in place. Nothing public says so."""
-    return tensor._is_view()
+is_view = torch.Tensor._is_view
+"""Whether a tensor is a view for autograd, which cannot be detached in place. Nothing public says so."""
 
+without_base: Any = torch.ops.aten._unsafe_view.default
+"""`without_base(made, made.shape)` is a tensor that nobody else has as no view for autograd: code may write into it.
 
-def without_base(made: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that nobody else has as no view for autograd, so that code may write into it.
-
-    torch's own linear layers do so; in public it takes a copy.
-    """
-    same: torch.Tensor = torch.ops.aten._unsafe_view.default(made, made.shape)
-    return same
+torch's own linear layers do so; in public it takes a copy.
+"""
 
 
 def lerp_all(tensors: Sequence[torch.Tensor], towards: Sequence[torch.Tensor], weight: float) -> None:

@@ -64,7 +64,7 @@ def with_rows_repeated(inputs: Any, targets: Any) -> Any:
 
     Rows that are no sequences are those of the sequences they belong to, where a processor says to which.
     """
-    first = next((leaf for leaf in pytree.tree_leaves((targets, inputs)) if is_of_batch(leaf)), None)
+    first = next(filter(is_of_batch, pytree.tree_leaves((targets, inputs))), None)
     if first is not None:
         inputs = with_rows_packed(inputs, len(first))
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves((inputs, targets)) if is_of_batch(leaf)}

@@ -66,17 +66,16 @@ class BlockOrder:
         if not self._is_inside:  # a block that runs again in the backward pass
             return
         self._digest = (self._digest * 1_000_003 + place) % _MODULUS
-        self._compare(place)
+        if self._num_left >= 0:
+            self._compare(place)
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> None:
         was_inside, self._is_inside = self._is_inside, False
-        if was_inside and output is not None:  # None: it has raised
+        if was_inside and self._num_left >= 0 and output is not None:  # None: it has raised
             self._compare(0)
 
     def _compare(self, place: int) -> None:
-        """Raise `UnsupportedPlanError` on every rank where one is at another place, in the first passes."""
-        if self._num_left < 0:
-            return
+        """Raise `UnsupportedPlanError` on every rank where one is at another place; done in the first passes."""
         bounds = torch.tensor([place, -place], device=self._device)
         if isinstance(bounds, FakeTensor):
             return

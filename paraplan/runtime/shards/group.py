@@ -31,9 +31,11 @@ class TensorGroup:
 
     With `keeps_products` what linear layers return is kept for the backward pass, and is not summed in place.
     With `overlaps` gradients of weights are made while those of inputs travel (`overlap`).
-    `num_tokens` are those of whole sequences while a block runs on some of them, for `num_sequences`, and `cuts` how
-    these lie (`regions`).
-    `numbers` says whether ranks draw the same random numbers.
+    `num_tokens` are those of whole sequences while a block runs on some of them, of `num_sequences`, and
+    `tokens` how these are cut.
+    `numbers` says whether ranks draw the same random numbers. `entered` is what a block's region was entered with last,
+    whether it has a gradient, and what it has become: query, key and value projections read one tensor, whose gradient
+    is summed once for all three.
     """
 
     size: int
@@ -43,11 +45,12 @@ class TensorGroup:
     overlaps: bool = False
     num_tokens: int = 0
     num_sequences: int = 0
-    cuts: dict[tuple[int, int, int], Sharding] = field(default_factory=dict)
+    tokens: Sharding = field(init=False)
     numbers: RandomNumbers = field(init=False)
-    _entered: list[Any] = field(default_factory=list)
+    entered: tuple[torch.Tensor, bool, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
+        self.tokens = Sharding(1, (0,), self.size)
         self.numbers = RandomNumbers(size=self.size, index=self.index)
 
     def sum(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
@@ -56,13 +59,6 @@ class TensorGroup:
         if self.handle is not None:
             dist.all_reduce(total, group=self.handle)
         return total
-
-    def start_sum(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Begin to sum `tensor`, which nobody else reads; return what holds the sum once the work is waited for."""
-        total = tensor.contiguous()
-        work = dist.all_reduce(total, group=self.handle, async_op=True)
-        assert work is not None
-        return total, work
 
     def gather(self, local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         """Return the whole tensor of which every rank gives its part."""
@@ -80,50 +76,39 @@ class TensorGroup:
         parts = list(gathered.chunk(self.size))
         if not sharding.divides:
             parts = [part.narrow(sharding.dim, 0, sharding.local_length(index)) for index, part in enumerate(parts)]
-        return sharding.join(parts)
+        return torch.cat(parts, sharding.dim) if sharding.is_plain else sharding.join(parts)
 
-    def reduce_scatter(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-        """Return this rank's part of the sum of `whole` over the group."""
+    def reduce_scatter(
+        self, whole: torch.Tensor, sharding: Sharding, *, async_op: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """Return this rank's part of the sum of `whole` over the group, and with `async_op` the work to wait for."""
         if self.handle is None:
-            return whole.new_empty(sharding.local_shape(whole.shape))
-        mine, parts = self._parts(whole, sharding)
-        _reduce_scatter(mine, parts, group=self.handle)
-        return mine
-
-    def start_reduce_scatter(self, whole: torch.Tensor, sharding: Sharding) -> tuple[torch.Tensor, dist.Work]:
-        """Begin to sum `whole`; return what holds this rank's part once the work is waited for."""
-        mine, parts = self._parts(whole, sharding)
-        return mine, _reduce_scatter(mine, parts, group=self.handle, async_op=True)
-
-    def _parts(self, whole: torch.Tensor, sharding: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return room for this rank's part, and the parts of all ranks, one behind the other."""
-        if sharding.divides and len(sharding.segments) == sharding.repeats == 1:
+            return whole.new_empty(sharding.local_shape(whole.shape)), None
+        if sharding.is_plain:
             parts = torch.cat(whole.chunk(self.size, sharding.dim))
         else:
             parts = torch.cat([sharding.part(whole, index) for index in range(self.size)])
-        return parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:])), parts
+        own = parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:]))
+        return own, _reduce_scatter(own, parts, group=self.handle, async_op=async_op)
 
     def part(self, whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:
         """Return this rank's part of `whole`, which every rank has."""
         return sharding.part(whole, self.index)
 
-    def cached_copy(self, whole: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return `make()`, or what it returned for the same tensor a moment ago.
+    def take_tokens(self, num_tokens: int) -> None:
+        """Take note of the tokens of whole sequences, of which the block that runs has some."""
+        self.num_tokens, self.tokens = num_tokens, Sharding(1, (num_tokens,), self.size)
 
-        Query, key and value projections read one tensor: its gradient is then summed once for the three.
+    def part_of_tokens(self, own: torch.Tensor) -> Sharding | None:
+        """Return how the tokens of all ranks are cut, of which `own` may have this rank's; None where it has not.
+
+        It is [batch, tokens, hidden] or [batch x tokens, hidden].
         """
-        graded = torch.is_grad_enabled()
-        if self._entered and self._entered[0][0] is whole and self._entered[0][1] == graded:
-            known: torch.Tensor = self._entered[0][2]
-            return known
-        made = make()
-        self._entered[:] = [(whole, graded, made)]
-        return made
-
-    def forget(self) -> None:
-        """Let go what `cached_copy` holds, and draw the same numbers again; done at the end of every block."""
-        self._entered.clear()
-        self.numbers.together()
+        dim, own_tokens = own.ndim - 2, self.num_tokens // self.size
+        # A mask is [batch, tokens].
+        if dim < 0 or own.shape[dim] != (own_tokens if dim else self.num_sequences * own_tokens):
+            return None
+        return Sharding(dim, (self.num_tokens,), self.size, 1 if dim else own.shape[0] // own_tokens)
 
 
 def copy_to_region(tensor: torch.Tensor, group: TensorGroup, *, for_products: bool = False) -> torch.Tensor:
@@ -147,36 +132,6 @@ def reduce_from_region(tensor: torch.Tensor, group: TensorGroup, *, is_product: 
     return result
 
 
-def sum_both_ways(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Return the sum of `tensor` over the ranks, which go on with it each in its own way; so is its gradient."""
-    result: torch.Tensor = _SumBothWays.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def all_gather(local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
-    """Return the whole of what the ranks hold, for each to go its own way with it: gradients are summed, then cut."""
-    result: torch.Tensor = _Gather.apply(local, sharding, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def reduce_scatter(whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
-    """Return this rank's part of the sum of `whole` over the ranks."""
-    result: torch.Tensor = _SumAndScatter.apply(whole, sharding, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def scatter_to_region(whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
-    """Return this rank's part of what every rank has; its gradient is gathered from all parts."""
-    result: torch.Tensor = _TakePart.apply(whole, sharding, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def gather_from_region(local: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
-    """Return the whole of what the ranks hold, for all to do the same with it: the gradient is cut, not summed."""
-    result: torch.Tensor = _JoinParts.apply(local, sharding, group)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, for_products: bool) -> torch.Tensor:
@@ -193,7 +148,11 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, in_place: bool) -> torch.Tensor:
         if in_place:
             ctx.mark_dirty(tensor)
-        return group.sum(tensor, in_place=in_place)
+        else:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        if group.handle is not None:
+            dist.all_reduce(tensor, group=group.handle)
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -219,14 +178,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.group.reduce_scatter(gradients[0], ctx.sharding), None, None
+        return ctx.group.reduce_scatter(gradients[0], ctx.sharding)[0], None, None
 
 
 class _SumAndScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, sharding: Sharding, group: TensorGroup) -> torch.Tensor:
         ctx.sharding, ctx.group = sharding, group
-        return group.reduce_scatter(whole, sharding)
+        return group.reduce_scatter(whole, sharding)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -253,6 +212,20 @@ class _JoinParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return ctx.group.part(gradients[0], ctx.sharding).contiguous(), None, None
+
+
+_Exchange = Callable[[torch.Tensor, Sharding, TensorGroup], torch.Tensor]
+
+all_gather: _Exchange = _Gather.apply
+"""Returns the whole of what the ranks hold, for each to go its own way with it: gradients are summed, then cut."""
+reduce_scatter: _Exchange = _SumAndScatter.apply
+"""Returns this rank's part of the sum of a whole tensor over the ranks."""
+scatter_to_region: _Exchange = _TakePart.apply
+"""Returns this rank's part of what every rank has; its gradient is gathered from all parts."""
+gather_from_region: _Exchange = _JoinParts.apply
+"""Returns the whole of what the ranks hold, for all to do the same with it: the gradient is cut, not summed."""
+sum_both_ways: Callable[[torch.Tensor, TensorGroup], torch.Tensor] = _SumBothWays.apply
+"""Returns the sum of a tensor over the ranks, which go on with it each in its own way; so is its gradient."""
 
 
 def whole_tensor(tensor: torch.Tensor, sharding: Sharding | None, mesh: Mesh) -> torch.Tensor:

@@ -13,100 +13,92 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 
-from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.shards.group import TensorGroup, all_gather, copy_to_region
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.torch_private import without_base
 
 
-class LateWeight:
-    """The weight of a linear layer whose gradient is made late; `outputs_first`: it is [outputs, inputs]."""
+class LateGradient:
+    """What the gradient of a column layer's weight is made of, once the layer has gone backward.
 
-    def __init__(self, weight: torch.Tensor, *, outputs_first: bool) -> None:
-        self.weight = weight
-        self.outputs_first = outputs_first
-        self.is_entered = False
-        """Whether what the layer reads goes through `copy_beside` or `gather_beside`, which take the gradient."""
-        self._make: Callable[[], torch.Tensor] | None = None
+    `rows` are what it read, and `of_rows` the gradients of what it made of them. `outputs_first`: the weight is
+    [outputs, inputs].
+    """
 
-    def put(self, make: Callable[[], torch.Tensor]) -> None:
-        """Keep what makes the gradient."""
-        self._make = make
-
-    def take(self) -> torch.Tensor | None:
-        """Return the gradient, once; None where no gradient came to the layer."""
-        make, self._make = self._make, None
-        return None if make is None else make()
+    outputs_first = True
+    rows: torch.Tensor | None = None
+    of_rows: torch.Tensor | None = None
 
 
-def can_be_late(weight: torch.Tensor, given: torch.Tensor, group: TensorGroup) -> bool:
-    """Whether the gradient of a plain weight can be made while that of `given` travels."""
-    return (
-        group.overlaps
-        and group.handle is not None
-        and type(weight) in (torch.Tensor, torch.nn.Parameter)
+def enter_region(
+    given: torch.Tensor,
+    tokens: Sharding | None,
+    first: Any,
+    group: TensorGroup,
+    *,
+    for_products: bool = False,
+) -> tuple[torch.Tensor, LateGradient | None]:
+    """Return `given`, or where it has own `tokens` those of all ranks, for each rank to go its own way with.
+
+    `first` is the column layer that reads it first, the gradient of whose weight is made late where it can be: see
+    `late_linear`. `for_products` as in `copy_to_region`.
+    """
+    weight: Any = None if first is None or not group.overlaps or group.handle is None else first.weight
+    if (
+        type(weight) in (torch.Tensor, torch.nn.Parameter)
         and weight.requires_grad
         and given.requires_grad
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-    )
+    ):
+        late = LateGradient()
+        late.outputs_first = isinstance(first, torch.nn.Linear)
+        return _EnterBeside.apply(given, weight, tokens, late, group), late  # type: ignore[no-untyped-call]
+    if tokens is not None:
+        return all_gather(given, tokens, group), None
+    return copy_to_region(given, group, for_products=for_products), None
 
 
-def copy_beside(given: torch.Tensor, late: LateWeight, group: TensorGroup) -> torch.Tensor:
-    """Return `given`, which every rank has; see `group.copy_to_region`."""
-    late.is_entered = True
-    result: torch.Tensor = _CopyBeside.apply(given, late.weight, late, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def gather_beside(local: torch.Tensor, sharding: Sharding, late: LateWeight, group: TensorGroup) -> torch.Tensor:
-    """Return the whole of what the ranks hold; see `group.all_gather`."""
-    late.is_entered = True
-    result: torch.Tensor = _GatherBeside.apply(local, late.weight, sharding, late, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def late_linear(given: torch.Tensor, bias: torch.Tensor | None, late: LateWeight) -> torch.Tensor:
-    """Return what a linear layer makes of `given`, which has been entered beside its weight."""
-    result: torch.Tensor = _LateLinear.apply(given, late.weight.detach(), bias, late)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _CopyBeside(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, _: torch.Tensor, late: LateWeight, group: TensorGroup) -> torch.Tensor:
-        ctx.late, ctx.group = late, group
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        total, work = ctx.group.start_sum(gradients[0])
-        of_weight = ctx.late.take()
-        work.wait()
-        return total, of_weight, None, None
-
-
-class _GatherBeside(torch.autograd.Function):
+class _EnterBeside(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, _: torch.Tensor, sharding: Sharding, late: LateWeight, group: TensorGroup
+        ctx: Any,
+        given: torch.Tensor,
+        _: torch.Tensor,
+        tokens: Sharding | None,
+        late: LateGradient,
+        group: TensorGroup,
     ) -> torch.Tensor:
-        ctx.late, ctx.sharding, ctx.group = late, sharding, group
-        return group.gather(local, sharding)
+        ctx.tokens, ctx.late, ctx.group = tokens, late, group
+        return given.view_as(given) if tokens is None else group.gather(given, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        mine, work = ctx.group.start_reduce_scatter(gradients[0], ctx.sharding)
-        of_weight = ctx.late.take()
+        work: Any
+        if ctx.tokens is None:
+            total = gradients[0].contiguous()
+            work = dist.all_reduce(total, group=ctx.group.handle, async_op=True)
+        else:
+            total, work = ctx.group.reduce_scatter(gradients[0], ctx.tokens, async_op=True)
+        rows, of_rows = ctx.late.rows, ctx.late.of_rows
+        ctx.late.rows = ctx.late.of_rows = of_weight = None
+        if rows is not None:  # a gradient has come to the layer
+            of_weight = of_rows.t() @ rows if ctx.late.outputs_first else rows.t() @ of_rows
         work.wait()
-        return mine, of_weight, None, None, None
+        return total, of_weight, None, None, None
 
 
 class _LateLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, late: LateWeight
+        ctx: Any,
+        given: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        late: LateGradient,
     ) -> torch.Tensor:
         ctx.late, ctx.has_bias = late, bias is not None
         kind = given.device.type
@@ -121,16 +113,21 @@ class _LateLinear(torch.autograd.Function):
                 made = given @ weight
             else:
                 made = torch.addmm(bias, given.flatten(0, -2), weight).view(*given.shape[:-1], -1)
-            return without_base(made)
+            same: torch.Tensor = without_base(made, made.shape)
+            return same
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         given, weight = ctx.saved_tensors
         (gradient,) = gradients
-        rows, of_rows = given.flatten(0, -2), gradient.flatten(0, -2)
-        if ctx.late.outputs_first:
-            ctx.late.put(lambda: of_rows.t() @ rows)
-        else:
-            ctx.late.put(lambda: rows.t() @ of_rows)
+        of_rows = gradient.flatten(0, -2)
+        ctx.late.rows, ctx.late.of_rows = given.flatten(0, -2), of_rows
         of_given = gradient @ (weight if ctx.late.outputs_first else weight.t())
         return of_given, None, of_rows.sum(0) if ctx.has_bias else None, None
+
+
+late_linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, LateGradient], torch.Tensor] = _LateLinear.apply
+"""Returns what a linear layer makes of what has been entered.
+
+`weight` is detached: its gradient comes where `given` was entered beside it.
+"""

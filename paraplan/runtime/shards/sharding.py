@@ -22,9 +22,13 @@ class Sharding:
     repeats: int = 1
     divides: bool = field(init=False, compare=False, repr=False)
     """Whether every segment has equal parts."""
+    is_plain: bool = field(init=False, compare=False, repr=False)
+    """Whether it is one segment in equal parts."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "divides", all(segment % self.size == 0 for segment in self.segments))
+        divides = {0}.issuperset([segment % self.size for segment in self.segments])
+        object.__setattr__(self, "divides", divides)
+        object.__setattr__(self, "is_plain", divides and len(self.segments) == self.repeats == 1)
 
     @property
     def length(self) -> int:
@@ -67,7 +71,7 @@ class Sharding:
 
     def part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """Return rank `index`'s part of `whole`; gradients flow back to it."""
-        if len(self.segments) == self.repeats == 1 and self.divides:
+        if self.is_plain:
             length = self.segments[0] // self.size
             return whole.narrow(self.dim, index * length, length)
         pieces = self.pieces(index)

@@ -103,7 +103,7 @@ class _ByClasses(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = _first(args) if not kwargs else _first((*args, *kwargs.values()))
+        first = _first([*args, *kwargs.values()])
         if first is None:
             return func(*args, **kwargs)
         name, classes = function_name(func), first._paraplan_classes  # type: ignore[attr-defined]
@@ -143,13 +143,11 @@ class _ByClasses(TorchFunctionMode):
         return _kept(func, first, classes, args, kwargs) if name in _KEEPS else None
 
 
-def _first(values: Any) -> torch.Tensor | None:
+def _first(given: list[Any]) -> torch.Tensor | None:
     """Return the first tensor among arguments that has some classes; it is asked of every call in a loss."""
-    for one in values:
+    for one in given:
         if type(one) in (list, tuple):
-            found = _first(one)
-            if found is not None:
-                return found
+            given.extend(one)  # and so is looked at later
         elif isinstance(one, torch.Tensor) and hasattr(one, "_paraplan_classes"):
             return one
     return None
@@ -217,7 +215,7 @@ def without_custom_functions(loss_fn: Callable[[Any, Any], Any]) -> Callable[[An
     watched = 0
 
     def watch(cls: Any, args: Any, kwargs: Any) -> None:
-        if any(classes_of(leaf) is not None for leaf in pytree.tree_leaves((args, kwargs))):
+        if _first([*args, *kwargs.values()]) is not None:
             raise UnsupportedPlanError(
                 "loss_fn passes vocabulary-parallel logits to an autograd.Function, which would see the shard of one "
                 "rank",

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +23,19 @@ from torch import nn
 from paraplan.errors import PlanError, UnsupportedPlanError, UsageError
 from paraplan.runtime.shards.group import (
     TensorGroup,
-    all_gather,
-    copy_to_region,
     gather_from_region,
     reduce_from_region,
     reduce_scatter,
     scatter_to_region,
     sum_both_ways,
 )
-from paraplan.runtime.shards.overlap import LateWeight, can_be_late, copy_beside, gather_beside, late_linear
+from paraplan.runtime.shards.overlap import LateGradient, enter_region, late_linear
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.experts import expert_shardings, expert_weights
 from paraplan.runtime.split.layers import (
     BlockSplit,
     LayerRole,
     SequenceEnds,
-    is_transposed,
     parameter_shardings,
     product_of,
     take_parts,
@@ -50,16 +46,17 @@ from paraplan.runtime.structure.outputs import map_outputs
 
 
 @dataclass
-class _Entered:
-    """What entered a region last, and the weight of its `first` column layer where its gradient is made late.
+class _Region:
+    """What entered a region last, and the gradient of the weight of its `first` column layer where that is made late.
 
-    `is_layer`: the region is a column layer.
+    `is_layer`: the region is a column layer. It `gathers` tokens, of which a rank has some outside.
     """
 
     first: nn.Module | None = None
     is_layer: bool = False
+    gathers: bool = False
     tensor: torch.Tensor | None = None
-    late: LateWeight | None = None
+    late: LateGradient | None = None
 
 
 def split_block(
@@ -68,7 +65,10 @@ def split_block(
     """Leave this rank's parts in `block` and make it work on them; return the cuts of its parameters by their names."""
     shardings: dict[str, Sharding] = {}
     joined = () if ends is None else joined_modules(split)
-    entered = {path: _Entered() for path in _regions(block, split)}
+    regions = {path: _Region() for path in _regions(block, split)}
+    for path, region in regions.items():
+        columns = [layer for layer, role in split.roles.items() if role.kind == "column" and _is_in(layer, (path,))]
+        region.first, region.is_layer = block.get_submodule(columns[0]) if columns else None, path in columns
     for layer, role in split.roles.items():
         module = block.get_submodule(layer)
         found = (expert_shardings if role.kind == "experts" else parameter_shardings)(module, role, group.size)
@@ -76,27 +76,24 @@ def split_block(
         shardings |= {f"{layer}.{name}": sharding for name, sharding in found.items()}
         has_own_tokens = ends is not None and not _is_in(layer, joined)
         if role.kind == "column":
-            region = entered[next(path for path in entered if _is_in(layer, (path,)))]
-            module.forward = _column(module, region, split, group)
+            region = regions[next(path for path in regions if _is_in(layer, (path,)))]
+            if split.draws or region.first is module or type(module).forward is not nn.Linear.forward:
+                module.forward = _column(module, region, group, draws=split.draws)
         elif role.kind == "row":
-            is_inner = split.has_regions and _is_inner(layer, split.roles, entered)
+            is_inner = split.has_regions and _is_inner(layer, split.roles, regions)
             module.forward = _row(module, split, group, scatters=has_own_tokens, is_inner=is_inner)
         elif role.kind == "experts":
             _share_bias(module, group)
     for path, names in split.divided.items():
         _divide(block.get_submodule(path), names, group.size)
-    for path, region in entered.items():
-        columns = [layer for layer, role in split.roles.items() if role.kind == "column" and _is_in(layer, (path,))]
-        region.first, region.is_layer = block.get_submodule(columns[0]) if columns else None, path in columns
-        _enter(
-            block.get_submodule(path),
-            group,
-            region,
-            gathers=ends is not None and not _is_in(path, joined),
-            sums=path in split.roles and split.roles[path].kind == "experts",
-        )
+    for path, region in regions.items():
+        is_of_experts = path in split.roles and split.roles[path].kind == "experts"
+        region.gathers = ends is not None and not _is_in(path, joined)
+        module = block.get_submodule(path)
+        module.forward = _entering(module, group, region, sums=is_of_experts)
     for path in joined:
-        _join(block.get_submodule(path), group, draws=split.draws)
+        joined_module = block.get_submodule(path)
+        joined_module.forward = _joining(joined_module, group, draws=split.draws)
     block.forward = _block_forward(block, split, group, ends)
     return shardings
 
@@ -151,19 +148,17 @@ def _is_inner(layer: str, roles: Mapping[str, LayerRole], regions: Collection[st
     return region is not None and any(roles[one].kind == "column" and _is_in(one, (region,)) for one in later)
 
 
-def _column(
-    module: Any, region: _Entered, split: BlockSplit, group: TensorGroup
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    draws, product = split.draws, product_of(module)
+def _column(module: Any, region: _Region, group: TensorGroup, *, draws: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    product, is_first = product_of(module), region.first is module
 
     def column(given: torch.Tensor) -> torch.Tensor:
         if draws and module.training:
             group.numbers.apart(given.device)
-        late: LateWeight | None = None
-        if given is region.tensor:
-            late, region.late = region.late, None
-        bias = module.bias
-        return product(given, module.weight, bias) if late is None else late_linear(given, bias, late)
+        late = region.late if is_first and given is region.tensor else None
+        if late is None:
+            return product(given, module.weight, module.bias)
+        region.late = None
+        return late_linear(given, module.weight.detach(), module.bias, late)
 
     return column
 
@@ -178,7 +173,9 @@ def _row(
         if is_inner:
             own = sum_both_ways(partial, group)
         elif scatters:
-            own = reduce_scatter(partial, _tokens_of_all(partial, group), group)
+            is_plain = partial.ndim == 3 and partial.shape[1] == group.num_tokens
+            tokens = group.tokens if is_plain else _tokens_of_all(partial, group)
+            own = reduce_scatter(partial, tokens, group)
         else:
             own = reduce_from_region(partial, group, is_product=True)
             if draws:
@@ -195,24 +192,7 @@ def _tokens_of_all(whole: torch.Tensor, group: TensorGroup) -> Sharding:
     tokens, dim = group.num_tokens, whole.ndim - 2
     if dim < 0 or (whole.shape[dim] != tokens if dim else whole.shape[0] % tokens):
         raise ValueError(f"it makes hidden states of shape {tuple(whole.shape)} of {tokens} tokens")
-    return _cut_of(dim, tokens, group, 1 if dim else whole.shape[0] // tokens)
-
-
-def _tokens_of_own(own: torch.Tensor, group: TensorGroup) -> Sharding | None:
-    """Return how the tokens of all ranks are cut, of which `own` may have this rank's; None where it has not."""
-    tokens, dim = group.num_tokens // group.size, own.ndim - 2
-    if dim < 0 or own.shape[dim] != (tokens if dim else group.num_sequences * tokens):  # a mask is [batch, tokens]
-        return None
-    return _cut_of(dim, group.num_tokens, group, 1 if dim else own.shape[0] // tokens)
-
-
-def _cut_of(dim: int, tokens: int, group: TensorGroup, repeats: int = 1) -> Sharding:
-    if torch.compiler.is_compiling():  # which would compile anew for each that is kept
-        return Sharding(dim, (tokens,), group.size, repeats)
-    known = group.cuts.get((dim, tokens, repeats))
-    if known is None:
-        known = group.cuts[dim, tokens, repeats] = Sharding(dim, (tokens,), group.size, repeats)
-    return known
+    return Sharding(dim, (tokens,), group.size, 1 if dim else whole.shape[0] // tokens)
 
 
 def _share_bias(module: nn.Module, group: TensorGroup) -> None:
@@ -234,55 +214,68 @@ def _share_bias(module: nn.Module, group: TensorGroup) -> None:
     module.forward = forward
 
 
-def _made(given: torch.Tensor, tokens: Sharding | None, group: TensorGroup, region: _Entered) -> torch.Tensor:
-    """Return `given`, or the tokens of all ranks, for each to go its own way with."""
-    first: Any = region.first
-    if first is not None and can_be_late(first.weight, given, group):
-        region.late = late = LateWeight(first.weight, outputs_first=not is_transposed(first))
-        return copy_beside(given, late, group) if tokens is None else gather_beside(given, tokens, late, group)
-    if tokens is not None:
-        return all_gather(given, tokens, group)
-    return copy_to_region(given, group, for_products=region.is_layer)
+def _has_gradients(nest: tuple[Any, ...]) -> bool:
+    for one in nest:
+        if one.requires_grad if isinstance(one, torch.Tensor) else type(one) is tuple and _has_gradients(one):
+            return True
+    return False
 
 
-def _enter(module: nn.Module, group: TensorGroup, region: _Entered, *, gathers: bool, sums: bool) -> None:
-    """Have what `module` is called with enter it; sum what leaves where it is of experts."""
+def _enter(given: Any, region: _Region, group: TensorGroup) -> Any:
+    """Return what a region goes on with in the place of `given`."""
+    if type(given) is tuple:
+        return tuple([_enter(one, region, group) for one in given])
+    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        return given
+    tokens = None
+    if region.gathers and region.tensor is None:
+        is_plain = given.ndim == 3 and given.shape[1] * group.size == group.num_tokens
+        tokens = group.tokens if is_plain else group.part_of_tokens(given)
+    has_gradient = given.requires_grad and torch.is_grad_enabled()
+    if tokens is None and not has_gradient:
+        return given
+    entered = group.entered
+    if entered is not None and entered[0] is given and entered[1] == has_gradient:
+        made = entered[2]
+    else:
+        made, region.late = enter_region(given, tokens, region.first, group, for_products=region.is_layer)
+        group.entered = (given, has_gradient, made)
+    if region.tensor is None:
+        region.tensor = made
+    return made
+
+
+def _entering(module: nn.Module, group: TensorGroup, region: _Region, *, sums: bool) -> Callable[..., Any]:
+    """Return the forward of `module` which has what it is called with enter it, and `sums` what leaves it."""
     inner = module.forward
-
-    def enter(given: Any) -> Any:
-        if type(given) is tuple:
-            return tuple([enter(one) for one in given])
-        if not isinstance(given, torch.Tensor) or not given.is_floating_point():
-            return given
-        tokens = _tokens_of_own(given, group) if gathers and region.tensor is None else None
-        if tokens is None and not (given.requires_grad and torch.is_grad_enabled()):
-            return given
-        made = group.cached_copy(given, partial(_made, given, tokens, group, region))
-        if region.tensor is None:
-            region.tensor = made
-        return made
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         region.tensor = region.late = None
-        args = tuple([enter(one) for one in args])
-        for name, one in kwargs.items():
-            if isinstance(one, (torch.Tensor, tuple)):
-                kwargs[name] = enter(one)
-        output = inner(*args, **kwargs)
+        entered = list(args)
+        for key, one in (*enumerate(args), *kwargs.items()):
+            if isinstance(one, torch.Tensor):
+                enters = one.requires_grad or (region.gathers and region.tensor is None)
+            else:
+                enters = type(one) is tuple and _has_gradients(one)
+            if enters and isinstance(key, int):
+                entered[key] = _enter(one, region, group)
+            elif enters:
+                kwargs[str(key)] = _enter(one, region, group)
+        output = inner(*entered, **kwargs)
         region.tensor = region.late = None
         return map_outputs(lambda _, one: reduce_from_region(one, group), output) if sums else output
 
-    module.forward = forward
+    return forward
 
 
-def _join(module: nn.Module, group: TensorGroup, *, draws: bool) -> None:
-    """Have `module` compute with the tokens of all ranks, as all of them do, and return this rank's."""
+def _joining(module: nn.Module, group: TensorGroup, *, draws: bool) -> Callable[..., Any]:
+    """Return the forward of `module` which computes with the tokens of all ranks, and returns its own."""
     inner = module.forward
 
     def joined(given: Any) -> Any:
         if not isinstance(given, torch.Tensor) or not given.is_floating_point():
             return given
-        tokens = _tokens_of_own(given, group)
+        tokens = group.part_of_tokens(given)
         return given if tokens is None else gather_from_region(given, tokens, group)
 
     def own(number: int, output: torch.Tensor) -> torch.Tensor:
@@ -296,7 +289,7 @@ def _join(module: nn.Module, group: TensorGroup, *, draws: bool) -> None:
             group.numbers.apart(next(module.parameters()).device)
         return map_outputs(own, output)
 
-    module.forward = forward
+    return forward
 
 
 def _block_forward(
@@ -305,21 +298,21 @@ def _block_forward(
     inner = block.forward
 
     def leave(number: int, own: torch.Tensor) -> Any:
-        if number or ends is None or not ends.is_last:
-            return own
-        return gather_from_region(own, _cut_of(1, group.num_tokens, group), group)
+        return own if number else gather_from_region(own, group.tokens, group)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             if ends is not None:
                 args, kwargs = _with_own_tokens(args, kwargs, group, ends)
-                if split.draws and block.training:
-                    group.numbers.apart(next(block.parameters()).device)
+            if ends is not None and split.draws and block.training:
+                group.numbers.apart(next(block.parameters()).device)
             with RunOnParts(split.sites, group, copies=not split.has_regions) if split.sites else nullcontext():
                 output = inner(*args, **kwargs)
-            return map_outputs(leave, output)
+            return map_outputs(leave, output) if ends is not None and ends.is_last else output
         finally:
-            group.forget()
+            group.entered = None
+            if split.draws:
+                group.numbers.together()
 
     return forward
 
@@ -338,12 +331,14 @@ def _with_own_tokens(
         )
     group.num_sequences, tokens = hidden.shape[:2]
     if not ends.is_first:
-        group.num_tokens = tokens * group.size
+        # Read while torch.compile compiles, their number would have it compile anew.
+        if torch.compiler.is_compiling() or tokens * group.size != group.num_tokens:
+            group.take_tokens(tokens * group.size)
         return args, kwargs
     if tokens % group.size:
         raise UsageError(
             f"hidden states of shape {tuple(hidden.shape)} do not divide along their tokens over tp={group.size} ranks",
             hint="use a sequence length that tp divides, or a plan without sequence parallelism",
         )
-    group.num_tokens = tokens
-    return put_argument(where, scatter_to_region(hidden, _cut_of(1, tokens, group), group), args, kwargs)
+    group.take_tokens(tokens)
+    return put_argument(where, scatter_to_region(hidden, group.tokens, group), args, kwargs)

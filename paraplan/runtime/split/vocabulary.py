@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from torch import nn
 
 from paraplan.runtime.data.batches import call_model
-from paraplan.runtime.shards.group import TensorGroup, copy_to_region, reduce_from_region
-from paraplan.runtime.shards.overlap import LateWeight, can_be_late, copy_beside, late_linear
+from paraplan.runtime.shards.group import TensorGroup, reduce_from_region
+from paraplan.runtime.shards.overlap import enter_region, late_linear
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.cuts import SplitError
 from paraplan.runtime.split.layers import has_own_weight
@@ -107,11 +107,11 @@ def _split_head(
     module: nn.Linear, sharding: Sharding, group: TensorGroup, logits: VocabularyLogits
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def head(given: torch.Tensor) -> torch.Tensor:
-        if can_be_late(module.weight, given, group):
-            late = LateWeight(module.weight, outputs_first=True)
-            local = late_linear(copy_beside(given, late, group), module.bias, late)
+        entered, late = enter_region(given, None, module, group, for_products=True)
+        if late is None:
+            local = F.linear(entered, module.weight, module.bias)
         else:
-            local = F.linear(copy_to_region(given, group, for_products=True), module.weight, module.bias)
+            local = late_linear(entered, module.weight.detach(), module.bias, late)
         return logits.made(local, sharding.at(local.ndim - 1))
 
     return head

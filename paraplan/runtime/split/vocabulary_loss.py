@@ -41,7 +41,7 @@ def split_cross_entropy(
     classes = 1 if logits.ndim > 1 else 0
     if sharding.dim != classes or target.is_floating_point():
         return None
-    if any(given[name] is not None for name in ("weight", "size_average", "reduce")):
+    if not given["weight"] is given["size_average"] is given["reduce"] is None:
         return None
     rows = logits.movedim(classes, -1)
     losses = _RowLosses.apply(  # type: ignore[no-untyped-call]
