@@ -29,7 +29,7 @@ def unsupported_reason(
     1F1B of interleaved stages or the zero-bubble schedule, alone or beside DDP or ZeRO-1; tensor parallelism with and
     without sequence parallelism, and context parallelism, alone, together or beside any of these; each with
     the numbers of micro-batches that the schedule takes, and with recompute of none of the blocks, of their attention
-    core, of chosen operations or of all. Experts go over `tp` like other layers, not over `ep`.
+    core, of chosen operations or of all. Experts go over `tp` like other layers, and over `ep` beside any of these.
     The optimizer may be offloaded under each of these, parameters under ZeRO-3.
     `num_blocks` is the number of repeated blocks of the model and `precision` that of the training; what is None is not
     looked at. Blocks that torch.compile compiles (`compiled`) are not copied, nor split in any model. Splits alone
@@ -74,9 +74,6 @@ def rule_of(reason: str) -> str:
 
 def unsupported_axes(degrees: Mapping[Degree, int]) -> str | None:
     """Return why no plan of these degrees can be executed, None where some can."""
-    ep = degrees["ep"]
-    if ep > 1:
-        return f"ep={ep}: experts are divided over tp, not over ep, which Megatron-Core has (--framework megatron-core)"
     return None
 
 

@@ -23,9 +23,12 @@ from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.sharded_table import shard_tables
 from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
+from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, check_experts
+from paraplan.runtime.experts.share import expert_gradients, share_experts
 from paraplan.runtime.precision import check_stored_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
 from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
+from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.split.context_check import ContextSplit, apply_split, find_context_split
 from paraplan.runtime.split.context_parallel import Context, context_group
 from paraplan.runtime.split.forms import tensor_group
@@ -61,16 +64,18 @@ def check_model(
     reads_weights: bool = False,
 ) -> BlockStack | None:
     """Return the block stack of `model` once it is known that the plan can be executed on it; see `Job.prepare`."""
-    if plan.tp * plan.pp * plan.cp > 1 and any(hasattr(one, "_orig_mod") for one in model.modules()):
+    if plan.tp * plan.pp * plan.cp * plan.ep > 1 and any(hasattr(one, "_orig_mod") for one in model.modules()):
         raise UnsupportedPlanError(
             f"the plan '{plan.describe()}' looks into the model, and torch.compile has been put around it",
             hint="give job.prepare the model itself, with compile_backend='inductor'",
         )
     check_materialised(model, reads_weights=reads_weights)
     check_stored_type(model, precision)
-    if plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage:
+    if plan.tp * plan.pp * plan.cp * plan.ep > 1 or plan.zero_stage:
         check_own_memory(model, plan.describe())
     stack = find_blocks(model)
+    if plan.ep > 1:
+        check_experts(model, plan.ep)
     if file is not None and file.model is not None:
         _check_reference(file.model, model, stack, plan)
     check_supported(plan, num_blocks=None if stack is None else len(stack), precision=precision)
@@ -145,6 +150,7 @@ def assemble_part(
     `has_values` nothing is compared in numbers.
     """
     plan = parallel.plan
+    layers = check_experts(model, plan.ep) if plan.ep > 1 else {}
     again = recomputed_blocks(parallel.recompute, plan, () if stack is None else stack.names)
     shard_tables(model, plan, parallel.mesh)
     multiple = plan.cp * plan.tp if plan.cp > 1 else 1
@@ -158,9 +164,9 @@ def assemble_part(
         split = _tensor_split(structure, parallel, given)
     context = _context_split(structure, parallel, has_values=has_values) if plan.cp > 1 else None
     if plan.pp > 1:
-        return assemble_stages(model, stages, split, context, parallel, again)
+        return assemble_stages(model, stages, split, context, parallel, again, layers)
     ends = large_ends(structure) if plan.zero_stage else ()
-    return _assemble_whole(model, structure, ends, split, context, parallel, again)
+    return _assemble_whole(model, structure, ends, split, context, parallel, again, layers)
 
 
 def _assemble_whole(
@@ -171,7 +177,9 @@ def _assemble_whole(
     context: ContextSplit | None,
     parallel: ParallelContext,
     again: RecomputedBlocks,
+    layers: Mapping[str, ExpertLayer],
 ) -> RankPart:
+    experts = share_experts(model, layers, parallel) if layers else NO_EXPERTS
     group = tensor_group(parallel.mesh, keeps_products=again.keeps is not None)
     shardings = {} if split is None else apply_tensor_split(model, split, split.names, group, parallel.logits)
     if context is not None and parallel.loss.context is not None:
@@ -180,7 +188,13 @@ def _assemble_whole(
     unsharded = never_sharded(model, parallel.plan)
     large = [model.get_submodule(name) for name in ends]
     called = recompute_and_shard(
-        model, structure.blocks_of(model), parallel, again=again, unsharded=unsharded, ends=large
+        model,
+        structure.blocks_of(model),
+        parallel,
+        again=again,
+        unsharded=unsharded,
+        ends=large,
+        experts=experts,
     )
     execution = WholeModelExecution(
         called,
@@ -188,8 +202,10 @@ def _assemble_whole(
         loss=parallel.loss,
         precision=parallel.precision,
         device=parallel.mesh.world.device,
-        replicas=ReplicaGradients(group=parallel.mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
-        unsharded=[parameter for parameter in model.parameters() if parameter in unsharded],
+        replicas=ReplicaGradients(
+            parallel.mesh.replica_group, parallel.reduce_dtype, [one for one in model.parameters() if one in unsharded]
+        ),
+        experts=expert_gradients([experts], parallel),
         partial=_partial_gradients(model, split, parallel),
     )
     return RankPart(
@@ -197,7 +213,7 @@ def _assemble_whole(
         parameters=dict(model.named_parameters()),
         own_buffers=partial(lasting_buffers, model),
         execution=execution,
-        shardings=shardings,
+        shardings=Shardings(shardings, experts.shardings),
         reductions=reductions_of(called),
         orders=orders_of(model),
     )

@@ -149,7 +149,7 @@ class Engine(TrainingState):
             max_norm=self._options.max_grad_norm,
             scale=self._options.loss_scale,
             repeated=self._part.repeated,
-            split=self._part.shardings.keys(),
+            shardings=self._part.shardings,
             has_values=self._options.checking.has_values,
         )
         self.grad_norm, is_finite = gradients.finish(self._gradients(), factor)

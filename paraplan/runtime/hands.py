@@ -47,7 +47,7 @@ class Hands:
         self._part = part
         self._optimizers = optimizers_in(optimizer)
         self._mesh = mesh
-        self._has_parts = has_values and plan.tp * plan.pp > 1
+        self._has_parts = has_values and plan.tp * plan.pp * plan.ep > 1
         self._is_parallel = has_values and mesh.world.size > 1
         self._is_sharded = any(isinstance(one, DTensor) for one in part.parameters.values())
         self._changes = ExitStack()
@@ -189,15 +189,19 @@ class Hands:
     def _compare(self, what: str, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Raise `UsageError` where ranks that hold the same of `tensors`, by default the weights, have others."""
         held: Mapping[str, torch.Tensor] = self._part.parameters if tensors is None else tensors
-        whole = {name: one for name, one in held.items() if name not in self._part.shardings}
+        names = self._part.shardings.names
+        whole = {name: one for name, one in held.items() if name not in names}
         place = self._mesh.grid.coordinates
         numbers = [float(_digest(held)), float(_digest(whole)), float(_shard(held))]
         rows = gathered_numbers(numbers, self._mesh)
         first: dict[tuple[float, ...], int] = {}
         for rank, row in enumerate(rows):
             at, shard = place(rank), row[2]
-            # Replicas of a rank hold all that it holds, ranks of tp what is not split.
-            for column, key in ((0, (0, at["pp"], at["tp"], shard)), (1, (1, at["pp"], shard))):
+            # Replicas of a rank hold all that it holds, ranks of tp and ep what is not split.
+            for column, key in (
+                (0, (0, at["pp"], at["tp"], self._mesh.expert_place(rank), shard)),
+                (1, (1, at["pp"], shard)),
+            ):
                 other = first.setdefault(key, rank)
                 if rows[other][column] != row[column]:
                     raise UsageError(
@@ -228,11 +232,11 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _shard(tensors: Mapping[str, nn.Parameter | torch.Tensor]) -> int:
-    """Return which shard this rank has of those that FSDP divides, 0 for tensors that it does not."""
-    for one in tensors.values():
-        if isinstance(one, DTensor):
-            coordinate = one.device_mesh.get_coordinate()
-            places = zip(coordinate or (), one.placements, strict=False)
-            parts: list[int] = [place * 4096**dim for dim, (place, how) in enumerate(places) if how.is_shard()]
-            return 1 + sum(parts)
-    return 0
+    """Return which shard this rank has of those that FSDP divides, 0 without any; of experts there are fewer."""
+    return max((_place_of(one) for one in tensors.values() if isinstance(one, DTensor)), default=0)
+
+
+def _place_of(shard: DTensor) -> int:
+    places = zip(shard.device_mesh.get_coordinate() or (), shard.placements, strict=False)
+    parts: list[int] = [place * 4096**dim for dim, (place, how) in enumerate(places) if how.is_shard()]
+    return 1 + sum(parts)

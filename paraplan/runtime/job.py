@@ -55,7 +55,6 @@ from paraplan.runtime.precision import LossScale, ReduceType, check_reduce_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart
 from paraplan.runtime.recompute.policy import RecomputePolicy, check_operators
 from paraplan.runtime.recovery.status import RankStatus, status_of_process
-from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, peak_flops_per_s
@@ -249,7 +248,6 @@ class Job:
             {parameter: name for name, parameter in part.parameters.items()},
             part.shardings,
             self.mesh,
-            lambda name, tensor: whole_tensor(tensor, part.shardings.get(name), self.mesh),
         )
         steps.attach(optimizer)
 

@@ -15,13 +15,17 @@ from paraplan.runtime.timeouts import default_timeout
 from paraplan.runtime.torch_private import group_options
 from paraplan.runtime.world import World, backend_of
 
+_SHARED: tuple[Axis, ...] = ("dp", "cp")
+"""The axes whose ranks hold the same parameters."""
+
 
 @dataclass(frozen=True)
 class Mesh:
     """Where this rank stands on the axes of its plan. `device_mesh` has the axes longer than 1, None without any.
 
     `replica_mesh` has the ranks of `dp` and `cp` in one axis: those that hold the same parameters. None for one rank.
-    `hybrid_mesh` has the ranks of `dp` in two axes, replicas and shards, for hybrid sharding.
+    `hybrid_mesh` has the ranks of `dp` in two axes, replicas and shards, for hybrid sharding. `expert_mesh` has
+    those of `dp` and `cp` in two axes, `copies` of each expert and `ep`, for expert parallelism.
     """
 
     grid: RankGrid
@@ -29,6 +33,7 @@ class Mesh:
     device_mesh: DeviceMesh | None
     replica_mesh: DeviceMesh | None = None
     hybrid_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
 
     def size(self, axis: Axis) -> int:
         """Return the number of ranks along `axis`."""
@@ -53,6 +58,27 @@ class Mesh:
     def replica_group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks that hold the same parameters, None for one rank."""
         return None if self.replica_mesh is None else self.replica_mesh.get_group()
+
+    @property
+    def ep(self) -> int:
+        """The number of ranks that share out the experts."""
+        return 1 if self.expert_mesh is None else self.expert_mesh.size(1)
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that share out one copy of the experts, None without expert parallelism."""
+        return None if self.expert_mesh is None else self.expert_mesh.get_group("ep")
+
+    @property
+    def expert_copies_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that hold the same experts, None where no other rank does."""
+        if self.expert_mesh is None or self.expert_mesh.size(0) == 1:
+            return None
+        return self.expert_mesh.get_group("copies")
+
+    def expert_place(self, rank: int) -> int:
+        """Return which share of the experts `rank` holds, from 0."""
+        return next(group.index(rank) for group in _replicas(self.grid) if rank in group) % self.ep
 
     @property
     def is_first_stage(self) -> bool:
@@ -87,17 +113,25 @@ def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
     if plan.zero_shards is not None:
         copies = torch.tensor(grid.group("dp", 0)).reshape(-1, plan.zero_shards)
         hybrid_mesh = _made(world, copies, ("replicas", "shard"))
-    return Mesh(grid, world, device_mesh, _replica_mesh(grid, device_mesh, world), hybrid_mesh)
+    expert_mesh = None
+    if plan.ep > 1:
+        groups = torch.tensor(_replicas(grid)).reshape(-1, grid.size("dp") * grid.size("cp") // plan.ep, plan.ep)
+        expert_mesh = _made(world, groups, ("rest", "copies", "ep"))["copies", "ep"]
+    return Mesh(grid, world, device_mesh, _replica_mesh(grid, device_mesh, world), hybrid_mesh, expert_mesh)
+
+
+def _replicas(grid: RankGrid) -> list[list[int]]:
+    """Return the groups of the ranks of `dp` and `cp`, each in ascending order, which is torch's order in a group."""
+    firsts = [rank for rank in range(grid.world_size) if not any(grid.coordinates(rank)[one] for one in _SHARED)]
+    return [sorted(copy for start in grid.group("dp", first) for copy in grid.group("cp", start)) for first in firsts]
 
 
 def _replica_mesh(grid: RankGrid, device_mesh: DeviceMesh, world: World) -> DeviceMesh | None:
-    shared: list[Axis] = [axis for axis in ("dp", "cp") if grid.size(axis) > 1]
+    shared = [axis for axis in _SHARED if grid.size(axis) > 1]
     if len(shared) < 2:
         return device_mesh[shared[0]] if shared else None
-    firsts = [rank for rank in range(grid.world_size) if not any(grid.coordinates(rank)[axis] for axis in shared)]
-    # In ascending order, which torch gives the ranks of a group: their places in the mesh are then those in the group.
-    groups = [sorted(copy for start in grid.group("dp", first) for copy in grid.group("cp", start)) for first in firsts]
-    return _made(world, torch.tensor(groups), ("rest", "replicas"))["replicas"]
+    # The places of ranks in the mesh are then those in the group.
+    return _made(world, torch.tensor(_replicas(grid)), ("rest", "replicas"))["replicas"]
 
 
 def _with_timeout(world: World) -> tuple[str | None, Any]:

@@ -32,7 +32,6 @@ from paraplan.runtime.data.batches import (
 )
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
-from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.timeouts import explained_timeouts
 
 
@@ -73,7 +72,7 @@ class MicroBatching:
         self._loss = part.execution.loss
 
         def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return whole_tensor(tensor, part.shardings.get(name), mesh)
+            return part.shardings.whole(name, tensor, mesh)
 
         self._check = PlanCheck(
             TrialRuns(part, plan=plan, mesh=mesh, precision=checking.precision, counter=checking.counter),

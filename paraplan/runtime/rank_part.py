@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,12 +13,13 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.block_order import BlockOrder, watch_blocks
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.data_parallel.wrapping import ReplicaReduction, apply_data_parallelism
+from paraplan.runtime.experts.layers import NO_EXPERTS, RankExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import RankParameters
 from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.recompute.blocks import recompute_blocks
 from paraplan.runtime.recompute.policy import RecomputedBlocks, RecomputePolicy
-from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.split.forms import tensor_group
 from paraplan.runtime.split.logits import VocabularyLogits, without_custom_functions
 from paraplan.runtime.step.execution import Execution
@@ -31,8 +32,8 @@ class RankPart:
     """What one rank holds of the model: the module, its parameters and buffers by their names in the whole model.
 
     `own_buffers` returns those that belong to the model's state. `repeated` names the parameters that an earlier
-    pipeline stage holds too, and counts in the norm of the gradient. `shardings` names those of which the ranks of a
-    `tp` group hold parts. `reductions` are those of DDP, which sums the gradients once every one of them is there.
+    pipeline stage holds too, and counts in the norm of the gradient. `shardings` names those of which
+    ranks hold parts. `reductions` are those of DDP, which sums the gradients once every one of them is there.
     `orders` say which blocks are entered, where other ranks are to enter the same.
     """
 
@@ -41,7 +42,7 @@ class RankPart:
     own_buffers: Callable[[], dict[str, torch.Tensor]]
     execution: Execution
     repeated: frozenset[str] = frozenset()
-    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    shardings: Shardings = field(default_factory=Shardings)
     reductions: tuple[ReplicaReduction | ReachedShards, ...] = ()
     orders: tuple[BlockOrder, ...] = ()
     model: nn.Module | None = None
@@ -132,13 +133,14 @@ def recompute_and_shard(
     first: int = 0,
     unsharded: frozenset[nn.Parameter] = frozenset(),
     ends: Sequence[nn.Module] = (),
+    experts: RankExperts = NO_EXPERTS,
     replicates: bool = True,
 ) -> nn.Module:
     """Return what is to be called in the place of `module`: the model or a stage of it, replicated or sharded.
 
     `again` says which of its `blocks`, the first of which has number `first`, run again in the backward pass. The
-    parameters `unsharded` stay whole under ZeRO, and `ends` are gathered for themselves, as blocks are; without
-    `replicates` there is no DDP.
+    parameters `unsharded` stay whole under ZeRO, and `ends` are gathered for themselves, as blocks are; so are the
+    `experts` that ranks share out. Without `replicates` there is no DDP.
     """
     plan = parallel.plan
     recompute_blocks(
@@ -157,6 +159,7 @@ def recompute_and_shard(
         precision=parallel.precision,
         unsharded=unsharded,
         ends=ends,
+        experts=experts,
         replicates=replicates,
         find_unused=parallel.find_unused,
         reduce_dtype=parallel.reduce_dtype,

@@ -43,7 +43,6 @@ from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recovery.keeper import MemoryKeeper
 from paraplan.runtime.recovery.memory_reader import OtherGaveUpError
 from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
-from paraplan.runtime.shards.group import whole_tensor
 from paraplan.runtime.step.faults import LossWatch, explained_failures
 from paraplan.runtime.structure.weights import is_quantized
 from paraplan.runtime.timeouts import explained_timeouts
@@ -115,7 +114,7 @@ class TrainingState:
         """
         held = self._part.parameters[name]
         tensor = held.detach() if tensor is None else tensor
-        return whole_tensor(tensor, self._part.shardings.get(name), self._mesh)
+        return self._part.shardings.whole(name, tensor, self._mesh)
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.
@@ -301,7 +300,7 @@ class TrainingState:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             loss_scale=self._options.loss_scale,
-            places=locations(self._part.shardings, self._mesh.coordinate("tp")),
+            places=locations(self._part.shardings, self._mesh),
             plan=self._plan,
             num_steps=self.num_steps,
             mesh=self._mesh,

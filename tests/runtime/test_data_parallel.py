@@ -123,7 +123,7 @@ def _count_references_of_a_sum(reduce_dtype: ReduceType) -> int:
         dist.all_reduce(torch.ones(4, dtype=torch.bfloat16 if reduce_dtype == "bf16" else None), group=group)
         return 0
     before = sys.getrefcount(group)
-    summed = ReplicaReduction(nn.Linear(2, 2), group, reduce_dtype).sum(bucket := Bucket())
+    summed = ReplicaReduction([*nn.Linear(2, 2).parameters()], group, reduce_dtype).sum(bucket := Bucket())
     num_references = sys.getrefcount(group) - before
     default_store().set("counted", "")
     summed.wait()

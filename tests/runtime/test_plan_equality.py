@@ -255,6 +255,22 @@ def assert_cases_train_the_same(
             raise
 
 
+def test_experts_over_ranks_train_as_in_one_process(ranks: RankHarness, one_process) -> None:
+    """Each kind of expert beside every other axis; copies of experts where `ep` is smaller than `dp x cp`."""
+    shared, staged = {"dp": 4, "ep": 2, "num_microbatches": 3}, {"pp": 2, "dp": 2, "ep": 2, "num_microbatches": 2}
+    cases = [
+        ("routed", plan_of(**shared, zero_stage=3)),
+        ("routed", plan_of(**shared, recompute="full")),
+        ("routed", plan_of(tp=2, dp=2, ep=2, sequence_parallel=True, num_microbatches=3)),
+        ("routed", plan_of(cp=2, dp=2, ep=4, zero_stage=1)),
+        ("routed", plan_of(**staged, pipeline_schedule="zero_bubble")),
+        ("mixture", plan_of(dp=4, ep=4, zero_stage=2)),
+        ("listed", plan_of(**shared)),
+        ("listed", plan_of(**staged, pipeline_schedule="1f1b", zero_stage=1)),
+    ]
+    assert_cases_train_the_same(cases, ranks, one_process)
+
+
 def test_models_of_every_build_train_as_in_one_process(ranks: RankHarness, one_process) -> None:
     plans = [
         plan_of(dp=2, zero_stage=3, num_microbatches=3),

@@ -168,6 +168,50 @@ class MixtureLayer(AttentionLayer):
         return hidden + self.experts(flat, self.router(flat).softmax(dim=-1)).view_as(normed)
 
 
+class RoutedExperts(Experts):
+    """The same experts, for the tokens that chose them."""
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        shares = torch.zeros(len(hidden), len(self.gate_up)).scatter(1, chosen, weights)
+        return super().forward(hidden, shares)
+
+
+class RoutedLayer(AttentionLayer):
+    """Attention, and experts of which a router chooses two, whose weights are `kind`."""
+
+    kind = "stacked"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, 4)
+        self.experts = RoutedExperts() if self.kind == "stacked" else nn.ModuleList(self._expert() for _ in range(4))
+
+    def _expert(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(HIDDEN, 12), nn.GELU(), nn.Linear(12, HIDDEN))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        flat = self.mlp_norm(hidden).reshape(-1, HIDDEN)
+        weights, chosen = self.router(flat).softmax(dim=-1).topk(2)
+        return hidden + self.mixed(flat, chosen, weights).view_as(hidden)
+
+    def mixed(self, flat: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.kind == "stacked":
+            return self.experts(flat, chosen, weights)
+        mixed = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            if len(rows):
+                mixed = mixed.index_add(0, rows, expert(flat[rows]) * weights[rows, places, None])
+        return mixed
+
+
+class ListedLayer(RoutedLayer):
+    """The same with a list of experts, called one by one where tokens chose them."""
+
+    kind = "listed"
+
+
 class Transformer(nn.Module):
     """A decoder of layers of one class, with an embedding and a head of its own."""
 
@@ -214,6 +258,8 @@ MODELS = {
     "grouped": lambda: Transformer(GroupedLayer),
     "experts": lambda: Transformer(ExpertsLayer),
     "odd vocabulary": lambda: Transformer(num_layers=2, vocabulary=VOCABULARY + 1),
+    "routed": lambda: Transformer(RoutedLayer, num_layers=2),
+    "listed": lambda: Transformer(ListedLayer, num_layers=2),
     "mixture": lambda: Transformer(MixtureLayer, num_layers=2, vocabulary=VOCABULARY + 1),
 }
 

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ParaplanError
 from paraplan.runtime.exchange import gather_bytes
+from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.torch_private import local_shape_and_offset
 
@@ -31,15 +33,15 @@ class CheckpointError(ParaplanError):
 
 @dataclass(frozen=True)
 class ShardLocation:
-    """Where a part lies in the whole tensor: rank `index` of `tp` has it by `sharding`."""
+    """Where a part lies in a larger one: rank `index` of those that share it has it by `sharding`."""
 
     sharding: Sharding
     index: int
 
 
-def locations(shardings: Mapping[str, Sharding], index: int) -> dict[str, ShardLocation]:
-    """Return where the parts of rank `index` of `tp` lie, by the names of the parameters."""
-    return {name: ShardLocation(sharding=sharding, index=index) for name, sharding in shardings.items()}
+def locations(shardings: Shardings, mesh: Mesh) -> dict[str, list[ShardLocation]]:
+    """Return where the parts of this rank lie, by the names of the parameters: the smallest part first."""
+    return {name: [ShardLocation(*place) for place in places] for name, places in shardings.places(mesh).items()}
 
 
 def volume(shape: Sequence[int]) -> int:
@@ -135,49 +137,37 @@ class Box:
         return count
 
 
-def boxes_of(name: str, tensor: torch.Tensor, location: ShardLocation | None = None) -> list[Box]:
+def boxes_of(name: str, tensor: torch.Tensor, *locations: ShardLocation) -> list[Box]:
     """Return what this rank holds of the whole tensor `name`; values are views of `tensor`.
 
-    That is a whole tensor, a DTensor of any mesh, or with a `location` a part over `tp`, which may be a DTensor that
-    shards the rows of the part over `dp`.
+    That is a whole tensor, a part of it by `locations`, or a DTensor of any mesh that shards either.
     """
-    held = tensor.detach()
-    if location is not None:
-        return _boxes_of_part(name, held, location)
-    local, offsets = held, (0,) * held.ndim
-    if isinstance(held, DTensor):
-        local = held.to_local()
-        _, offsets = local_shape_and_offset(held.shape, held.device_mesh, held.placements)
-    if not local.numel() and local.shape != held.shape:
-        return []
-    return [Box.of(name, offsets, held.shape, _plain(name, local))]
+    local, offsets = tensor.detach(), (0,) * tensor.ndim
+    shape = tuple(local.shape)
+    if isinstance(local, DTensor):
+        _, offsets = local_shape_and_offset(local.shape, local.device_mesh, local.placements)
+        local = local.to_local()
+    if not locations and (local.numel() or tuple(local.shape) == shape):
+        return [Box.of(name, offsets, shape, _plain(name, local))]
+    parts = [(list(offsets), local)] if local.numel() else []
+    for location in locations:
+        parts = [found for start, values in parts for found in _placed(start, values, location)]
+        shape = location.sharding.whole_shape(shape)
+    return [Box.of(name, start, shape, _plain(name, values)) for start, values in parts]
 
 
-def _boxes_of_part(name: str, tensor: torch.Tensor, location: ShardLocation) -> list[Box]:
-    first_row, local = 0, tensor
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        # fully_shard cuts rows like torch.chunk: all shards but the last ones have the same number.
-        rows = -(-tensor.shape[0] // tensor.device_mesh.size())
-        first_row = rows * tensor.device_mesh.get_local_rank()
-    sharding = location.sharding
-    whole = sharding.whole_shape(tensor.shape)
-    boxes = []
-    for whole_start, part_start, length in sharding.pieces(location.index):
-        offsets = [0] * local.ndim
-        if sharding.dim == 0:
-            start, stop = max(part_start, first_row), min(part_start + length, first_row + local.shape[0])
-            if start >= stop:
-                continue
-            offsets[0] = whole_start + start - part_start
-            values = local.narrow(0, start - first_row, stop - start)
-        else:
-            if not local.shape[0]:
-                continue
-            offsets[0], offsets[sharding.dim] = first_row, whole_start
-            values = local.narrow(sharding.dim, part_start, length)
-        boxes.append(Box.of(name, offsets, whole, _plain(name, values)))
-    return boxes
+def _placed(
+    offsets: Sequence[int], values: torch.Tensor, location: ShardLocation
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield `values`, which begin at `offsets` of a part, by the pieces of it that lie together in the larger one."""
+    dim = location.sharding.dim
+    first = offsets[dim]
+    for whole_start, part_start, length in location.sharding.pieces(location.index):
+        start, stop = max(part_start, first), min(part_start + length, first + values.shape[dim])
+        if start < stop:
+            moved = [*offsets]
+            moved[dim] = whole_start + start - part_start
+            yield moved, values.narrow(dim, start - first, stop - start)
 
 
 def _plain(name: str, values: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -133,7 +133,7 @@ MODEL, OPTIMIZER, OPTIONS, AVERAGE = "model.", "optimizer.", "options.", "averag
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What one rank writes to a checkpoint and reads from it. `places` says where parts over `tp` lie.
+    """What one rank writes to a checkpoint and reads from it. `places` says where parts lie.
 
     `average` is that of the parameters, None where none is kept.
     """
@@ -143,7 +143,7 @@ class CheckpointSource:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
     loss_scale: LossScale | None
-    places: Mapping[str, ShardLocation]
+    places: Mapping[str, Sequence[ShardLocation]]
     plan: ParallelPlan
     num_steps: int
     mesh: Mesh
@@ -155,7 +155,7 @@ class CheckpointSource:
 
     def boxes(self, entry: str, name: str, tensor: torch.Tensor) -> list[Box]:
         """Return what this rank holds of `entry`; `tensor` is one of parameter `name`, and cut as it is."""
-        return boxes_of(entry, tensor, self.places.get(name))
+        return boxes_of(entry, tensor, *self.places.get(name, ()))
 
     def stepped_whole(self) -> set[nn.Parameter]:
         """Return the parameters whose optimizer's state is whole on every rank."""
@@ -164,7 +164,10 @@ class CheckpointSource:
     def whole_shape(self, name: str) -> torch.Size:
         """Return the shape of the whole parameter or buffer `name`."""
         held = self.parameters[name] if name in self.parameters else self.buffers[name]
-        return held.shape if name not in self.places else torch.Size(self.places[name].sharding.whole_shape(held.shape))
+        shape: tuple[int, ...] = held.shape
+        for location in self.places.get(name, ()):
+            shape = location.sharding.whole_shape(shape)
+        return torch.Size(shape)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{source} holds no weights", hint="name a safetensors file or a folder with such files")
-    places = locations(part.shardings, mesh.coordinate("tp"))
+    places = locations(part.shardings, mesh)
     with ExitStack() as stack:
         entered = [stack.enter_context(opened(file)) for file in files]
         holders = {name: file for file in entered for name in file.names}
@@ -47,7 +47,7 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
             known = next((alias for alias in names.get(name, [name]) if alias in holders), None)
             if known is None:
                 raise ModelError(f"{source} holds no {name}", hint=_HINT)
-            _fill(source, boxes_of(known, parameter, places.get(name)), holders[known])
+            _fill(source, boxes_of(known, parameter, *places.get(name, ())), holders[known])
         for name, buffer in part.buffers.items():
             if name in holders:
                 _fill(source, boxes_of(name, buffer), holders[name])

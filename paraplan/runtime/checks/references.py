@@ -82,7 +82,7 @@ def reference_of(
 
 def changes_the_model(plan: ParallelPlan, *, recomputes: bool = False) -> bool:
     """Whether a plan does more to a model than to copy it; `recomputes`: blocks are run again whatever it says."""
-    return recomputes or plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage > 0 or plan.recompute != "none"
+    return recomputes or plan.tp * plan.pp * plan.cp * plan.ep > 1 or plan.zero_stage > 0 or plan.recompute != "none"
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

@@ -32,7 +32,7 @@ class BlockOrder:
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], plan: ParallelPlan, mesh: Mesh) -> None:
         self._plan = plan
         self._device = mesh.world.device
-        groups = (mesh.group("tp"), mesh.replica_group if plan.zero_stage else mesh.group("cp"))
+        groups = (mesh.group("tp"), mesh.replica_group if plan.zero_stage or plan.ep > 1 else mesh.group("cp"))
         self._groups = [group for group in groups if group is not None]
         self._is_inside = False
         self._num_left = _COMPARED_PASSES
@@ -102,7 +102,7 @@ class BlockOrders:
     def __init__(self, orders: Sequence[Digested], plan: ParallelPlan, mesh: Mesh) -> None:
         self._orders = orders
         self._plan = plan
-        axes: list[Axis] = ["pp"] if plan.zero_stage else ["pp", "dp"]
+        axes: list[Axis] = ["pp"] if plan.zero_stage or plan.ep > 1 else ["pp", "dp"]
         places = [mesh.grid.coordinates(rank) for rank in range(mesh.world.size)]
         self._first: dict[tuple[int, ...], int] = {}
         self._with = [
@@ -124,7 +124,7 @@ class BlockOrders:
 
 def _other_blocks(plan: ParallelPlan, found: str) -> UnsupportedPlanError:
     axes = [f"zero_stage={plan.zero_stage}"] if plan.zero_stage else []
-    axes += [f"{axis}={size}" for axis, size in (("tp", plan.tp), ("cp", plan.cp)) if size > 1]
+    axes += [f"{axis}={size}" for axis, size in (("tp", plan.tp), ("cp", plan.cp), ("ep", plan.ep)) if size > 1]
     return UnsupportedPlanError(
         f"{found}, and with {', '.join(axes)} they compute every block together",
         hint="turn off what leaves blocks out (layerdrop) or chooses them by a rank's own data or random numbers, use "
@@ -134,7 +134,7 @@ def _other_blocks(plan: ParallelPlan, found: str) -> UnsupportedPlanError:
 
 def watch_blocks(module: Any, blocks: Sequence[nn.Module], plan: ParallelPlan, mesh: Mesh) -> None:
     """Have `orders_of` find what `module` enters, where other ranks are to enter the same."""
-    if (plan.zero_stage and plan.dp * plan.cp > 1) or plan.tp * plan.cp > 1:
+    if (plan.zero_stage and plan.dp * plan.cp > 1) or plan.tp * plan.cp * plan.ep > 1:
         module.block_order = BlockOrder(module, blocks, plan, mesh)
 
 

@@ -31,7 +31,7 @@ class _Travelling:
 
 @dataclass
 class ReplicaGradients:
-    """Sums the gradients of parameters over `group`; without a group there is one replica and nothing to do.
+    """Sums the gradients of `parameters` over `group`; without a group there is one replica and nothing to do.
 
     `started` ones travel while other stages compute. A gradient that one replica lacks counts as 0 there; one that all
     lack stays away, as in one process: an optimizer would decay its parameter. They travel in `reduce_dtype`.
@@ -39,7 +39,13 @@ class ReplicaGradients:
 
     group: dist.ProcessGroup | None
     reduce_dtype: ReduceType = "fp32"
+    parameters: Sequence[nn.Parameter] = ()
     _travelling: list[_Travelling] = field(default_factory=list)
+
+    def sum(self) -> None:
+        """Put the sums of the gradients in place, and of those that were started before."""
+        self.start(self.parameters)
+        self.finish()
 
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """Send the gradients of `parameters`, which are complete on this rank."""

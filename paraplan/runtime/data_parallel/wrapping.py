@@ -27,6 +27,7 @@ from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards, watch_shards
 from paraplan.runtime.data_parallel.sharded_table import sharded_names
+from paraplan.runtime.experts.layers import NO_EXPERTS, RankExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import ReduceType, shard_precision
 from paraplan.runtime.structure.blocks import sharded_alone
@@ -106,6 +107,7 @@ def apply_data_parallelism(
     precision: TrainingPrecision,
     unsharded: frozenset[nn.Parameter] = frozenset(),
     ends: Sequence[nn.Module] = (),
+    experts: RankExperts = NO_EXPERTS,
     replicates: bool = True,
     find_unused: bool = False,
     reduce_dtype: ReduceType = "fp32",
@@ -114,8 +116,9 @@ def apply_data_parallelism(
 
     That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
     gathered one by one under ZeRO, and `ends` are layers around them that are too. The parameters `unsharded` stay
-    whole under ZeRO; without `replicates` there is no DDP. The caller sums the gradients of both. `find_unused`: some
-    parameters take no part in some steps, and these need not be the same on every rank. Gradients are summed in
+    whole under ZeRO; without `replicates` there is no DDP. The caller sums the gradients of both, and under DDP
+    those of the `experts` that ranks share out; ZeRO shards these over the ranks that hold the same. `find_unused`:
+    some parameters take no part in some steps, and these need not be the same on every rank. Gradients are summed in
     `reduce_dtype`.
     """
     device = mesh.world.device
@@ -124,14 +127,16 @@ def apply_data_parallelism(
         module.to(device)
         if plan.devices_per_process > 1:
             return share_among_devices(module, range(plan.devices_per_process))
-        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        is_trained = any(one.requires_grad for one in {*module.parameters()} - experts.apart)
         if mesh.replica_mesh is None or not replicates or not is_trained:
             return module
-        return _replicate(module, mesh, find_unused=find_unused and plan.pp > 1, reduce_dtype=reduce_dtype)
+        is_told = find_unused and plan.pp > 1
+        return _replicate(module, mesh, experts=experts, find_unused=is_told, reduce_dtype=reduce_dtype)
     return _shard(
         module,
         blocks,
         ends,
+        experts,
         plan=plan,
         mesh=mesh,
         policy=shard_precision(precision, reduce_dtype),
@@ -144,6 +149,7 @@ def _shard(
     module: nn.Module,
     blocks: Sequence[nn.Module],
     ends: Sequence[nn.Module],
+    experts: RankExperts,
     *,
     plan: ParallelPlan,
     mesh: Mesh,
@@ -154,11 +160,22 @@ def _shard(
     device = mesh.world.device
     frees_parameters = plan.zero_stage == 3
     assert mesh.shard_mesh is not None
-    options: dict[str, Any] = {"mesh": mesh.shard_mesh, "mp_policy": policy, "ignored_params": set(unsharded)}
+    options: dict[str, Any] = {
+        "mesh": mesh.shard_mesh,
+        "mp_policy": policy,
+        "ignored_params": unsharded | experts.absent,
+    }
     if plan.tp == 1:  # the parts of a parameter that is split over tp are found by their rows
         options["shard_placement_fn"] = _placement(mesh.shard_mesh.size(-1))
     if plan.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    if mesh.expert_mesh is not None:
+        copies = mesh.expert_mesh["copies"]
+        of_experts = options | {"mesh": copies}
+        if plan.tp == 1:
+            of_experts["shard_placement_fn"] = _placement(copies.size())
+        for expert in experts.modules:
+            fully_shard(expert, reshard_after_forward=frees_parameters, **of_experts)
     for block in sharded_alone(module, blocks):
         if any(True for _ in block.parameters()):
             fully_shard(block, reshard_after_forward=frees_parameters, **options)
@@ -220,7 +237,7 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
 
 
 def _replicate(
-    module: nn.Module, mesh: Mesh, *, find_unused: bool, reduce_dtype: ReduceType
+    module: nn.Module, mesh: Mesh, *, experts: RankExperts, find_unused: bool, reduce_dtype: ReduceType
 ) -> DistributedDataParallel:
     """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes.
 
@@ -228,7 +245,8 @@ def _replicate(
     sums nothing for a parameter that a rank leaves out, without a word.
     """
     quantized = [name for name, one in module.named_parameters() if is_quantized(one)]  # equal already; DDP copies
-    ignore_in_replicas(module, [*sharded_names(module), *quantized])
+    apart = [name for name, one in module.named_parameters() if one in experts.apart]
+    ignore_in_replicas(module, [*sharded_names(module), *quantized, *apart])
     # torch 2.13 renamed the option and warns about the old name.
     options = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers: dict[str, Any] = {
@@ -242,7 +260,8 @@ def _replicate(
         **buffers,
     )
     assert mesh.replica_group is not None
-    reduction = ReplicaReduction(module, mesh.replica_group, reduce_dtype)
+    replicas = [one for one in module.parameters() if one.requires_grad and one not in experts.apart]
+    reduction = ReplicaReduction(replicas, mesh.replica_group, reduce_dtype)
     # Without annotations: torch compares them with its classes, and here they are texts.
     replicated.register_comm_hook(reduction, lambda state, bucket: state.sum(bucket))
     replicated.reduction = reduction  # type: ignore[assignment]
@@ -256,8 +275,8 @@ class ReplicaReduction:
     zeros (`complete`), and those that all ranks lack stay without a gradient (`drop_unused`), as in one process.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, reduce_dtype: ReduceType) -> None:
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, reduce_dtype: ReduceType) -> None:
+        self._parameters = parameters
         self._group = group
         self._is_narrow = reduce_dtype == "bf16"
         self._is_complete = False

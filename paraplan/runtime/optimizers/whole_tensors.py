@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.torch_private import local_shape_and_offset, step_hooks, version_of
 
 Scope = Literal["numbers", "tensors", "model"]
@@ -59,7 +59,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, plan: ParallelPlan) -> Sco
             "LBFGS computes the loss several times in a step, and engine.step computes it once",
             hint="use an optimizer whose step needs no closure",
         )
-    divides = plan.tp > 1 or plan.zero_stage > 0
+    divides = plan.tp * plan.ep > 1 or plan.zero_stage > 0
     if not divides and plan.pp == 1:
         return "numbers"
     scope = scope_of(optimizer)
@@ -101,20 +101,18 @@ class WholeTensorSteps:
     """Gives an optimizer whole tensors for a step, and takes this rank's parts of them back.
 
     Every rank that shares a parameter does the whole step of it. Between steps `param_groups` holds the parts, for
-    schedulers and checkpoints; the optimizer's state is of whole tensors. `whole(name, tensor)` gathers one.
+    schedulers and checkpoints; the optimizer's state is of whole tensors.
     """
 
     def __init__(
         self,
         names: Mapping[nn.Parameter, str],
-        shardings: Mapping[str, Sharding],
+        shardings: Shardings,
         mesh: Mesh,
-        whole: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
         self._names = names
         self._shardings = shardings
         self._mesh = mesh
-        self._gather = whole
         self._made: dict[nn.Parameter, _Whole] = {}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -128,14 +126,14 @@ class WholeTensorSteps:
 
     def _whole_of(self, held: nn.Parameter, optimizer: torch.optim.Optimizer) -> nn.Parameter:
         name = self._names.get(held)
-        if name is None or not (isinstance(held, DTensor) or name in self._shardings):
+        if name is None or not (isinstance(held, DTensor) or name in self._shardings.names):
             return held
-        values = self._gather(name, held.detach())
+        values = self._shardings.whole(name, held.detach(), self._mesh)
         made = self._made.setdefault(held, _Whole(held, nn.Parameter(values, requires_grad=held.requires_grad)))
         made.whole.data = values
         made.whole.grad = None
         if held.grad is not None:
-            made.whole.grad = self._gather(name, held.grad).clone()
+            made.whole.grad = self._shardings.whole(name, held.grad, self._mesh).clone()
             made.version = version_of(made.whole.grad)
         state = optimizer.state.pop(held, None)
         if state is not None:
@@ -165,8 +163,7 @@ class WholeTensorSteps:
         return held
 
     def _part(self, name: str, held: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        if name in self._shardings:
-            whole = self._shardings[name].part(whole, self._mesh.coordinate("tp"))
+        whole = self._shardings.part(name, whole, self._mesh)
         if not isinstance(held, DTensor):
             return whole
         shape, offsets = local_shape_and_offset(held.shape, held.device_mesh, held.placements)

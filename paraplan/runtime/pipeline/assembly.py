@@ -19,12 +19,15 @@ from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
+from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, RankExperts
+from paraplan.runtime.experts.share import expert_gradients, share_experts
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
 from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
 from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
+from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_check import ContextSplit, apply_split
 from paraplan.runtime.split.forms import tensor_group
@@ -54,7 +57,8 @@ class _Piece:
     blocks: list[nn.Module]
     names: Mapping[str, str]
     buffer_names: Mapping[str, str]
-    shardings: Mapping[str, Sharding]
+    shardings: Shardings
+    experts: RankExperts
     partial: frozenset[str]
 
     @property
@@ -95,10 +99,12 @@ def assemble_stages(
     context: ContextSplit | None,
     parallel: ParallelContext,
     again: RecomputedBlocks,
+    layers: Mapping[str, ExpertLayer],
 ) -> RankPart:
     """Return this rank's stages of `model`, which is changed in place.
 
-    `split` is that of its layers over `tp`, `context` that of its tokens over `cp`.
+    `split` is that of its layers over `tp`, `context` that of its tokens over `cp`, `layers` the experts that ranks of
+    `ep` share out.
     """
     plan, mesh, chain, bounds = parallel.plan, parallel.mesh, whole.chain, whole.bounds
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
@@ -107,7 +113,15 @@ def assemble_stages(
     models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
     pieces = [
         _cut_piece(
-            part, chain, bounds, index, split=split, context=context, parallel=parallel, keeps=again.keeps is not None
+            part,
+            chain,
+            bounds,
+            index,
+            split=split,
+            context=context,
+            layers=layers,
+            parallel=parallel,
+            keeps=again.keeps is not None,
         )
         for part, index in zip(models, indices, strict=True)
     ]
@@ -125,10 +139,12 @@ def assemble_stages(
             again=again,
             first=first,
             unsharded=unsharded,
+            experts=piece.experts,
             replicates=not by_schedule,
         )
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
-        alone = tuple(one for one in piece.parameters.values() if one not in unsharded) if averaged else ()
+        apart = unsharded | piece.experts.apart
+        alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
         stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
     return _rank_part(pieces, stages, chain=chain, bounds=bounds, parallel=parallel, unsharded=unsharded)
 
@@ -173,18 +189,20 @@ def _cut_piece(
     *,
     split: TensorSplit | None,
     context: ContextSplit | None,
+    layers: Mapping[str, ExpertLayer],
     parallel: ParallelContext,
     keeps: bool,
 ) -> _Piece:
     device = parallel.mesh.world.device
     start, end = bounds[index]
     sharding: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
+    experts = share_experts(model, layers, parallel) if layers else NO_EXPERTS
     shardings: Mapping[str, Sharding] = {}
+    in_model = {own: name for name, own in sharding.names.items()}
     if split is not None:
         in_halves = parallel.plan.pipeline_schedule == "zero_bubble"
         group = tensor_group(parallel.mesh, keeps_products=keeps, in_halves=in_halves)
         found = apply_tensor_split(model, split, chain.stack.names[start:end], group, parallel.logits)
-        in_model = {own: name for name, own in sharding.names.items()}
         shardings = {in_model[own]: place for own, place in found.items()}
     if context is not None and parallel.loss.context is not None:
         apply_split(
@@ -210,7 +228,8 @@ def _cut_piece(
         blocks=chain.stack.modules(model)[start:end],
         names=sharding.names,
         buffer_names=sharding.buffers,
-        shardings=shardings,
+        shardings=Shardings(shardings, {in_model[own]: place for own, place in experts.shardings.items()}),
+        experts=experts,
         partial=frozenset(sharding.names.keys() & split.partial(chain.stack.names[start:end]))
         if split
         else frozenset(),
@@ -235,8 +254,12 @@ def _rank_part(
         bounds=bounds,
         parallel=parallel,
         ties=TiedGradients(ties, parameters, mesh),
-        replicas=ReplicaGradients(group=mesh.replica_group, reduce_dtype=parallel.reduce_dtype),
-        unsharded=tuple(held for held in parameters.values() if held in unsharded),
+        replicas=ReplicaGradients(
+            mesh.replica_group,
+            parallel.reduce_dtype,
+            [held for held in parameters.values() if held in unsharded],
+        ),
+        experts=expert_gradients([piece.experts for piece in pieces], parallel),
         partial=PartialGradients(
             [held for piece in pieces for name, held in piece.parameters.items() if name in piece.partial],
             mesh.group("tp"),
@@ -252,7 +275,10 @@ def _rank_part(
         own_buffers=lambda: {name: value for piece in pieces for name, value in piece.buffers.items()},
         execution=execution,
         repeated=frozenset(repeated & parameters.keys()),
-        shardings={name: sharding for piece in pieces for name, sharding in piece.shardings.items()},
+        shardings=Shardings(
+            {name: sharding for piece in pieces for name, sharding in piece.shardings.tensor.items()},
+            {name: sharding for piece in pieces for name, sharding in piece.shardings.expert.items()},
+        ),
         reductions=reductions_of(*(stage.called for stage in stages)),
         orders=orders_of(*modules),
     )

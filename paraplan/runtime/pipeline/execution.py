@@ -56,8 +56,9 @@ class PipelineExecution:
     """Micro-batches through the stages of a pipeline, one or more of them on each rank.
 
     Sizes of the hidden states follow from the shapes of a micro-batch, and a schedule is kept for each: buffers of
-    another size would end the process inside gloo. `unsharded` are the parameters that several stages of this rank
-    share. Ranks of `cp` pass on the hidden states of their tokens.
+    another size would end the process inside gloo. `replicas` sums gradients of parameters that several stages of this
+    rank share, `experts` those of experts that no wrapper does. Ranks of `cp` pass on the hidden states of their
+    tokens.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class PipelineExecution:
         parallel: ParallelContext,
         ties: TiedGradients,
         replicas: ReplicaGradients,
-        unsharded: Sequence[nn.Parameter] = (),
+        experts: ReplicaGradients,
         partial: PartialGradients | None = None,
     ) -> None:
         self._stages = stages
@@ -80,7 +81,7 @@ class PipelineExecution:
         self._mesh = parallel.mesh
         self._ties = ties
         self._replicas = replicas
-        self._unsharded = unsharded
+        self._experts = experts
         self._attributes = ChangedAttributes(stages[0].module.model)
         self._partial = partial or PartialGradients()
         self._reductions = reductions_of(*(stage.called for stage in stages))
@@ -97,8 +98,8 @@ class PipelineExecution:
             reduction.leave_out(self._ties.parameters)
         for stage in self._stages:
             _lay_out_gradients(stage.module)
-        self._replicas.start(self._unsharded)
-        self._replicas.finish()
+        self._replicas.sum()
+        self._experts.sum()
         self._partial.sum()
         self._ties.sum_gradients()
 

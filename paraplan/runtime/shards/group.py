@@ -7,7 +7,7 @@ backward, and the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,7 @@ class TensorGroup:
         """Return the whole tensor of which every rank gives its part."""
         if self.handle is None:
             return local.new_empty(sharding.whole_shape(local.shape))
-        missing = 0 if sharding.divides else sharding.local_length(0) - local.shape[sharding.dim]
+        missing = 0 if sharding.divides else sharding.local_length(sharding.owner or 0) - local.shape[sharding.dim]
         if missing:  # what travels has one length
             local = torch.cat(
                 [local, local.new_zeros(*local.shape[: sharding.dim], missing, *local.shape[sharding.dim + 1 :])],
@@ -228,10 +228,50 @@ sum_both_ways: Callable[[torch.Tensor, TensorGroup], torch.Tensor] = _SumBothWay
 """Returns the sum of a tensor over the ranks, which go on with it each in its own way; so is its gradient."""
 
 
-def whole_tensor(tensor: torch.Tensor, sharding: Sharding | None, mesh: Mesh) -> torch.Tensor:
-    """Return the whole of `tensor`: gathered over `dp` where it is sharded, and over `tp` by `sharding`."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if sharding is None:
+@dataclass(frozen=True)
+class Shardings:
+    """How parameters are cut, by their names: `tensor` over the ranks of `tp`, `expert` over those of `ep`.
+
+    A parameter may be cut over both, each along a dimension of its own.
+    """
+
+    tensor: Mapping[str, Sharding] = field(default_factory=dict)
+    expert: Mapping[str, Sharding] = field(default_factory=dict)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters that ranks hold parts of."""
+        return frozenset([*self.tensor, *self.expert])
+
+    def whole(self, name: str, tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        """Return the whole of `tensor`, cut as `name` is: gathered over `dp` (shards), `tp` and `ep`."""
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for sharding, group in self._cuts(name, mesh):
+            whole = group.gather(whole, sharding)
         return whole
-    group = TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
-    return group.gather(whole, sharding)
+
+    def part(self, name: str, whole: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        """Return this rank's part of `whole`, which is cut as `name` is."""
+        for sharding, group in self._cuts(name, mesh):
+            whole = group.part(whole, sharding)
+        return whole
+
+    def places(self, mesh: Mesh) -> dict[str, list[tuple[Sharding, int]]]:
+        """Return how each parameter is cut, with which parts are this rank's."""
+        return {
+            name: [(sharding, group.index) for sharding, group in self._cuts(name, mesh)] for name in sorted(self.names)
+        }
+
+    def _cuts(self, name: str, mesh: Mesh) -> list[tuple[Sharding, TensorGroup]]:
+        over = ((self.tensor, tensor_ranks(mesh)), (self.expert, expert_ranks(mesh)))
+        return [(shardings[name], group) for shardings, group in over if name in shardings]
+
+
+def tensor_ranks(mesh: Mesh) -> TensorGroup:
+    """Return the `tp` group of this rank."""
+    return TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
+
+
+def expert_ranks(mesh: Mesh) -> TensorGroup:
+    """Return the group of the ranks that share out the experts with this rank."""
+    return TensorGroup(size=mesh.ep, index=mesh.expert_place(mesh.world.rank), handle=mesh.expert_group)

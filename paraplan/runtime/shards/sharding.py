@@ -1,4 +1,4 @@
-"""How a tensor is cut over the ranks of `tp`: which rank holds which part of which dimension."""
+"""How a tensor is cut over the ranks of `tp` or `ep`: which rank holds which part of which dimension."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ class Sharding:
 
     Every segment is cut into `size` equal parts, one a rank, so a rank holds the parts of all segments in order. A
     fused projection of query, key and value has three segments; a dimension cut in the plainest way has one. That one
-    need not divide (a vocabulary): then the last ranks have fewer, or none.
+    need not divide (a vocabulary): then the last ranks have fewer, or none. With an `owner` that rank has all of it (a
+    layer of one expert).
     """
 
     dim: int
     segments: tuple[int, ...]
     size: int
     repeats: int = 1
+    owner: int | None = None
     divides: bool = field(init=False, compare=False, repr=False)
     """Whether every segment has equal parts."""
     is_plain: bool = field(init=False, compare=False, repr=False)
     """Whether it is one segment in equal parts."""
 
     def __post_init__(self) -> None:
-        divides = {0}.issuperset([segment % self.size for segment in self.segments])
+        divides = self.owner is None and {0}.issuperset([segment % self.size for segment in self.segments])
         object.__setattr__(self, "divides", divides)
         object.__setattr__(self, "is_plain", divides and len(self.segments) == self.repeats == 1)
 
@@ -54,6 +56,8 @@ class Sharding:
 
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
         """Return what rank `index` holds along the dimension: (start in the whole, start in the part, length)."""
+        if self.owner is not None:
+            return [(0, 0, self.length)] if index == self.owner else []
         if not self.divides:
             assert len(self.segments) == self.repeats == 1
             share = -(-self.length // self.size)
@@ -75,6 +79,8 @@ class Sharding:
             length = self.segments[0] // self.size
             return whole.narrow(self.dim, index * length, length)
         pieces = self.pieces(index)
+        if not pieces:
+            return whole.narrow(self.dim, 0, 0)
         if len(pieces) == 1:
             start, _, length = pieces[0]
             return whole.narrow(self.dim, start, length)

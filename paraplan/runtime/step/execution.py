@@ -39,8 +39,8 @@ class Execution(Protocol):
 class WholeModelExecution:
     """One micro-batch after another through the whole model: one process, DDP, ZeRO.
 
-    `unsharded` are parameters that stay whole under ZeRO, whose gradients `replicas` averages; those of `partial` are
-    summed over `tp`.
+    `replicas` sums the gradients of parameters that stay whole under ZeRO, `experts` those of experts that no wrapper
+    does; those of `partial` are summed over `tp`.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class WholeModelExecution:
         precision: TrainingPrecision,
         device: torch.device,
         replicas: ReplicaGradients,
-        unsharded: Sequence[nn.Parameter] = (),
+        experts: ReplicaGradients,
         partial: PartialGradients | None = None,
     ) -> None:
         self.loss = loss
         self._module = module
         self._replicas = replicas
-        self._unsharded = unsharded
+        self._experts = experts
         self._partial = partial or PartialGradients()
         self._sync = sync
         self._precision = precision
@@ -70,8 +70,8 @@ class WholeModelExecution:
         for index, micro_batch in enumerate(micro_batches):
             with self._sync.micro_batch(is_last=index == len(micro_batches) - 1):
                 self._loss_of(micro_batch).backward()  # type: ignore[no-untyped-call]
-        self._replicas.start(self._unsharded)
-        self._replicas.finish()
+        self._replicas.sum()
+        self._experts.sum()
         self._partial.sum()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -262,7 +262,9 @@ def _failure_of_plan(
         if words in str(error) and applies(plan):
             return UnsupportedPlanError(message.format(plan=plan, name=name, text=text), hint=hint)
     is_of_others = is_lost_connection(error) or waited_s(error) is not None
-    is_split = plan.tp * plan.pp * plan.cp > 1 or plan.zero_stage > 0  # else torch says the same in one process
+    is_split = (
+        plan.tp * plan.pp * plan.cp * plan.ep > 1 or plan.zero_stage > 0
+    )  # else torch says the same in one process
     if not is_split or is_of_others or not is_of_torch(error):
         return None
     return UnsupportedPlanError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import LossScale
+from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.torch_private import multiply_all
 
 
@@ -18,7 +19,7 @@ from paraplan.runtime.torch_private import multiply_all
 class GradientClipping:
     """Multiplies, unscales and clips the gradients of one rank. They are read once for their norm and written once.
 
-    `repeated` names those that an earlier pipeline stage counts in the norm, `split` those that ranks of `tp` hold
+    `repeated` names those that an earlier pipeline stage counts in the norm, `shardings` those that ranks hold
     parts of. `has_values` is False where tensors have none.
     """
 
@@ -26,7 +27,7 @@ class GradientClipping:
     max_norm: float | None
     scale: LossScale | None
     repeated: Collection[str] = ()
-    split: Collection[str] = ()
+    shardings: Shardings = field(default_factory=Shardings)
     has_values: bool = True
 
     def finish(
@@ -44,7 +45,7 @@ class GradientClipping:
                 scale_gradients(gradients.values(), by)
             return None, True
         counted = {name: gradient for name, gradient in gradients.items() if name not in self.repeated}
-        norm = global_norm(counted, self.mesh, split=self.split)
+        norm = global_norm(counted, self.mesh, shardings=self.shardings)
         if by is not None:
             norm = norm * by
         if self.scale is not None and self.has_values:
@@ -61,22 +62,28 @@ class GradientClipping:
         return norm, True
 
 
-def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Collection[str] = ()) -> torch.Tensor:
+def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, shardings: Shardings) -> torch.Tensor:
     """Return the 2-norm of the gradient of the whole model, the same on every rank, as a scalar tensor.
 
-    `gradients` are this rank's by the names of their parameters: shards over `dp` (DTensors) are summed over `dp`,
-    those of parameters in `split` over `tp`, and all over the stages of the pipeline. A gradient that several stages
-    hold must be given by one of them only.
+    `gradients` are this rank's by the names of their parameters. What is cut is summed: shards (DTensors) and experts
+    over `dp` and `cp`, parts of layers over `tp`, and all over the stages of the pipeline. A gradient that several
+    stages hold must be given by one of them only.
     """
-    device = mesh.world.device
 
-    def square_of(*, is_split: bool, is_sharded: bool) -> torch.Tensor:
+    def square_of(*, is_split: bool, is_sharded: bool, is_expert: bool) -> torch.Tensor:
         chosen = [
             gradient.to_local() if isinstance(gradient, DTensor) else gradient
             for name, gradient in gradients.items()
-            if (name in split) == is_split and isinstance(gradient, DTensor) == is_sharded
+            if (name in shardings.tensor, isinstance(gradient, DTensor), name in shardings.expert)
+            == (is_split, is_sharded, is_expert)
         ]
-        return _squared_norm(chosen, device)
+        return _squared_norm(chosen, mesh.world.device)
+
+    def of_parts(*, is_sharded: bool, is_expert: bool = False) -> torch.Tensor:
+        """Return the square of what ranks of `tp` hold whole, and that of what they hold parts of."""
+        return torch.stack(
+            [square_of(is_split=part, is_sharded=is_sharded, is_expert=is_expert) for part in (False, True)]
+        )
 
     def summed(square: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         if group is not None:
@@ -85,11 +92,13 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, *, split: Col
 
     # Both squares travel together: over dp and cp those of shards, and over tp those of parts.
     has_shards = any(isinstance(gradient, DTensor) for gradient in gradients.values())  # alike on the ranks of a group
-    sharded = summed(
-        torch.stack([square_of(is_split=part, is_sharded=True) for part in (False, True)]),
-        mesh.shard_group if has_shards else None,
-    )
-    whole, part = sharded + torch.stack([square_of(is_split=part, is_sharded=False) for part in (False, True)])
+    shards = of_parts(is_sharded=True)
+    if mesh.expert_mesh is not None:
+        has_shards = True
+        shards += of_parts(is_sharded=True, is_expert=True)
+        shards += of_parts(is_sharded=False, is_expert=True) / mesh.expert_mesh.size(0)
+    sharded = summed(shards, mesh.shard_group if has_shards else None)
+    whole, part = sharded + of_parts(is_sharded=False)
     return summed(whole + summed(part.clone(), mesh.group("tp")), mesh.group("pp")).sqrt()
 
 

@@ -1,0 +1,172 @@
+"""Experts with stacked weights, of which each rank holds some: their own code runs on the rows that came for them.
+
+What they are called with says how: hidden states with the numbers of the experts that each token goes to and the
+weights of these (one row for each pair travels, and the weighted outputs of a token are summed at home), hidden states
+with a weight for every expert (each token goes to all ranks), or rows for all experts one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.experts.exchange import ExpertGroup, Rows, row_counts
+from paraplan.runtime.experts.layers import ExpertLoad
+
+
+class SharedExperts:
+    """The forward pass of a module of experts. `inner` is its own, which works on those that this rank holds."""
+
+    def __init__(
+        self, name: str, inner: Callable[..., Any], num_experts: int, group: ExpertGroup, load: ExpertLoad
+    ) -> None:
+        self._name = name
+        self._inner = inner
+        self._num_experts = num_experts
+        self._num_local = num_experts // group.size
+        self._group = group
+        self._load = load
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return what the experts of all ranks make of what the module was called with."""
+        places = [*range(len(args)), *kwargs]
+        given = dict(zip(places, [*args, *kwargs.values()], strict=True))
+        tensors = {place: one for place, one in given.items() if isinstance(one, torch.Tensor)}
+        floats = [place for place, one in tensors.items() if one.is_floating_point()]
+        numbers = [place for place in tensors if place not in floats]
+        if not floats or len(numbers) > 1 or len(floats) > 2 or (numbers and len(floats) == 1):
+            raise self._unknown(given)
+
+        def call(*replaced: torch.Tensor) -> Any:
+            changed = given | dict(zip([*floats[:1], *numbers, *floats[1:]], replaced, strict=True))
+            return self._inner(*(changed[place] for place in range(len(args))), **{key: changed[key] for key in kwargs})
+
+        hidden = tensors[floats[0]]
+        num_tokens = hidden.numel() // max(hidden.shape[-1], 1)
+        if len(floats) == 1:
+            if hidden.shape[0] % self._num_experts:
+                raise self._unknown(given)
+            return self._of_all(hidden, call)
+        weights = tensors[floats[1]]
+        if not numbers:
+            if weights.shape != (*hidden.shape[:-1], self._num_experts):
+                raise self._unknown(given)
+            return self._of_weighed(hidden, weights, call)
+        index = tensors[numbers[0]]
+        if weights.shape != index.shape or index.numel() % max(num_tokens, 1):
+            raise self._unknown(given)
+        return self._of_chosen(hidden, index, weights, call)
+
+    def _of_chosen(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, call: Callable[..., Any]
+    ) -> torch.Tensor:
+        """Send each token to the experts that `index` names, and sum what comes back."""
+        group, chosen = self._group, index.reshape(-1)
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        num_pairs, num_each = len(chosen), len(chosen) // max(len(tokens), 1)
+        order = torch.argsort(chosen, stable=True)
+        there = (
+            torch.bincount(chosen, minlength=self._num_experts) if chosen.numel() else _zeros(chosen, self._num_experts)
+        )
+        coming = group.tell(there).view(group.size, -1)
+        self._load.add(coming.sum(0))
+        sent = row_counts(there.view(group.size, -1).sum(1), num_pairs)
+        received = row_counts(coming.sum(1), num_pairs)
+        rows = Rows(group, sent, received)
+        states, scales = rows.exchange(tokens[order // max(num_each, 1)], weights.reshape(-1)[order])
+        local = torch.arange(self._num_local, device=chosen.device).repeat(group.size)
+        local = torch.repeat_interleave(local, coming.reshape(-1), output_size=sum(received)).to(index.dtype)
+        outputs = self._run(states, local, scales, hidden, index, weights, call)
+        (back,) = rows.back.exchange(outputs)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(num_pairs, device=order.device))
+        return back[inverse].view(len(tokens), num_each, -1).sum(1).reshape(*hidden.shape[:-1], -1)
+
+    def _run(
+        self,
+        states: torch.Tensor,
+        local: torch.Tensor,
+        scales: torch.Tensor,
+        *whole: Any,
+    ) -> torch.Tensor:
+        """Run the experts of this rank; where no row has come on one of zeros, so that all ranks do the same."""
+        hidden, index, weights, call = whole
+        count = len(states)
+        if not count:
+            states = torch.cat([states, states.new_zeros(1, states.shape[-1])])
+            local, scales = local.new_zeros(1), torch.cat([scales, scales.new_zeros(1)])
+        outputs = call(
+            states.view(*(1,) * (hidden.ndim - 2), -1, hidden.shape[-1]),
+            local.view(*_like(index, hidden)),
+            scales.view(*_like(weights, hidden)),
+        )
+        if not isinstance(outputs, torch.Tensor):
+            raise UnsupportedPlanError(
+                f"ep={self._group.size}: {self._name} returns {type(outputs).__name__}, not a tensor", hint="use ep=1"
+            )
+        return outputs.reshape(max(count, 1), -1)[:count]
+
+    def _of_weighed(self, hidden: torch.Tensor, weights: torch.Tensor, call: Callable[..., Any]) -> torch.Tensor:
+        """Send each token to all ranks, with the weights of the experts there, and sum what comes back."""
+        group = self._group
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        coming = group.tell(torch.full((group.size,), len(tokens), device=hidden.device))
+        self._load.add(coming.sum().expand(self._num_local))
+        rows = Rows(group, [len(tokens)] * group.size, row_counts(coming, len(tokens) * group.size))
+        shares = weights.reshape(-1, group.size, self._num_local).transpose(0, 1).reshape(-1, self._num_local)
+        states, scales = rows.exchange(tokens.repeat(group.size, 1), shares)
+        ones = (1,) * (hidden.ndim - 2)
+        outputs = call(states.view(*ones, *states.shape), scales.view(*ones, *scales.shape))
+        (back,) = rows.back.exchange(outputs.reshape(len(states), -1))
+        return back.view(group.size, len(tokens), -1).sum(0).reshape(*hidden.shape[:-1], -1)
+
+    def _of_all(self, rows: torch.Tensor, call: Callable[..., Any]) -> torch.Tensor:
+        """Send the rows of each expert to its rank; they lie one behind the other, or in a dimension of their own."""
+        group, local = self._group, self._num_local
+        stacked = rows.reshape(self._num_experts, -1, rows.shape[-1])
+        each = stacked.shape[1]
+        coming = group.tell(torch.full((group.size,), each, device=rows.device))
+        lengths = row_counts(coming, each * group.size)
+        self._load.add(coming.sum().expand(local))
+        ways = Rows(group, [each * local] * group.size, [length * local for length in lengths])
+        (states,) = ways.exchange(stacked.reshape(-1, rows.shape[-1]))
+        parts = [part.view(local, -1, rows.shape[-1]) for part in torch.split(states, [*ways.received])]
+        joined = torch.cat(parts, dim=1)
+        outputs = call(joined if rows.ndim == 3 else joined.reshape(-1, rows.shape[-1]))
+        outputs = outputs.reshape(local, joined.shape[1], -1)
+        sent = torch.cat([part.reshape(-1, outputs.shape[-1]) for part in torch.split(outputs, lengths, dim=1)])
+        (back,) = ways.back.exchange(sent)
+        return back.reshape(*rows.shape[:-1], -1)
+
+    def _unknown(self, given: dict[Any, Any]) -> UnsupportedPlanError:
+        words = ", ".join(
+            f"{one.dtype} {tuple(one.shape)}".removeprefix("torch.")
+            if isinstance(one, torch.Tensor)
+            else type(one).__name__
+            for one in given.values()
+        )
+        return UnsupportedPlanError(
+            f"ep={self._group.size}: {self._name} is called with {words}, and not with hidden states, the numbers of "
+            "experts and their weights, nor with rows for all experts",
+            hint="use ep=1 for this model",
+        )
+
+
+def _zeros(like: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=like.device)
+
+
+def _like(routing: torch.Tensor, hidden: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of one choice for each row in the form of `routing`, that of all tokens."""
+    is_flat = routing.numel() == hidden.numel() // hidden.shape[-1] and routing.ndim == hidden.ndim - 1
+    return (*(1,) * (routing.ndim - 1), -1) if is_flat else (*(1,) * (routing.ndim - 2), -1, 1)
+
+
+def set_number(module: nn.Module, num_experts: int, num_local: int) -> None:
+    """Have `module` count the experts of this rank, where it counts them all."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, int) and not isinstance(value, bool) and value == num_experts and "expert" in name:
+            setattr(module, name, num_local)

@@ -1,0 +1,128 @@
+"""The mixtures of experts of a model: modules that hold the weights of all experts, or lists of modules, one each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from paraplan.errors import UnsupportedPlanError
+from paraplan.runtime.shards.sharding import Sharding
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of one layer. `name` is that of the module with their stacked weights, or of the list of them."""
+
+    name: str
+    num_experts: int
+    is_list: bool
+
+
+@dataclass(eq=False)
+class ExpertLoad:
+    """The rows that each expert of this rank has received in a step, summed over its layers."""
+
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, counts: torch.Tensor) -> None:
+        """Take note of the rows of each expert in one call of a layer."""
+        self.rows.append(counts.detach())
+
+
+@dataclass(frozen=True)
+class RankExperts:
+    """The experts that a rank holds: the `modules` with their parameters, and how these are cut, by their names.
+
+    `absent` are the empty parameters that stand for those of others, `load` what the experts receive.
+    """
+
+    modules: tuple[nn.Module, ...] = ()
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    absent: frozenset[nn.Parameter] = frozenset()
+    load: ExpertLoad = field(default_factory=ExpertLoad)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of these experts."""
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+    @property
+    def apart(self) -> frozenset[nn.Parameter]:
+        """What has another place than the rest of the model: these parameters, and those that stand for others."""
+        return self.absent.union(self.parameters)
+
+
+NO_EXPERTS = RankExperts()
+
+
+def find_experts(model: nn.Module) -> dict[str, ExpertLayer]:
+    """Return the mixtures of `model` by the names of their modules.
+
+    Stacked weights have three dimensions, experts first, and all parameters of the module have as many. A list is one
+    of modules that are alike, and is named for experts.
+    """
+    found: dict[str, ExpertLayer] = {}
+    for name, module in model.named_modules():
+        count = _stacked(module)
+        if name and count:
+            found[name] = ExpertLayer(name, count, is_list=False)
+        elif "expert" in name.rpartition(".")[2] and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found |= {name: ExpertLayer(name, len(module), is_list=True)} if _are_alike(module) else {}
+    return found
+
+
+def check_experts(model: nn.Module, ep: int) -> dict[str, ExpertLayer]:
+    """Return the mixtures of `model`; raise `UnsupportedPlanError` where `ep` ranks cannot share them out evenly."""
+    found = find_experts(model)
+    if not found:
+        raise UnsupportedPlanError(
+            f"ep={ep}: {type(model).__name__} has no experts: no module of stacked weights [experts, inputs, outputs] "
+            "alone, and no list of modules that is named for experts",
+            hint="use ep=1",
+        )
+    holders: dict[int, str] = {}
+    for layer in found.values():
+        if layer.num_experts % ep:
+            raise UnsupportedPlanError(
+                f"ep={ep} does not divide the {layer.num_experts} experts of {layer.name}",
+                hint="use an ep that divides the number of experts",
+            )
+        for name, parameter in expert_parameters(model, layer):
+            if not parameter.ndim:
+                raise UnsupportedPlanError(
+                    f"ep={ep}: {name} is a single number of one expert, which is not divided", hint="use ep=1"
+                )
+            if holders.setdefault(id(parameter), name) != name:
+                raise UnsupportedPlanError(
+                    f"ep={ep}: {holders[id(parameter)]} and {name} are one parameter", hint="use ep=1 for this model"
+                )
+    return found
+
+
+def expert_parameters(model: nn.Module, layer: ExpertLayer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of the experts of a layer with their names in `model`."""
+    module = model.get_submodule(layer.name)
+    for name, parameter in module.named_parameters(recurse=layer.is_list, remove_duplicate=False):
+        yield f"{layer.name}.{name}", parameter
+
+
+def _stacked(module: nn.Module) -> int:
+    """Return the number of experts whose weights `module` holds stacked, 0 where it holds none."""
+    own = [parameter for parameter in module.parameters(recurse=False) if parameter is not None]
+    counts = {parameter.shape[0] if parameter.ndim else 0 for parameter in own}
+    num_stacked = sum(parameter.ndim == 3 for parameter in own)
+    if isinstance(module, _CONVOLUTIONS) or len(counts) != 1 or min(counts) < 2 or not num_stacked:
+        return 0
+    has_layers = any(True for child in module.children() for _ in child.parameters())
+    is_named = "expert" in type(module).__name__.lower()
+    return counts.pop() if not has_layers and (num_stacked > 1 or is_named) else 0
+
+
+def _are_alike(modules: nn.ModuleList | nn.ModuleDict) -> bool:
+    shapes = [[(name, one.shape) for name, one in module.named_parameters()] for module in modules.children()]
+    return len(shapes) > 1 and bool(shapes[0]) and all(one == shapes[0] for one in shapes)

@@ -1,0 +1,76 @@
+"""The experts of a model shared out over `ep`: each rank keeps some of every layer, and its own code runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.experts.dispatch import SharedExperts, set_number
+from paraplan.runtime.experts.exchange import ExpertGroup
+from paraplan.runtime.experts.layers import ExpertLayer, ExpertLoad, RankExperts, expert_parameters
+from paraplan.runtime.experts.lists import ListedExperts
+from paraplan.runtime.rank_part import ParallelContext
+from paraplan.runtime.shards.group import expert_ranks
+from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.split.layers import take_parts
+
+
+def share_experts(model: nn.Module, layers: Mapping[str, ExpertLayer], parallel: ParallelContext) -> RankExperts:
+    """Leave this rank's experts of `layers` in `model`, or in a stage of it that has some of them."""
+    group = expert_ranks(parallel.mesh)
+    assert group.handle is not None
+    exchange, load = ExpertGroup(group.size, group.index, group.handle), ExpertLoad()
+    held = dict(model.named_modules())
+    modules: list[nn.Module] = []
+    absent: set[nn.Parameter] = set()
+    shardings: dict[str, Sharding] = {}
+    for name, layer in layers.items():
+        if name not in held or not any(True for _ in held[name].parameters()):
+            continue  # of another stage
+        cuts = _cuts(model, layer, group.size)
+        for parameter, sharding in cuts.items():
+            path, _, own = parameter.rpartition(".")
+            take_parts(held[path], {own: sharding}, group)
+        shardings |= cuts
+        holder, forward = held[name], held[name].forward
+        if layer.is_list:
+            local = range(
+                group.index * layer.num_experts // group.size, (group.index + 1) * layer.num_experts // group.size
+            )
+            for number, expert in enumerate(held[name].children()):
+                if number in local:
+                    modules.append(expert)
+                else:
+                    absent.update(expert.parameters())
+            if type(holder) in (nn.ModuleList, nn.ModuleDict):  # without code of its own
+                holder = held[name.rpartition(".")[0]]
+            runs_all = bool(parallel.plan.zero_stage)
+            forward = ListedExperts(name, holder, held[name], exchange, load, runs_all=runs_all)
+        else:
+            modules.append(holder)
+            set_number(holder, layer.num_experts, layer.num_experts // group.size)
+            forward = SharedExperts(name, forward, layer.num_experts, exchange, load)
+        holder.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    return RankExperts(tuple(modules), shardings, frozenset(absent), load)
+
+
+def _cuts(model: nn.Module, layer: ExpertLayer, size: int) -> dict[str, Sharding]:
+    """Return how the parameters of a layer are cut: along the experts, or each with the rank that holds its expert."""
+    if not layer.is_list:
+        stacked = Sharding(dim=0, segments=(layer.num_experts,), size=size)
+        return {name: stacked for name, _ in expert_parameters(model, layer)}
+    each = layer.num_experts // size
+    return {
+        f"{layer.name}.{key}.{name}": Sharding(dim=0, segments=(len(one),), size=size, owner=number // each)
+        for number, (key, expert) in enumerate(model.get_submodule(layer.name).named_children())
+        for name, one in expert.named_parameters()
+    }
+
+
+def expert_gradients(experts: Iterable[RankExperts], parallel: ParallelContext) -> ReplicaGradients:
+    """Return what sums the gradients of experts over the ranks that hold the same; under ZeRO FSDP does."""
+    held = [] if parallel.plan.zero_stage else [parameter for one in experts for parameter in one.parameters]
+    return ReplicaGradients(parallel.mesh.expert_copies_group, parallel.reduce_dtype, held)
