@@ -20,11 +20,11 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.checkpoints.adapter_files import count_base
 from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
-from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, expert_gradients
 from paraplan.runtime.data_parallel.sharded_table import shard_tables
 from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, check_experts
-from paraplan.runtime.experts.share import expert_gradients, share_experts
+from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.precision import check_stored_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
 from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
@@ -179,7 +179,9 @@ def _assemble_whole(
     again: RecomputedBlocks,
     layers: Mapping[str, ExpertLayer],
 ) -> RankPart:
-    experts = share_experts(model, layers, parallel) if layers else NO_EXPERTS
+    experts = NO_EXPERTS
+    if layers:
+        experts = share_experts(model, layers, parallel.mesh, are_gathered=parallel.plan.zero_stage > 0)
     group = tensor_group(parallel.mesh, keeps_products=again.keeps is not None)
     shardings = {} if split is None else apply_tensor_split(model, split, split.names, group, parallel.logits)
     if context is not None and parallel.loss.context is not None:
@@ -205,7 +207,7 @@ def _assemble_whole(
         replicas=ReplicaGradients(
             parallel.mesh.replica_group, parallel.reduce_dtype, [one for one in model.parameters() if one in unsharded]
         ),
-        experts=expert_gradients([experts], parallel),
+        experts=expert_gradients([experts], parallel.plan, parallel.mesh, parallel.reduce_dtype),
         partial=_partial_gradients(model, split, parallel),
     )
     return RankPart(

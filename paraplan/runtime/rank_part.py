@@ -12,7 +12,8 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.block_order import BlockOrder, watch_blocks
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
-from paraplan.runtime.data_parallel.wrapping import ReplicaReduction, apply_data_parallelism
+from paraplan.runtime.data_parallel.replica_reduction import ReplicaReduction
+from paraplan.runtime.data_parallel.wrapping import apply_data_parallelism
 from paraplan.runtime.experts.layers import NO_EXPERTS, RankExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import RankParameters

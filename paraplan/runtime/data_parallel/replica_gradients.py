@@ -6,13 +6,16 @@ bubble) goes around these hooks, and a parameter that two stages of one rank hol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.experts.layers import RankExperts
+from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.torch_private import FakeTensor
 
@@ -75,6 +78,14 @@ class ReplicaGradients:
                 elif has_some(there[place]):  # read only where this replica has none
                     parameter.grad = total.view_as(parameter).clone()
         self._travelling.clear()
+
+
+def expert_gradients(
+    experts: Iterable[RankExperts], plan: ParallelPlan, mesh: Mesh, reduce_dtype: ReduceType
+) -> ReplicaGradients:
+    """Return what sums the gradients of experts over the ranks that hold the same; under ZeRO FSDP does."""
+    held = [] if plan.zero_stage else [parameter for one in experts for parameter in one.parameters]
+    return ReplicaGradients(mesh.expert_copies_group, reduce_dtype, held)
 
 
 def has_some(count: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.experts.exchange import ExpertGroup, Rows, row_counts
 from paraplan.runtime.experts.layers import ExpertLoad
+from paraplan.runtime.experts.pairs import Pairs
 
 
 class SharedExperts:
@@ -67,23 +68,22 @@ class SharedExperts:
         """Send each token to the experts that `index` names, and sum what comes back."""
         group, chosen = self._group, index.reshape(-1)
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        num_pairs, num_each = len(chosen), len(chosen) // max(len(tokens), 1)
-        order = torch.argsort(chosen, stable=True)
-        there = (
-            torch.bincount(chosen, minlength=self._num_experts) if chosen.numel() else _zeros(chosen, self._num_experts)
-        )
+        num_pairs = len(chosen)
+        pairs = Pairs.of(chosen, num_each=max(num_pairs // max(len(tokens), 1), 1))
+        there = torch.bincount(chosen, minlength=self._num_experts)
         coming = group.tell(there).view(group.size, -1)
         self._load.add(coming.sum(0))
-        sent = row_counts(there.view(group.size, -1).sum(1), num_pairs)
-        received = row_counts(coming.sum(1), num_pairs)
-        rows = Rows(group, sent, received)
-        states, scales = rows.exchange(tokens[order // max(num_each, 1)], weights.reshape(-1)[order])
+        rows = Rows(
+            group,
+            sent=row_counts(there.view(group.size, -1).sum(1), num_pairs),
+            received=row_counts(coming.sum(1), num_pairs),
+        )
+        states, scales = rows.exchange(pairs.spread(tokens), weights.reshape(-1)[pairs.order])
         local = torch.arange(self._num_local, device=chosen.device).repeat(group.size)
-        local = torch.repeat_interleave(local, coming.reshape(-1), output_size=sum(received)).to(index.dtype)
+        local = torch.repeat_interleave(local, coming.reshape(-1), output_size=sum(rows.received)).to(index.dtype)
         outputs = self._run(states, local, scales, hidden, index, weights, call)
         (back,) = rows.back.exchange(outputs)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(num_pairs, device=order.device))
-        return back[inverse].view(len(tokens), num_each, -1).sum(1).reshape(*hidden.shape[:-1], -1)
+        return pairs.collect(back).reshape(*hidden.shape[:-1], -1)
 
     def _run(
         self,
@@ -107,7 +107,8 @@ class SharedExperts:
             raise UnsupportedPlanError(
                 f"ep={self._group.size}: {self._name} returns {type(outputs).__name__}, not a tensor", hint="use ep=1"
             )
-        return outputs.reshape(max(count, 1), -1)[:count]
+        outputs = outputs.reshape(max(count, 1), -1)
+        return outputs if count else outputs[:0]
 
     def _of_weighed(self, hidden: torch.Tensor, weights: torch.Tensor, call: Callable[..., Any]) -> torch.Tensor:
         """Send each token to all ranks, with the weights of the experts there, and sum what comes back."""
@@ -153,10 +154,6 @@ class SharedExperts:
             "experts and their weights, nor with rows for all experts",
             hint="use ep=1 for this model",
         )
-
-
-def _zeros(like: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int64, device=like.device)
 
 
 def _like(routing: torch.Tensor, hidden: torch.Tensor) -> tuple[int, ...]:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
 from paraplan.runtime.experts.dispatch import SharedExperts, set_number
 from paraplan.runtime.experts.exchange import ExpertGroup
 from paraplan.runtime.experts.layers import ExpertLayer, ExpertLoad, RankExperts, expert_parameters
 from paraplan.runtime.experts.lists import ListedExperts
-from paraplan.runtime.rank_part import ParallelContext
+from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import expert_ranks
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.layers import take_parts
 
 
-def share_experts(model: nn.Module, layers: Mapping[str, ExpertLayer], parallel: ParallelContext) -> RankExperts:
-    """Leave this rank's experts of `layers` in `model`, or in a stage of it that has some of them."""
-    group = expert_ranks(parallel.mesh)
+def share_experts(
+    model: nn.Module, layers: Mapping[str, ExpertLayer], mesh: Mesh, *, are_gathered: bool
+) -> RankExperts:
+    """Leave this rank's experts of `layers` in `model`, or in a stage of it that has some of them.
+
+    `are_gathered` says that ranks which hold the same experts are to run them together, with rows or without.
+    """
+    group = expert_ranks(mesh)
     assert group.handle is not None
     exchange, load = ExpertGroup(group.size, group.index, group.handle), ExpertLoad()
     held = dict(model.named_modules())
@@ -47,8 +51,7 @@ def share_experts(model: nn.Module, layers: Mapping[str, ExpertLayer], parallel:
                     absent.update(expert.parameters())
             if type(holder) in (nn.ModuleList, nn.ModuleDict):  # without code of its own
                 holder = held[name.rpartition(".")[0]]
-            runs_all = bool(parallel.plan.zero_stage)
-            forward = ListedExperts(name, holder, held[name], exchange, load, runs_all=runs_all)
+            forward = ListedExperts(name, holder, held[name], exchange, load, runs_all=are_gathered)
         else:
             modules.append(holder)
             set_number(holder, layer.num_experts, layer.num_experts // group.size)
@@ -68,9 +71,3 @@ def _cuts(model: nn.Module, layer: ExpertLayer, size: int) -> dict[str, Sharding
         for number, (key, expert) in enumerate(model.get_submodule(layer.name).named_children())
         for name, one in expert.named_parameters()
     }
-
-
-def expert_gradients(experts: Iterable[RankExperts], parallel: ParallelContext) -> ReplicaGradients:
-    """Return what sums the gradients of experts over the ranks that hold the same; under ZeRO FSDP does."""
-    held = [] if parallel.plan.zero_stage else [parameter for one in experts for parameter in one.parameters]
-    return ReplicaGradients(parallel.mesh.expert_copies_group, parallel.reduce_dtype, held)

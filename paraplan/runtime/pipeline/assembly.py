@@ -17,10 +17,10 @@ from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
-from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, expert_gradients
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, RankExperts
-from paraplan.runtime.experts.share import expert_gradients, share_experts
+from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
@@ -196,7 +196,9 @@ def _cut_piece(
     device = parallel.mesh.world.device
     start, end = bounds[index]
     sharding: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
-    experts = share_experts(model, layers, parallel) if layers else NO_EXPERTS
+    experts = NO_EXPERTS
+    if layers:
+        experts = share_experts(model, layers, parallel.mesh, are_gathered=parallel.plan.zero_stage > 0)
     shardings: Mapping[str, Sharding] = {}
     in_model = {own: name for name, own in sharding.names.items()}
     if split is not None:
@@ -259,7 +261,7 @@ def _rank_part(
             parallel.reduce_dtype,
             [held for held in parameters.values() if held in unsharded],
         ),
-        experts=expert_gradients([piece.experts for piece in pieces], parallel),
+        experts=expert_gradients([piece.experts for piece in pieces], parallel.plan, mesh, parallel.reduce_dtype),
         partial=PartialGradients(
             [held for piece in pieces for name, held in piece.parameters.items() if name in piece.partial],
             mesh.group("tp"),
