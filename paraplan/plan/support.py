@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from paraplan.errors import UnsupportedPlanError
-from paraplan.plan.parallel import Degree, ParallelPlan
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stages_reason
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
 
@@ -72,11 +70,6 @@ def rule_of(reason: str) -> str:
     return reason.partition(": ")[2] or reason
 
 
-def unsupported_axes(degrees: Mapping[Degree, int]) -> str | None:
-    """Return why no plan of these degrees can be executed, None where some can."""
-    return None
-
-
 def training_reason(training: TrainingSpec | None) -> str | None:
     """Return why the runtime does not train so under any plan, None where it does or nothing is known."""
     if training is not None and training.linear_precision != "16bit":
@@ -93,6 +86,8 @@ def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | N
     """
     if plan.tp > 1 and of_any_model:
         return f"tp={plan.tp}: whether torch.compile follows split layers depends on the model's code"
+    if plan.ep > 1:
+        return f"ep={plan.ep}: how many rows go to experts elsewhere is read on the host, within a block"
     if plan.recompute == "selective_ops":
         return "recompute=selective_ops: a compiled block's operations are the compiler's choice"
     if plan.devices_per_process > 1:
@@ -103,9 +98,6 @@ def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | N
 
 
 def _axes_reason(plan: ParallelPlan) -> str | None:
-    reason = unsupported_axes(plan.degrees)
-    if reason is not None:
-        return reason
     if plan.zero_shards is not None and plan.dp < plan.world_size:
         return f"zero_shards={plan.zero_shards}: hybrid sharding is executed over dp alone"
     return None

@@ -25,7 +25,7 @@ from paraplan.plan.compatibility import (
 )
 from paraplan.plan.executor import OWN_RUNTIME, Executor
 from paraplan.plan.parallel import AXES, Degree, ParallelPlan
-from paraplan.plan.support import rule_of, unsupported_axes
+from paraplan.plan.support import rule_of
 from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all
 from paraplan.search.degrees import Degrees, all_degrees, divisors
 from paraplan.search.micro_batch_limit import largest_fitting
@@ -204,16 +204,13 @@ class PlanSpace:
 
     def _unsupported_axes(self, degrees: Degrees) -> str | None:
         """Return the reason why no plan of these degrees can be executed, whatever else it chooses."""
-        if not self.executor.is_own:
-            spreads = self.executor.spreads_experts
-            if spreads is None:
-                spreads = self.workload.framework.data_parallel.has_expert_parallel
-            if degrees.ep == 1 or spreads:
-                return None
-            others = "transformers, torchtitan, DeepSpeed, axolotl and Megatron-Core do"
-            return f"{self.workload.framework.title} does not spread experts over ep; {others}"
-        reason = unsupported_axes(degrees.named)
-        return None if reason is None else rule_of(reason)
+        spreads = self.executor.spreads_experts
+        if spreads is None:
+            spreads = self.executor.is_own or self.workload.framework.data_parallel.has_expert_parallel
+        if degrees.ep == 1 or spreads:
+            return None
+        others = "transformers, torchtitan, DeepSpeed, axolotl, Megatron-Core and paraplan's own runtime do"
+        return f"{self.workload.framework.title} does not spread experts over ep; {others}"
 
     def _micro_batch_sizes(self, degrees: Degrees) -> Ints:
         """Return the sizes of a micro-batch that divide a rank's share of the batch."""
