@@ -26,6 +26,7 @@ FLOORS = {
     "launch": 4,
     "interop": 4,
     "measure": 5,
+    "submit": 5,
     "report": 5,
     "api": 6,
     "cli": 7,
@@ -58,6 +59,7 @@ ONE_WAY_INSIDE = (
     "report",
     "runtime",
     "search",
+    "submit",
 )
 """Packages whose folders, and modules beside them, import one way among themselves."""
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "common", "misc"}

@@ -98,6 +98,20 @@ def runs(incomplete: str) -> list[str]:
     return sorted(run.id for run in live_runs() if run.id.startswith(incomplete))
 
 
+def schedulers(incomplete: str) -> list[str]:
+    """Return the schedulers of `paraplan submit` that begin so."""
+    from paraplan.api.submission import scheduler_names
+
+    return _beginning(incomplete, scheduler_names())
+
+
+def jobs(incomplete: str) -> list[str]:
+    """Return the names of the jobs that were submitted and begin so."""
+    from paraplan.api.submission import submitted_jobs
+
+    return _beginning(incomplete, (job.name for job in submitted_jobs()))
+
+
 def _profiles(kind: str) -> set[str]:
     from paraplan.api.profiles import profile_names
 

@@ -30,7 +30,7 @@ TOPICS = (
         "runtime",
         "memory",
     ),
-    *("cost-model", "accuracy", "recommendations", "reports", "launch", "faq", "glossary"),
+    *("cost-model", "accuracy", "recommendations", "reports", "launch", "submit", "faq", "glossary"),
     *("moving-from-torchrun", "moving-from-accelerate", "moving-from-deepspeed", "moving-from-megatron-lm"),
     *("export", "ci", "calibrate", "validate"),
 )

@@ -21,6 +21,16 @@ RunArgument = Annotated[
     ),
 ]
 
+JobArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="A job of paraplan jobs: its name, or its scheduler's id.",
+        autocompletion=completion.jobs,
+        show_default=False,
+    ),
+]
+
 
 def ranks_of(text: str | None) -> list[int] | None:
     """Return the ranks of `0,4-7`; None for `all` and for nothing. Raises `UsageError` for anything else."""

@@ -15,6 +15,7 @@ from paraplan.interop.targets.kubernetes import to_jobset, to_pytorchjob, to_tra
 from paraplan.interop.targets.megatron_bridge import to_megatron_bridge
 from paraplan.interop.targets.megatron_lm import megatron_gaps, to_megatron_lm
 from paraplan.interop.targets.nemo_automodel import nemo_automodel_gaps, to_nemo_automodel
+from paraplan.interop.targets.ray import to_ray
 from paraplan.interop.targets.skypilot import to_skypilot
 from paraplan.interop.targets.slurm import to_slurm
 from paraplan.interop.targets.torchrun import to_torchrun
@@ -64,6 +65,7 @@ TARGETS: dict[str, Target] = {
     "trainjob": Target(to_trainjob, "Kubernetes: a TrainJob of Kubeflow Trainer 2"),
     "jobset": Target(to_jobset, "Kubernetes: a JobSet"),
     "skypilot": Target(to_skypilot, "SkyPilot's YAML"),
+    "ray": Target(to_ray, "a program for ray job submit, whose TorchTrainer starts the ranks"),
 }
 
 _LEARNS_FROM_MORE = "trl"

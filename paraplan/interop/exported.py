@@ -26,6 +26,14 @@ class Subject(Record):
     path: str = "plan.json"
     script: str = "train.py"
     image: str | None = None
+    arguments: tuple[str, ...] = ()
+    """The script's own arguments."""
+    job_name: str | None = None
+    """The name of the job, None for one after the model."""
+    is_planned: bool = True
+    """Whether ranks take the plan in `path`; else they plan when they start, and the file says the size of the job."""
+    needs_gpus: bool = True
+    """Whether GPUs are asked for; ranks run on CPUs otherwise."""
 
     @property
     def plan(self) -> ParallelPlan:
@@ -40,6 +48,8 @@ class Subject(Record):
     @property
     def name(self) -> str:
         """A name for jobs: the model's, in small letters, digits and hyphens, a letter first, for Kubernetes."""
+        if self.job_name is not None:
+            return self.job_name
         model = self.file.model.name if self.file.model is not None else "training"
         cleaned = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in model.lower())
         joined = "-".join(part for part in cleaned.split("-") if part)[:40].strip("-") or "training"
@@ -73,6 +83,10 @@ class Subject(Record):
 
     def describe(self) -> list[str]:
         """Return the lines that head every exported file: the plan, what it trains and on what."""
+        if not self.is_planned:
+            return [
+                f"Written by paraplan for {self.layout.num_nodes} x {self.layout.gpus_per_node} ranks without a plan"
+            ]
         lines = [f"Written by paraplan export from {self.path}: {self.plan.describe()}"]
         if self.file.model is not None:
             lines.append(f"for {self.file.model.name}, global batch {self.plan.global_batch_size}")
@@ -204,7 +218,8 @@ def runtime_gap(subject: Subject) -> list[Gap]:
 def launch_words(subject: Subject, *, plan_path: str) -> str:
     """Return the last words of `paraplan launch` for a shell: the order of GPUs, the plan and the script."""
     order = ["--gpus", subject.gpu_order] if subject.gpu_order is not None else []
-    return shlex.join([*order, "--plan", plan_path, subject.script])
+    plan = ["--plan", plan_path] if subject.is_planned else []
+    return shlex.join([*order, *plan, subject.script, *subject.arguments])
 
 
 def shared_notes(

@@ -42,7 +42,7 @@ def to_trainjob(subject: Subject) -> Exported:
         "numNodes": subject.layout.num_nodes,
         "numProcPerNode": subject.layout.gpus_per_node,
         "command": _command(subject),
-        "env": [_plan_variable(subject)],
+        "env": _plan_variables(subject),
         "resourcesPerNode": _resources(subject),
     }
     job: dict[str, object] = {
@@ -88,7 +88,7 @@ def _exported(subject: Subject, target: str, job: dict[str, object], *, left: li
     gaps = runtime_gap(subject)
     notes = [f"the image has to hold paraplan, torch and {subject.script}", *left]
     notes += _NETWORK if subject.layout.num_nodes > 1 else ()
-    if subject.gpu is None:
+    if subject.gpu is None and subject.needs_gpus:
         notes.append("nvidia.com/gpu is asked for; the plan file does not say what GPUs it was made for")
     text = comment(remarks(subject, gaps, notes)) + to_yaml(job)
     return Exported(target=target, text=text, gaps=tuple(gaps), notes=tuple(notes))
@@ -123,7 +123,7 @@ def _container(subject: Subject, name: str, variables: list[dict[str, object]]) 
         "name": name,
         "image": _image(subject),
         "command": _command(subject),
-        "env": [_plan_variable(subject), *variables],
+        "env": [*_plan_variables(subject), *variables],
         "resources": _resources(subject),
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],  # noqa: S108 (a path of the pod)
     }
@@ -132,14 +132,20 @@ def _container(subject: Subject, name: str, variables: list[dict[str, object]]) 
 def _command(subject: Subject) -> list[str]:
     words = launch_words(subject, plan_path=_PLAN_IN_POD).replace("$", "$$")  # Kubernetes turns $$ into $
     launch = f"exec paraplan launch {words}"
+    if not subject.is_planned:
+        return ["sh", "-c", launch]
     return ["sh", "-c", f'printf %s "$PARAPLAN_PLAN_JSON" > {_PLAN_IN_POD} && {launch}']
 
 
-def _plan_variable(subject: Subject) -> dict[str, object]:
-    return {"name": "PARAPLAN_PLAN_JSON", "value": subject.file.to_json(indent=None).replace("$", "$$")}
+def _plan_variables(subject: Subject) -> list[dict[str, object]]:
+    if not subject.is_planned:
+        return []
+    return [{"name": "PARAPLAN_PLAN_JSON", "value": subject.file.to_json(indent=None).replace("$", "$$")}]
 
 
 def _resources(subject: Subject) -> dict[str, object]:
+    if not subject.needs_gpus:
+        return {}
     is_amd = subject.gpu is not None and subject.gpu.vendor == "amd"
     resource = "amd.com/gpu" if is_amd else "nvidia.com/gpu"
     # Extended resources are whole numbers, and their requests default to their limits.

@@ -40,12 +40,14 @@ def to_skypilot(subject: Subject) -> Exported:
     gaps, layout, gpu = runtime_gap(subject), subject.layout, subject.gpu
     accelerator = ACCELERATORS.get(gpu.name) if gpu is not None else None
     resources: dict[str, object] = {}
-    if accelerator is not None:
+    if subject.needs_gpus and accelerator is not None:
         resources["accelerators"] = f"{accelerator}:{layout.gpus_per_node}"
-    else:
+    elif subject.needs_gpus:
         known = gpu.title if gpu is not None else "the GPUs of this plan"
-        gaps.append(Gap(part="machines", reason=f"SkyPilot's name of {known} is not known; set accelerators"))
-    notes = [
+        if subject.is_planned:
+            gaps.append(Gap(part="machines", reason=f"SkyPilot's name of {known} is not known; set accelerators"))
+    notes = [] if subject.is_planned else ["the kind of GPU: sky's option gpus, such as H100:8"]
+    notes += [
         "paraplan: put a clone of its repository into ./paraplan, from where setup installs it",
         "the packages of the script: install them under setup",
         "data: under file_mounts",
@@ -63,11 +65,12 @@ def to_skypilot(subject: Subject) -> Exported:
 
 
 def _run(subject: Subject) -> str:
+    ranks = '"$SKYPILOT_NUM_GPUS_PER_NODE"' if subject.needs_gpus else subject.layout.gpus_per_node
     return (
         'first_node=$(echo "$SKYPILOT_NODE_IPS" | head -n1)\n'
         "paraplan launch \\\n"
         '  --nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" \\\n'
-        '  --nproc-per-node "$SKYPILOT_NUM_GPUS_PER_NODE" \\\n'
+        f"  --nproc-per-node {ranks} \\\n"
         '  --master-addr "$first_node" --master-port 29500 \\\n'
         f"  {launch_words(subject, plan_path=subject.path)}\n"
     )

@@ -5,19 +5,15 @@ from __future__ import annotations
 from paraplan.interop.exported import Exported, Subject, launch_words, remarks, runtime_gap
 from paraplan.interop.quoting import comment
 
-_RENDEZVOUS = """\
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-first_node=${nodes%%$'\\n'*}
-port=$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a node do not share a port
-"""
-
-
 _WARNING_S = 120
 """How long before the end of its time a job is told to save."""
 
 
 def to_slurm(subject: Subject) -> Exported:
-    """Return an sbatch script: one task per node, each a `paraplan launch` that starts the node's ranks."""
+    """Return an sbatch script: one task per node, each a `paraplan launch` that starts the node's ranks.
+
+    Launchers read nodes, their numbers and the first of them from what srun sets.
+    """
     gaps, layout = runtime_gap(subject), subject.layout
     notes = [
         "account, partition and time limit: add the #SBATCH lines of your site",
@@ -29,7 +25,7 @@ def to_slurm(subject: Subject) -> Exported:
         "job-name": subject.name,
         "nodes": layout.num_nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": layout.gpus_per_node,
+        **({"gpus-per-node": layout.gpus_per_node} if subject.needs_gpus else {}),
         "exclusive": None,
         "mem": 0,
         "requeue": None,
@@ -40,11 +36,9 @@ def to_slurm(subject: Subject) -> Exported:
     lines = [f"#SBATCH --{name}" + (f"={value}" if value is not None else "") for name, value in options.items()]
     launch = [
         f"srun --kill-on-bad-exit=1 paraplan launch --requeue --preempt-window {_WARNING_S * 3 // 4}",
-        f'--nnodes "$SLURM_NNODES" --nproc-per-node {layout.gpus_per_node}',
-        '--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:$port"',
-        f"{launch_words(subject, plan_path=subject.path)}",
+        f"--nproc-per-node {layout.gpus_per_node} {launch_words(subject, plan_path=subject.path)}",
     ]
-    body = "set -euo pipefail\n" + _RENDEZVOUS + " \\\n  ".join(launch) + "\n"
+    body = "set -euo pipefail\n" + " \\\n  ".join(launch) + "\n"
     head = "#!/bin/bash\n" + "".join(f"{line}\n" for line in lines)
     text = head + comment(remarks(subject, gaps, notes)) + body
     return Exported(target="slurm", text=text, gaps=tuple(gaps), notes=tuple(notes))

@@ -1,0 +1,1 @@
+"""Jobs on the schedulers of clusters: packed, submitted, followed and ended by their own clients."""
