@@ -106,7 +106,8 @@ class BatchCoupling:
     def _difference(self, apart: Record, together: Record, parts: Sequence[Part], *, trains: bool) -> Difference | None:
         """Return by what two runs of the same sequences differ beyond rounding, None where it is within.
 
-        Sequences beside others are computed by other kernels. How far that goes shows in one part, several times.
+        Sequences beside others are computed by other kernels, and summed in another order. How far that goes shows in
+        one part, several times, and in all of them in another order.
         """
         comparison, rounding = compared(apart, together), ROUNDING[self._in_halves]
         losses = Comparison(apart.loss, together.loss)
@@ -114,7 +115,8 @@ class BatchCoupling:
             return None
         alone = self._runs.run([parts[0]], trains=trains)
         repeated = self._runs.run([joined([parts[0]] * len(parts))], trains=trains)
-        noise = compared(repeated, alone)
+        reordered = self._runs.run([joined(parts[::-1])], trains=trains)
+        noise = compared(repeated, alone), compared(reordered, together)
         return losses.worst(rounding, self._mesh, noise=noise) or comparison.worst(rounding, self._mesh, noise=noise)
 
     def _by_targets(self, whole: Part) -> list[Part]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,18 +103,18 @@ class Comparison:
         gaps |= {f"the gradient of {name}": off / max(size, least) for name, (off, size) in self._tensors.items()}
         return gaps | {f"buffer {name}": gap for name, gap in self._buffers.items()}
 
-    def worst(self, allowed: Tolerance, mesh: Mesh, *, noise: Comparison | None = None) -> Difference | None:
+    def worst(self, allowed: Tolerance, mesh: Mesh, *, noise: Sequence[Comparison] = ()) -> Difference | None:
         """Return the worst of what is further off than `allowed` on any rank, the same on all; None where nothing is.
 
-        `noise` compares two runs that differ in their rounding alone: some times as much is allowed, up to `MOST`.
+        `noise` compares runs that differ in their rounding alone: some times as much is allowed, up to `MOST`.
         """
-        ratios, gaps = {}, self.gaps()
-        noises = {} if noise is None else noise.gaps()
+        ratios, gaps, noises = {}, self.gaps(), [one.gaps() for one in noise]
         most = MOST[allowed in (ROUNDING[True], MOST[True])]
         for name, gap in gaps.items():
             least, largest = (allowed.loss, most.loss) if name == "the loss" else (allowed.tensor, most.tensor)
-            own = noises.get(name, 0.0)  # more than the most is no noise
-            within = least if own > largest else min(max(least, _OF_NOISE * own), largest)
+            own = [of_noise.get(name, 0.0) for of_noise in noises]
+            within = max([_OF_NOISE * one for one in own if one <= largest], default=0.0)  # the others are no noise
+            within = min(max(least, within), largest)
             ratios[name] = math.inf if math.isnan(gap) else gap / within
         name = max(ratios, key=ratios.__getitem__)
         kind = next(place for place, start in enumerate(_KINDS) if name.startswith(start))

@@ -122,51 +122,40 @@ class TrialRuns:
         Random numbers belong to sequences, and start from `seed`. `seen` is called before what a part has written is
         put back, and passes of `earlier` come before it. With `gathers` the outputs of the ranks are joined.
         """
-        options: dict[str, Any] = {"seed": seed, "earlier": earlier, "seen": seen, "gathers": gathers}
-        if trains or not self._needs_graph:
-            try:
-                return self._run(parts, trains=trains, **options)
-            except RuntimeError as error:  # a loss with torch.autograd.grad, on all ranks
-                is_agreed = self.plan.pp == 1 or isinstance(error, _NeedsGraphError)
-                if trains or not is_agreed or NO_GRAPH not in str(error):
-                    raise
-                self._needs_graph = True
-        return replace(self._run(parts, trains=True, **options), gradients={})
-
-    def _run(
-        self,
-        parts: Sequence[Part],
-        *,
-        trains: bool,
-        seed: int,
-        earlier: Sequence[Part],
-        seen: Callable[[], None] | None,
-        gathers: bool,
-    ) -> Record:
         counts = [float(self.counter.count(one.inputs, one.targets)) for one in parts]
-        copies = 1 if gathers else self.num_runs * self.mesh.size("dp")
-        total = math.fsum(counts) * copies
-        record, gradients, loss, count = Record(0.0), dict[str, torch.Tensor](), 0.0, 0.0
-        for one, own in zip(parts, counts, strict=True):
-            weight = own / total if total else 0.0
-            rows = [one.micro_batch(1.0 if gathers else weight, self.mesh.world.device) for _ in range(self.num_runs)]
+        total = math.fsum(counts) * (1 if gathers else self.num_runs * self.mesh.size("dp"))
+        weights = [1.0 if gathers else own / total if total else 0.0 for own in counts]
+        found, gradients, loss, count, returns_sums = Record(0.0), dict[str, torch.Tensor](), 0.0, 0.0, False
+
+        def evaluate(part: Part, weight: float) -> Tally:
+            rows = [part.micro_batch(weight, self.mesh.world.device) for _ in range(self.num_runs)]
             with nothing_changed(self.part.module, functions=[self.loss.loss_fn]), not_compiled():
-                if earlier:
-                    with self.loss.replaced():
-                        for before in earlier:
-                            self.part.execution.evaluate(
-                                [before.micro_batch(1.0, self.mesh.world.device) for _ in range(self.num_runs)]
-                            )
+                for before in earlier:
+                    pieces = [before.micro_batch(1.0, self.mesh.world.device) for _ in range(self.num_runs)]
+                    self.tally(pieces, None, trains=False)
                 seed_generators(seed)
-                numbers = python_numbers()
-                noise = FixedNoise(one.numbers)
+                numbers, noise = python_numbers(), FixedNoise(part.numbers)
                 with noise if self.draws else nullcontext():
-                    tally = self.tally(rows, None if gathers else total, trains=trains, gathers=gathers)
-                record.draws |= noise.draws or python_numbers() != numbers
+                    tally = self.tally(rows, None if gathers else total, trains=has_graph, gathers=gathers)
+                found.draws |= noise.draws or python_numbers() != numbers
                 if seen is not None:
                     seen()
+            return tally
+
+        for part, weight in zip(parts, weights, strict=True):
+            has_graph = trains or self._needs_graph
+            try:
+                tally = evaluate(part, weight)
+            except RuntimeError as error:  # a loss with torch.autograd.grad, on all ranks
+                is_agreed = self.plan.pp == 1 or isinstance(error, _NeedsGraphError)
+                if has_graph or not is_agreed or NO_GRAPH not in str(error):
+                    raise
+                has_graph = self._needs_graph = True
+                tally = evaluate(part, weight)
             if trains:
                 self._add_gradients(gradients)
+            if has_graph:
+                self.part.forget_gradients()
             loss, count = loss + float(tally.loss), count + float(tally.count)
             returns_sums = tally.returns_sums
         if count < 0.0:
@@ -175,7 +164,7 @@ class TrialRuns:
             )
         if not gathers:  # sums were divided by what was counted
             loss *= total / max(count, 1e-30) if returns_sums else self.mesh.size("dp")
-        return replace(record, loss=loss, gradients=gradients)
+        return replace(found, loss=loss, gradients=gradients)
 
     def tally(self, rows: list[MicroBatch], total: float | None, *, trains: bool, gathers: bool = False) -> Tally:
         """Run micro-batches; return what their losses come to. Gradients are left in place."""
@@ -218,4 +207,3 @@ class TrialRuns:
             if held.grad is not None:
                 gradient = held.grad.to_local() if isinstance(held.grad, DTensor) else held.grad.to_dense()
                 gradients[name] = gradients[name].add_(gradient) if name in gradients else gradient.clone()
-        self.part.forget_gradients()
