@@ -20,6 +20,7 @@ from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.rank_part import RankPart
+from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.torch_private import step_hooks, version_of, versions_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Hands:
 
     def _written(self) -> list[int]:
         """Return how often each weight was written in place."""
-        return versions_of([_local(one) if isinstance(one, DTensor) else one for one in self._part.parameters.values()])
+        return versions_of([local_shard(one) for one in self._part.parameters.values()])
 
     def check_weights(self) -> None:
         """Raise `UsageError` where a script has written weights that ranks hold alike otherwise on each.
@@ -135,7 +136,7 @@ class Hands:
         """Take note of the gradients as the engine leaves them."""
         if self._has_parts:
             self._gradients = {
-                name: (id(one.grad), version_of(_local(one.grad)), _square(one.grad))
+                name: (id(one.grad), version_of(local_shard(one.grad)), _square(one.grad))
                 for name, one in self._part.parameters.items()
                 if one.grad is not None
             }
@@ -159,7 +160,7 @@ class Hands:
         changed = {
             name: one
             for name, one in held.items()
-            if name in noted and noted[name][:2] != (id(one), version_of(_local(one)))
+            if name in noted and noted[name][:2] != (id(one), version_of(local_shard(one)))
         }
         if not self._anywhere(bool(changed)):
             return
@@ -213,18 +214,16 @@ class Hands:
         return any(row[0] for row in gathered_numbers([float(mine)], self._mesh))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
 def _square(tensor: torch.Tensor) -> float:
-    local = _local(tensor).detach()
+    local = local_shard(tensor)
     return float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2 if local.numel() else 0.0
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return a number for values: the same for the same to the bit."""
-    sums = [torch.stack([one.double().sum(), one.double().square().sum()]) for one in map(_local, tensors.values())]
+    sums = [
+        torch.stack([one.double().sum(), one.double().square().sum()]) for one in map(local_shard, tensors.values())
+    ]
     if not sums:
         return 0
     numbers = torch.stack([one.detach().cpu() for one in sums]).nan_to_num(nan=1.5)

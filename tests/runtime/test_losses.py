@@ -399,6 +399,19 @@ def extremes_of(plan: ParallelPlan) -> dict[str, float]:
     return {name: value.item() for name, value in engine.metrics.items()}
 
 
+def with_perplexity(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    total, count = sum_and_count(logits, targets)
+    return total, count, {"perplexity": (total / count).exp()}
+
+
+def test_a_metric_that_is_no_mean_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    batch = batch_of(2)
+    prepared(with_perplexity, cut_into(4)).step(*batch)
+    (said,) = [one.getMessage() for one in caplog.records]
+    whole = with_perplexity(model_of()(batch[0]), batch[1])[2]["perplexity"].item()
+    assert said.startswith(f"a metric is no mean over its targets: {whole:.6g} of the whole batch, ")
+
+
 def test_metrics_that_are_no_means_are_brought_together_as_they_say() -> None:
     with torch.no_grad():
         z = model_of()(batch_of(2)[0]).logsumexp(-1)

@@ -16,14 +16,16 @@ import torch
 
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.batch_parts import FEWEST_SEQUENCES, Part, by_targets, halves, joined
-from paraplan.runtime.checks.comparison import ROUNDING, Comparison, Difference
+from paraplan.runtime.checks.comparison import MOST, ROUNDING, Comparison, Difference, relative
 from paraplan.runtime.checks.trial_runs import Record, TrialRuns, compared, mixture
 from paraplan.runtime.checks.trials import anywhere, gathered_numbers, modes
+from paraplan.runtime.step.loss import metric_value
 
 Coupling = Literal["warn", "refuse", "gather"]
 
 _SLACK = 1.5
 _OF_ERROR = 0.02  # of how far gradients are apart: what they may be off as those of a mean over other targets
+_OF_METRICS = 2e-4  # that a metric of parts may be off: an index among values that are alike may be another one
 _COUNT = "return (loss_sum, count) from loss_fn, or give job.prepare(count_targets=...)"
 COMPARES = "this model compares samples"
 _SUMS = "loss_fn returns a sum, and is taken for a mean over its micro-batch"
@@ -69,7 +71,7 @@ class BatchCoupling:
             together = self._runs.run([whole], trains=trains)
             found = self._difference(apart, together, parts, trains=trains)
             name = "the whole batch" if len(parts) >= self._num_parts() else "them together"
-            where = f"in {len(parts)} parts" + (" with weights shaken a little" if is_shaken else "")
+            where = in_parts = f"in {len(parts)} parts" + (" with weights shaken a little" if is_shaken else "")
             if found is None and not is_shaken:
                 parts = self._by_targets(whole)
                 if parts:
@@ -78,7 +80,7 @@ class BatchCoupling:
                 if found is not None and self._cause(parts, whole) == COMPARES:  # of sequences that belong together
                     return None
             if found is None:
-                return None
+                return None if is_shaken else self._metric_apart(apart, together, where=in_parts)
             if found.name != "the loss":
                 return f"{COMPARES}: {found} {where}, and the loss is alike; {_REMEDIES[COMPARES]}"
             cause = self._cause(parts, whole)
@@ -118,6 +120,20 @@ class BatchCoupling:
         reordered = self._runs.run([joined(parts[::-1])], trains=trains)
         noise = compared(repeated, alone), compared(reordered, together)
         return losses.worst(rounding, self._mesh, noise=noise) or comparison.worst(rounding, self._mesh, noise=noise)
+
+    def _metric_apart(self, apart: Record, together: Record, *, where: str) -> str | None:
+        """Return what is to be said of a metric that is another number in parts; the ranks with the end have some."""
+        pairs = [
+            (metric_value(key, together.metrics[key]), metric_value(key, one)) for key, one in apart.metrics.items()
+        ]
+        rows = [(relative(float(one), float(other)), float(one), float(other)) for one, other in pairs]
+        gap, whole, parts = max(gathered_numbers(max(rows, default=(0.0, 0.0, 0.0)), self._mesh))
+        if gap <= max(_OF_METRICS, MOST[self._in_halves].loss):
+            return None
+        return (
+            f"a metric is no mean over its targets: {whole:.6g} of the whole batch, {parts:.6g} {where}; return "
+            "(sum, count) beside the loss, or (value, 'sum'), 'max' or 'min'"
+        )
 
     def _by_targets(self, whole: Part) -> list[Part]:
         """Return the sequences in two halves that have other sums of targets, nothing where all have one."""

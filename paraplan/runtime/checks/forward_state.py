@@ -17,7 +17,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.structure.snapshots import state_of
-from paraplan.runtime.structure.weights import is_quantized
+from paraplan.runtime.structure.weights import is_quantized, local_shard
 
 Buffers = dict[str, torch.Tensor]
 WeightSums = dict[str, tuple[float, float]]
@@ -34,12 +34,12 @@ class ForwardState:
 
     def buffers(self) -> Buffers:
         """Return copies of what a forward pass may write."""
-        return {name: _local(one).clone() for name, one in state_of(self._module).items()}
+        return {name: local_shard(one).clone() for name, one in state_of(self._module).items()}
 
     def note(self, before: Buffers) -> None:
         """Take note of what a pass has written, and of the weights."""
-        now = state_of(self._module)
-        self._written |= {name: None for name in before if name in now and not _same(_local(now[name]), before[name])}
+        now = {name: local_shard(one) for name, one in state_of(self._module).items() if name in before}
+        self._written |= {name: None for name, one in now.items() if not _same(one, before[name])}
         if len(self._sums) == 1:
             self._sums.append(weight_sums(self._module))
 
@@ -92,7 +92,7 @@ def weight_sums(module: nn.Module) -> WeightSums:
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None  # see check_written_tables
     }
     held = {
-        name: _local(one)
+        name: local_shard(one)
         for name, one in module.named_parameters()
         if name not in known and name not in tables and not is_quantized(one) and one.is_floating_point()
     }
@@ -113,11 +113,6 @@ def written_weights(name: str) -> UnsupportedPlanError:
         "what one process does",
         hint="write weights between steps (engine.on_step), or keep what is written in a buffer",
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import half_type, without_autocast
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.seeds import python_numbers, seed_generators
-from paraplan.runtime.step.loss import LossFunction, Tally, read_loss
+from paraplan.runtime.step.loss import LossFunction, Tally, add_metrics, read_loss
 from paraplan.runtime.structure.snapshots import nothing_changed
 from paraplan.runtime.torch_private import NO_GRAPH
 
@@ -33,11 +33,12 @@ from paraplan.runtime.torch_private import NO_GRAPH
 class Record:
     """What a run came to on one rank: the loss, 0 without the end of the model, and its part of the gradients.
 
-    `draws` says that it has drawn random numbers.
+    `metrics` are those of a tally. `draws` says that it has drawn random numbers.
     """
 
     loss: float
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
 
 
@@ -122,13 +123,11 @@ class TrialRuns:
         Random numbers belong to sequences, and start from `seed`. `seen` is called before what a part has written is
         put back, and passes of `earlier` come before it. With `gathers` the outputs of the ranks are joined.
         """
-        counts = [float(self.counter.count(one.inputs, one.targets)) for one in parts]
-        total = math.fsum(counts) * (1 if gathers else self.num_runs * self.mesh.size("dp"))
-        weights = [1.0 if gathers else own / total if total else 0.0 for own in counts]
+        total, weights = self.weights(parts, copies=1 if gathers else self.num_runs)
         found, gradients, loss, count, returns_sums = Record(0.0), dict[str, torch.Tensor](), 0.0, 0.0, False
 
         def evaluate(part: Part, weight: float) -> Tally:
-            rows = [part.micro_batch(weight, self.mesh.world.device) for _ in range(self.num_runs)]
+            rows = [part.micro_batch(1.0 if gathers else weight, self.mesh.world.device) for _ in range(self.num_runs)]
             with nothing_changed(self.part.module, functions=[self.loss.loss_fn]), not_compiled():
                 for before in earlier:
                     pieces = [before.micro_batch(1.0, self.mesh.world.device) for _ in range(self.num_runs)]
@@ -158,6 +157,7 @@ class TrialRuns:
                 self.part.forget_gradients()
             loss, count = loss + float(tally.loss), count + float(tally.count)
             returns_sums = tally.returns_sums
+            add_metrics(found.metrics, tally.metrics)
         if count < 0.0:
             raise UsageError(
                 f"loss_fn returned {count:g} as its count, not one number from 0", hint="return (loss_sum, count)"
@@ -165,6 +165,12 @@ class TrialRuns:
         if not gathers:  # sums were divided by what was counted
             loss *= total / max(count, 1e-30) if returns_sums else self.mesh.size("dp")
         return replace(found, loss=loss, gradients=gradients)
+
+    def weights(self, parts: Sequence[Part], *, copies: int = 1) -> tuple[float, list[float]]:
+        """Return the targets of `copies` of `parts` on every rank of dp, and the share that each part has of them."""
+        counts = [float(self.counter.count(one.inputs, one.targets)) for one in parts]
+        total = math.fsum(counts) * copies * self.mesh.size("dp")
+        return total, [own / total if total else 0.0 for own in counts]
 
     def tally(self, rows: list[MicroBatch], total: float | None, *, trains: bool, gathers: bool = False) -> Tally:
         """Run micro-batches; return what their losses come to. Gradients are left in place."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.plan.parallel import Axis
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree
 
@@ -22,32 +23,37 @@ def check_same_batch(batch: Any, mesh: Mesh) -> None:
         return
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_complex()]
     sums = [float((one := leaf.detach().double().flatten()).sum() + one[::7].sum()) for leaf in leaves]
-    found: dict[int, tuple[int, list[float]]] = {}
-    for rank, row in enumerate(gathered_numbers([math.fsum(sums), float(len(leaves))], mesh)):
-        first, expected = found.setdefault(mesh.grid.coordinates(rank)["dp"], (rank, row))
-        if row != expected and not any(math.isnan(number) for number in row):
-            raise UsageError(
-                f"ranks {first} and {rank} hold parts of one copy of the model, and bring different batches",
-                hint="take the batches from job.shard, or draw them by a seed that all ranks share",
-            )
+    found = _ranks_apart([math.fsum(sums), float(len(leaves))], mesh, "dp")
+    if found is not None:
+        raise UsageError(
+            f"ranks {found[0]} and {found[1]} hold parts of one copy of the model, and bring different batches",
+            hint="take the batches from job.shard, or draw them by a seed that all ranks share",
+        )
 
 
-def check_same_numbers(state: int, mesh: Mesh, *, has_drawn: bool) -> None:
+def check_same_numbers(state: int, mesh: Mesh) -> None:
     """Raise `UnsupportedPlanError` on every rank where ranks of tp or cp have drawn other numbers of Python's own.
 
-    `state` is what the generators of this rank were in before.
+    `state` is what the generators of this rank were in before some rank has drawn.
     """
-    rows = gathered_numbers([float(state), float(has_drawn)], mesh)
-    found: dict[tuple[int, int], tuple[int, float]] = {}
-    for rank, (number, _) in enumerate(rows):
+    found = _ranks_apart([float(state)], mesh, "dp", "pp")
+    if found is not None:
+        raise UnsupportedPlanError(
+            f"the model or loss_fn draws random numbers by Python's random or NumPy, and ranks {found[0]} and "
+            f"{found[1]}, which hold parts of one copy of the model, draw different ones",
+            hint="draw them by torch, or seed both alike on all ranks: random.seed(0), numpy.random.seed(0)",
+        )
+
+
+def _ranks_apart(numbers: Sequence[float], mesh: Mesh, *axes: Axis) -> tuple[int, int] | None:
+    """Return two ranks at one place on `axes` that give other numbers, the same on all; None without any."""
+    found: dict[tuple[int, ...], tuple[int, list[float]]] = {}
+    for rank, row in enumerate(gathered_numbers(numbers, mesh)):
         place = mesh.grid.coordinates(rank)
-        first, expected = found.setdefault((place["dp"], place["pp"]), (rank, number))
-        if number != expected and any(drawn for _, drawn in rows):
-            raise UnsupportedPlanError(
-                f"the model or loss_fn draws random numbers by Python's random or NumPy, and ranks {first} and {rank}, "
-                "which hold parts of one copy of the model, draw different ones",
-                hint="draw them by torch, or seed both alike on all ranks: random.seed(0), numpy.random.seed(0)",
-            )
+        first, expected = found.setdefault(tuple(place[axis] for axis in axes), (rank, row))
+        if row != expected and not any(map(math.isnan, row)):
+            return first, rank
+    return None
 
 
 def global_sequences(sizes: Sequence[int], mesh: Mesh) -> int:

@@ -128,12 +128,9 @@ class Verification:
 
         Both sides run them by the same weights: a backward pass may clip what it is given.
         """
-        counts = [float(self._runs.counter.count(row.inputs, row.targets)) for row in rows]
-        total = math.fsum(counts) * self._mesh.size("dp")
-        weights = [count / total if total else 0.0 for count in counts]
-        return [
-            row.micro_batch(weight, self._mesh.world.device) for row, weight in zip(rows, weights, strict=True)
-        ], total
+        total, weights = self._runs.weights(rows)
+        device = self._mesh.world.device
+        return [row.micro_batch(weight, device) for row, weight in zip(rows, weights, strict=True)], total
 
 
 def _mean(loss: float, count: float, total: float) -> float:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from paraplan.runtime.structure.weights import local_shard
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,8 @@ class PartialGradients:
         """Put the sums over the group in place; they travel together, by type."""
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if parameter.grad is not None:
+                local = local_shard(parameter.grad)
                 by_type.setdefault(local.dtype, []).append(local)
         for gradients in by_type.values():
             flat = torch.cat([one.reshape(-1) for one in gradients])

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UsageError
+from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.torch_private import lerp_all
 
 
@@ -76,5 +76,4 @@ def free_gathered(module: nn.Module) -> None:
 
 
 def _locals(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    detached = [tensor.detach() for tensor in tensors.values()]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in detached]
+    return [*map(local_shard, tensors.values())]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.torch_private import dtensor_like, version_of
 
 
@@ -61,9 +62,9 @@ class HostSteps:
             for parameter in parameters:
                 copy = self._copies[parameter]
                 if copy.grad is not None:
-                    _local(parameter).copy_(_local(copy), non_blocking=True)
+                    local_shard(parameter).copy_(local_shard(copy), non_blocking=True)
                 copy.grad = None
-                self._versions[parameter] = version_of(_local(parameter))
+                self._versions[parameter] = version_of(local_shard(parameter))
                 if copy in optimizer.state:
                     optimizer.state[parameter] = optimizer.state.pop(copy)
             group["params"] = parameters
@@ -71,25 +72,20 @@ class HostSteps:
     def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter not in self._copies:
             self._copies[parameter] = nn.Parameter(_on_host(parameter), requires_grad=parameter.requires_grad)
-        elif self._versions[parameter] != version_of(_local(parameter)):  # a checkpoint was loaded since
-            _local(self._copies[parameter]).copy_(_local(parameter))
+        elif self._versions[parameter] != version_of(local_shard(parameter)):  # a checkpoint was loaded since
+            local_shard(self._copies[parameter]).copy_(local_shard(parameter))
         return self._copies[parameter]
 
     def _gradient_of(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         if parameter in self._gradients:
-            _local(self._gradients[parameter]).copy_(_local(gradient), non_blocking=True)
+            local_shard(self._gradients[parameter]).copy_(local_shard(gradient), non_blocking=True)
         else:
             self._gradients[parameter] = _on_host(gradient)
         return self._gradients[parameter]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    held = _local(tensor)
+    held = local_shard(tensor)
     local = torch.empty_like(held, device="cpu", pin_memory=held.is_cuda)
     local.copy_(held, non_blocking=True)
     if not isinstance(tensor, DTensor):
@@ -102,7 +98,7 @@ def _state_on_host(state: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state of one parameter on the host, where it is after the first step."""
 
     def moved(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or _local(value).device.type == "cpu":
+        if not isinstance(value, torch.Tensor) or local_shard(value).device.type == "cpu":
             return value
         return _on_host(value)
 

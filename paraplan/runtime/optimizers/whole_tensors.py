@@ -21,6 +21,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import Shardings
+from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.torch_private import local_shape_and_offset, step_hooks, version_of
 
 Scope = Literal["numbers", "tensors", "model"]
@@ -153,9 +154,9 @@ class WholeTensorSteps:
         held, whole = made.held, made.whole
         name = self._names[held]
         with torch.no_grad():
-            _local(held).copy_(self._part(name, held, whole.detach()))
+            local_shard(held).copy_(self._part(name, held, whole.detach()))
             if held.grad is not None and whole.grad is not None and version_of(whole.grad) != made.version:
-                _local(held.grad).copy_(self._part(name, held, whole.grad))  # clipped, say
+                local_shard(held.grad).copy_(self._part(name, held, whole.grad))  # clipped, say
         if whole in optimizer.state:
             optimizer.state[held] = optimizer.state.pop(whole)
         whole.grad = None
@@ -177,11 +178,6 @@ def stepped_whole(optimizers: Iterable[torch.optim.Optimizer]) -> set[nn.Paramet
         if any(isinstance(getattr(hook, "__self__", None), WholeTensorSteps) for hook in step_hooks(one)[0].values()):
             found |= {parameter for group in one.param_groups for parameter in group["params"]}
     return found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 _Parts = list[list[torch.Tensor]]

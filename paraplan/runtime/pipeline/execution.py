@@ -31,6 +31,7 @@ from paraplan.runtime.precision import half_type
 from paraplan.runtime.rank_part import ParallelContext
 from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
+from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
@@ -260,16 +261,12 @@ class TiedGradients:
         """
         for parameter, group in self._held:
             missing = parameter.grad is None
-            holders = torch.tensor(float(not missing), device=_local(parameter).device)
+            holders = torch.tensor(float(not missing), device=local_shard(parameter).device)
             dist.all_reduce(holders, group=group)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(_local(gradient), group=group)
+            dist.all_reduce(local_shard(gradient), group=group)
             if missing and has_some(holders):
                 parameter.grad = gradient
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _rank_group(places: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None:

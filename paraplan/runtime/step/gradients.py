@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import LossScale
 from paraplan.runtime.shards.group import Shardings
+from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.torch_private import multiply_all
 
 
@@ -72,7 +73,7 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, shardings: Sh
 
     def square_of(*, is_split: bool, is_sharded: bool, is_expert: bool) -> torch.Tensor:
         chosen = [
-            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local_shard(gradient)
             for name, gradient in gradients.items()
             if (name in shardings.tensor, isinstance(gradient, DTensor), name in shardings.expert)
             == (is_split, is_sharded, is_expert)
@@ -111,7 +112,7 @@ def scale_gradients(gradients: Iterable[torch.Tensor], by: torch.Tensor | float)
     """Multiply gradients by a number, in place, all in one call for each of their devices and types."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = local_shard(gradient)
         groups.setdefault((local.device, local.dtype), []).append(local)
     for (device, _), alike in groups.items():
         multiply_all(alike, by.to(device) if isinstance(by, torch.Tensor) else by)

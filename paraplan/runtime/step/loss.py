@@ -200,10 +200,22 @@ class StepLoss:
             else:
                 by = self._number(weight if count is None else count)
                 pair = torch.stack([torch.where(by > 0, own * by if count is None else own, 0.0), by])
-            known = self.tally.metrics.get(f"{how} {name}")
-            if known is not None:
-                pair = torch.maximum(known, pair) if how in ("max", "min") else known + pair
-            self.tally.metrics[f"{how} {name}"] = pair
+            add_metrics(self.tally.metrics, {f"{how} {name}": pair})
+
+
+def add_metrics(known: dict[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
+    """Bring metrics of a tally into those of others, which are `known`."""
+    for key, pair in others.items():
+        if key in known:
+            pair = torch.maximum(known[key], pair) if key.startswith(("max ", "min ")) else known[key] + pair
+        known[key] = pair
+
+
+def metric_value(key: str, pair: torch.Tensor) -> torch.Tensor:
+    """Return the value of a metric of a tally: a mean or a sum, the largest or the smallest one."""
+    if key.startswith("mean "):
+        return pair[0] / pair[1].clamp(min=torch.finfo(pair.dtype).tiny)
+    return -pair[1] if key.startswith("min ") else pair[0]
 
 
 def called_with_batch(what: str) -> UsageError:

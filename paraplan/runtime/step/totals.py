@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paraplan.errors import UsageError
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.step.loss import StepLoss, Tally
+from paraplan.runtime.step.loss import StepLoss, Tally, metric_value
 
 _EXTREMES = ("max ", "min ")
 _SUMS = ""  # stands among the names of metrics where loss_fn returns sums with their counts
@@ -49,7 +49,7 @@ class TotalsOverRanks:
             dist.all_reduce(flat)
         # Ranks of `tp` and `cp` bring the same each.
         flat = flat / (self._mesh.size("tp") * self._mesh.size("cp"))
-        mean, count, *numbers = flat.unbind(0)
+        mean, count = flat[0], flat[1]
         factor, counted = None, loss.total if isinstance(loss.total, torch.Tensor) else None
         if _SUMS in names:
             counted = count
@@ -58,8 +58,7 @@ class TotalsOverRanks:
             factor = torch.where(count > 0, loss.total / count.clamp(min=torch.finfo(count.dtype).tiny), 0.0)
             mean = mean * factor
         found = self._extremes(tally, [key for key in keys if key.startswith(_EXTREMES)])
-        for key, total, by in zip(added, numbers[::2], numbers[1::2], strict=True):
-            found[key] = total if key.startswith("sum ") else total / by.clamp(min=torch.finfo(flat.dtype).tiny)
+        found |= {key: metric_value(key, pair) for key, pair in zip(added, flat[2:].view(-1, 2), strict=True)}
         metrics = {key.split(" ", 1)[1]: found[key] for key in keys}
         return StepTotals(loss=mean, count=counted, factor=factor, metrics=metrics)
 
@@ -71,7 +70,7 @@ class TotalsOverRanks:
         pairs = torch.stack([tally.metrics.get(key, nothing) for key in keys])
         if self._mesh.world.is_distributed:
             dist.all_reduce(pairs, op=dist.ReduceOp.MAX)
-        return {key: pair[0] if key.startswith("max") else -pair[1] for key, pair in zip(keys, pairs, strict=True)}
+        return {key: metric_value(key, pair) for key, pair in zip(keys, pairs, strict=True)}
 
     def _agreed_names(self, call: str, tally: Tally) -> list[str]:
         mine = [*([_SUMS] if tally.returns_sums else []), *tally.metrics]

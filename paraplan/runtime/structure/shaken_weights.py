@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from paraplan.runtime.structure.weights import is_quantized
+from paraplan.runtime.structure.weights import is_quantized, local_shard
 from paraplan.runtime.torch_private import storage_key
 
 _SHARE, _LEAST = 0.1, 0.02  # of the size of a tensor's values, and beside it: zero-initialised heads, gates and scales
@@ -41,13 +40,8 @@ def shake(module: nn.Module) -> None:
 
 
 def _trained(module: nn.Module) -> list[torch.Tensor]:
-    held = [_local(one) for one in module.parameters() if one.requires_grad and not is_quantized(one)]
+    held = [local_shard(one) for one in module.parameters() if one.requires_grad and not is_quantized(one)]
     return [one for one in {storage_key(one): one for one in held}.values() if one.is_floating_point()]
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _gather_anew(module: nn.Module) -> None:

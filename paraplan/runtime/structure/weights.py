@@ -61,6 +61,12 @@ def check_own_memory(model: nn.Module, plan_words: str) -> None:
                 )
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a graph: its shard where ranks have one each."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
 def lasting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state dict of `model` holds."""
     lasting = model.state_dict().keys()
