@@ -226,6 +226,7 @@ class Engine(TrainingState):
     def finish(self) -> None:
         """Wait for what `save` still writes, and end the progress bar. `job.close` does it too."""
         self._writer.finish()
+        self._hands.end_changes()
         if self._options.watch is not None:
             self._options.watch.finish()
 

@@ -123,10 +123,10 @@ class BatchCoupling:
 
     def _metric_apart(self, apart: Record, together: Record, *, where: str) -> str | None:
         """Return what is to be said of a metric that is another number in parts; the ranks with the end have some."""
-        pairs = [
-            (metric_value(key, together.metrics[key]), metric_value(key, one)) for key, one in apart.metrics.items()
-        ]
-        rows = [(relative(float(one), float(other)), float(one), float(other)) for one, other in pairs]
+        rows = []
+        for key in apart.metrics.keys() & together.metrics.keys():
+            one, other = (float(metric_value(key, run.metrics[key])) for run in (together, apart))
+            rows.append((relative(one, other), one, other))
         gap, whole, parts = max(gathered_numbers(max(rows, default=(0.0, 0.0, 0.0)), self._mesh))
         if gap <= max(_OF_METRICS, MOST[self._in_halves].loss):
             return None
