@@ -18,6 +18,7 @@ import numpy as np
 from paraplan.accuracy.history import effect_of_history, history_in_words
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.lower_bounds import lower_bound_reason
+from paraplan.cost.plan_table import Floats
 from paraplan.cost.workload import Workload
 from paraplan.errors import ProfileError
 from paraplan.plan.parallel import ParallelPlan
@@ -33,23 +34,28 @@ Evidence = Literal["measured", "partly measured", "not measured"]
 Peak = Literal["allocated", "reserved", "device"]
 """Where a peak is read: of tensors, of torch's allocator, of the whole GPU."""
 
-_TAILS = tuple(round(0.005 * step, 3) for step in range(14, 25))
+_TAILS = tuple(round(0.0025 * step, 4) for step in range(20, 61))
 """Shares of runs beyond each end of a range that are tried: ends made of few sources hold less than they promise."""
 _FEWEST_SOURCES = 8
 """With fewer sources the ends of a range would be those of one or two: the class with more evidence is joined."""
 
-_NEWTON_STEPS, _LARGEST_STEP = 50, 2.0
-"""A logistic regression converges in ten; steps are cut because the first may overshoot."""
+_SCORING_STEPS, _LARGEST_STEP, _LAST_STEP = 100, 1.0, 1e-5
+"""Fisher scoring converges in ten to thirty steps; they are cut because the first may overshoot."""
+_HIGHEST_RISKS = tuple(round(0.01 * step, 2) for step in range(70, 101))
+"""What the risk of a plan of any size is tried to be at most."""
+_SMALLEST_VARIANCE = 1e-12
 
 Ratio = tuple[str, float]
 """A source and measured / predicted of one of its runs."""
 
 
 class Errors(Record):
-    """What predictions are multiplied by to hold `SHARE` of runs, each source with the same weight, whatever its rows.
+    """What predictions are multiplied by to hold `SHARE` of runs, counted by rows and as the mean over sources.
 
     The ends are quantiles of measured / predicted, equal shares beyond each: as many as make ranges without a source
-    hold `SHARE` of its runs, counted by rows and by sources.
+    hold `SHARE` of its runs, by the count that is further off. A source weighs the root of its rows, the geometric mean
+    of what it weighs in the two counts. With the same weight for all no range of sixteen sources may hold both: runs of
+    a large source that is left out are then told by the smallest ones.
     """
 
     rows: int
@@ -78,7 +84,7 @@ class Errors(Record):
             tail: (float(np.average(means, weights=list(counts.values()))), float(np.mean(means)))
             for tail, means in held.items()
         }
-        tail = min(_TAILS, key=lambda tail: abs(sum(shares[tail]) / 2 - SHARE))
+        tail = min(_TAILS, key=lambda tail: max(abs(share - SHARE) for share in shares[tail]))
         low, high = (round(float(end), 3) for end in _ends(ratios)[tail])
         by_rows, by_sources = (round(share, 3) for share in shares[tail])
         return cls(
@@ -95,7 +101,7 @@ def _ends(ratios: Sequence[Ratio]) -> dict[float, tuple[float, float]]:
     """Return the ends of the range by the share of runs beyond each."""
     counts = Counter(source for source, _ in ratios)
     values = np.array([value for _, value in ratios])
-    weights = np.array([1 / counts[source] for source, _ in ratios])
+    weights = np.array([counts[source] ** -0.5 for source, _ in ratios])
     order = np.argsort(values)
     reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
     wanted = np.array([(tail, 1 - tail) for tail in _TAILS])
@@ -106,14 +112,18 @@ def _ends(ratios: Sequence[Ratio]) -> dict[float, tuple[float, float]]:
 class MemoryRisk(Record):
     """The share of runs that ran out of memory, by what torch's allocator was predicted to take of the GPU.
 
-    Its log odds are a line in the logarithm of what is taken, as a share of the GPU's memory (logistic regression),
-    over runs of sources that publish failures: those that publish successes alone say nothing of how often plans fail.
+    A logistic line in the logarithm of what is taken, as a share of the GPU's memory, times the risk of a plan of any
+    size: some runs that are told as far too large ran, because their source left out what made them smaller, and
+    without that share they would make the line flat where plans are near the limit. Made of runs of sources that
+    publish failures: those that publish successes alone say nothing of how often plans fail.
     """
 
     log_odds_when_full: float
-    """Where the allocator takes all memory of the GPU."""
+    """Of the line, where the allocator takes all memory of the GPU."""
     slope: float
     """More for e times as much."""
+    highest: float
+    """The risk of a plan that is told as far too large."""
     rows: int
     """Runs from which it was made, of any quality."""
     failed: int
@@ -128,14 +138,10 @@ class MemoryRisk(Record):
         shares, failed = (np.array(values, dtype=float) for values in zip(*runs, strict=True))
         if failed.all() or not failed.any() or shares[failed > 0].min() > shares[failed == 0].max():
             raise ValueError("runs that failed and runs that did not are told apart by their share: no line fits")
-        inputs, line = np.stack([np.ones_like(shares), np.log(shares)], axis=1), np.zeros(2)
-        for _ in range(_NEWTON_STEPS):
-            expected = 1 / (1 + np.exp(-inputs @ line))
-            curvature = (inputs * (expected * (1 - expected))[:, None]).T @ inputs
-            step = np.linalg.solve(curvature, inputs.T @ (failed - expected))
-            line = line + np.clip(step, -_LARGEST_STEP, _LARGEST_STEP)
+        fits = [(*_fitted_line(np.log(shares), failed, highest=each), each) for each in _HIGHEST_RISKS]
+        _, line, highest = max(fits, key=lambda fit: fit[0])
         when_full, slope = (round(float(value), 3) for value in line)
-        return cls(log_odds_when_full=when_full, slope=slope, rows=len(runs), failed=int(failed.sum()))
+        return cls(log_odds_when_full=when_full, slope=slope, highest=highest, rows=len(runs), failed=int(failed.sum()))
 
     def at(self, share: float, *, width: float = 1.0) -> float:
         """Return the risk where the allocator is predicted to take `share` of the GPU's memory.
@@ -143,7 +149,25 @@ class MemoryRisk(Record):
         `width` is how far the logarithm of a peak strays beside what it does in the runs behind the line.
         """
         log_odds = self.log_odds_when_full + self.slope * math.log(share)
-        return float(1 / (1 + np.exp(-np.clip(log_odds / width, -50, 50))))
+        return float(self.highest / (1 + np.exp(-np.clip(log_odds / width, -50, 50))))
+
+
+def _fitted_line(inputs: Floats, failed: Floats, *, highest: float) -> tuple[float, Floats]:
+    """Return the log likelihood and the line of a logistic regression whose probabilities end at `highest`."""
+    columns, line = np.stack([np.ones_like(inputs), inputs], axis=1), np.zeros(2)
+    for _ in range(_SCORING_STEPS):
+        share = 1 / (1 + np.exp(-np.clip(columns @ line, -50, 50)))
+        expected, change = highest * share, highest * share * (1 - share)
+        variance = np.maximum(expected * (1 - expected), _SMALLEST_VARIANCE)
+        information = (columns * (change**2 / variance)[:, None]).T @ columns
+        step = np.linalg.solve(information, columns.T @ ((failed - expected) * change / variance))
+        line = line + np.clip(step, -_LARGEST_STEP, _LARGEST_STEP)
+        if np.abs(step).max() < _LAST_STEP:
+            break
+    expected = np.clip(
+        highest / (1 + np.exp(-np.clip(columns @ line, -50, 50))), _SMALLEST_VARIANCE, 1 - _SMALLEST_VARIANCE
+    )
+    return float(np.sum(failed * np.log(expected) + (1 - failed) * np.log(1 - expected))), line
 
 
 class AccuracyTable(Record):

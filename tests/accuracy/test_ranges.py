@@ -55,11 +55,9 @@ def test_a_wider_class_has_a_wider_range() -> None:
     assert wide[0] < narrow[0] < 1 < narrow[1] < wide[1]
 
 
-def test_a_large_source_weighs_no_more_than_another() -> None:
-    others = drawn(sources=20, rows=1)
-    found = Errors.of([("large", 1.5)] * 900 + others)
-    assert (found.rows, found.sources) == (920, 21)
-    assert found.range == pytest.approx(Errors.of([("large", 1.5), *others]).range, abs=0.03)
+def test_runs_that_are_told_twice_move_no_range() -> None:
+    once = drawn(sources=20, rows=3) + drawn(sources=5, rows=30, name="large")
+    assert Errors.of(once * 2).range == pytest.approx(Errors.of(once).range, abs=0.005)
 
 
 def test_a_class_of_few_sources_takes_the_errors_of_the_class_before_it_too() -> None:
@@ -118,14 +116,14 @@ def test_the_risk_of_running_out_grows_with_the_memory_that_is_taken(workload: M
     tight, roomy = (out_of_memory_risk(made, estimate_plan(made, plan)) for plan in plans)
     assert tight is not None
     assert roomy is not None
-    assert roomy < 0.1 < tight < 0.5
+    assert roomy < 0.05 < tight < 0.5
 
 
-@given(when_full=st.floats(-2.0, 1.0), slope=st.floats(3.0, 12.0))
-def test_a_risk_is_that_of_the_runs_it_was_made_from(when_full: float, slope: float) -> None:
+@given(when_full=st.floats(-2.0, 1.0), slope=st.floats(3.0, 12.0), highest=st.floats(0.8, 1.0))
+def test_a_risk_is_that_of_the_runs_it_was_made_from(when_full: float, slope: float, highest: float) -> None:
     random = np.random.default_rng(5)
     shares = np.exp(random.uniform(-1.0, 1.0, 4000))
-    failed = random.uniform(size=4000) < 1 / (1 + np.exp(-when_full - slope * np.log(shares)))
+    failed = random.uniform(size=4000) < highest / (1 + np.exp(-when_full - slope * np.log(shares)))
     risk = MemoryRisk.of(list(zip(shares.tolist(), failed.tolist(), strict=True)))
     assert (risk.rows, risk.failed) == (4000, int(failed.sum()))
     told = np.array([risk.at(share) for share in shares])
@@ -145,11 +143,11 @@ def test_the_table_that_comes_with_paraplan_keeps_its_promise() -> None:
     for kind in ("measured", "partly measured"):
         errors = table.step_time[kind]
         assert errors.sources > 20
-        assert (errors.held_rows + errors.held_sources) / 2 == pytest.approx(SHARE, abs=0.05)
     assert set(table.step_time) == set(get_args(Evidence))
     assert set(table.memory) == set(get_args(Peak))
-    for errors in table.memory.values():
-        assert (errors.held_rows + errors.held_sources) / 2 == pytest.approx(SHARE, abs=0.05)
+    for errors in (*table.step_time.values(), *table.memory.values()):
+        assert errors.held_rows == pytest.approx(SHARE, abs=0.05)
+        assert errors.held_sources == pytest.approx(SHARE, abs=0.05)
     assert 0.1 < table.memory_risk.at(1.0) < 0.5
 
 
