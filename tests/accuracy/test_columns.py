@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from paraplan.accuracy.machines import DescribedMachines, described_cluster
 from paraplan.accuracy.measured_runs import MeasuredRun, read_runs, unread_columns
 from paraplan.accuracy.prediction import predict_run
+from paraplan.accuracy.ranges import load_accuracy
 from paraplan.accuracy.run_prediction import RunPrediction
 from paraplan.accuracy.run_workload import BundledData, plan_of_run, workload_of_run
 from paraplan.cli.main import app
@@ -54,8 +55,10 @@ def test_what_a_row_leaves_on_the_host_is_off_the_gpu(words: str, offload: str) 
 def test_a_row_has_the_range_and_the_risk_that_an_estimate_tells() -> None:
     found = predicted(run())
     assert found.predicted_step_time_s is not None
-    low, high = found.predicted_step_time_low_s or 0.0, found.predicted_step_time_high_s or 0.0
-    assert 0.5 * found.predicted_step_time_s < low < high < 2 * found.predicted_step_time_s
+    assert found.evidence is not None
+    ends = (found.predicted_step_time_low_s, found.predicted_step_time_high_s)
+    told = load_accuracy().step_time[found.evidence].range
+    assert ends == pytest.approx([end * found.predicted_step_time_s for end in told])
     assert found.out_of_memory_risk is not None
 
 
