@@ -244,8 +244,8 @@ def range_sentence(accuracy: AccuracyTable) -> str:
         [
             f"Step times are told with a range that is to hold {SHARE:.0%} of runs, by what published runs say of this",
             "framework on this GPU: both were measured together, one was (or both, apart), neither. Ranges come",
-            "from first predictions, a source with the root of its runs as its weight; what they hold is told of sources",
-            "left out.\n",
+            "from first predictions, a source with the root of its runs as its weight; what they hold is told of",
+            "sources left out.\n",
             "| this framework on this GPU | range | runs | sources | runs held | mean of sources |",
             "| --- | --: | --: | --: | --: | --: |",
             *(range_row(kind, errors) for kind, errors in accuracy.step_time.items()),

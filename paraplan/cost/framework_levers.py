@@ -14,6 +14,8 @@ class LeverProfile(Record):
     """Kernels of the loss, its own ones under the name of what they do."""
     frozen_weights: tuple[WeightFormat, ...] | None = None
     """Formats of frozen weights beside 16 and 32 bits; None: all that anybody has."""
+    tiles_mlp: bool = False
+    """Whether feed-forward layers may run over tiles of a sequence."""
     sources: tuple[Source, ...] = ()
     """Where the values come from."""
 
@@ -22,6 +24,8 @@ class LeverProfile(Record):
         if training.loss not in self.losses:
             others = [one for one in self.losses if one != "plain"]
             return f"--loss {training.loss}: it has {' and '.join(others) if others else 'no loss in chunks'}"
+        if training.stack.mlp_tile is not None and not self.tiles_mlp:
+            return f"--stack mlp_tile={training.stack.mlp_tile}: it runs feed-forward layers over whole sequences"
         base, known = training.base_weights, self.frozen_weights
         if base in (None, "bf16", "fp32") or known is None or base in known:
             return None

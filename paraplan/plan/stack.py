@@ -69,6 +69,9 @@ class StackSettings(Record):
     """Dropout rate of the hidden states of models whose own is not known."""
     recomputed_ops: RecomputedOps | None = None
     """Who chooses what `selective_ops` runs again."""
+    mlp_tile: int | None = Field(default=None, gt=0)
+    """MLPs of dense blocks run over tiles of so many tokens of a sequence, and again in the backward pass: `TiledMLP`
+    of DeepSpeed and axolotl, Liger's and Unsloth's. Their tiles have as many tokens as a token has features."""
     optimizer_step: OptimizerStep | None = None
     """How the optimizer goes over parameters."""
     steps_in_backward: bool = False

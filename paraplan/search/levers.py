@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from paraplan.cost.blocks.tiled_mlp import has_tiles
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import FrameworkCatalog
 from paraplan.cost.stored_weights import untrainable_notes, wider_quantizers
@@ -89,7 +90,7 @@ def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterat
     """Yield the levers that the training and what is `fixed` leave, in the order in which they are tried.
 
     A fused or chunked loss; the model's own 4-bit weights, or QLoRA, with scales in bytes, those first over which the
-    tool trains; an 8-bit optimizer; recompute; activation offload; fewer sequences at once.
+    tool trains; an 8-bit optimizer; recompute; feed-forward layers in tiles; activation offload; fewer sequences.
     """
     training = workload.training
     has_gpu = workload.cluster.gpu.vendor != "cpu"
@@ -108,11 +109,24 @@ def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterat
             yield Lever("Pure bf16", options, {"precision": "bf16-pure", **narrow}, keeps_training=False)
     if fixed.recompute not in (None, "full"):
         yield Lever("recompute", f"without --recompute {fixed.recompute}", fixed={"recompute": None})
+    yield from _tiled_mlp(workload)
     if has_gpu and not training.offloads_activations:
         yield Lever("activation offload", "--offload-activations", {"offloads_activations": True})
     if (fixed.micro_batch_size or 1) > training.learns_from.group:
         option = f"without --micro-batch {fixed.micro_batch_size}"
         yield Lever("fewer sequences at once", option, fixed={"micro_batch_size": None})
+
+
+def _tiled_mlp(workload: Workload) -> Iterator[Lever]:
+    """Yield feed-forward layers over tiles of as many tokens as a token has features, where sequences have more."""
+    stack, tile = workload.training.stack, workload.model.hidden_size
+    if (
+        stack.mlp_tile is None
+        and workload.training.seq_length > tile
+        and any(has_tiles(run.block) for run in workload.model.runs)
+    ):
+        tiled = stack.replace(mlp_tile=tile)
+        yield Lever("feed-forward layers in tiles", f"--stack {tiled.text}", {"stack": tiled})
 
 
 def _choices_left_free(fixed: Constraints) -> Iterator[Lever]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from paraplan.api.imported import Tool, import_plan
 from paraplan.errors import UnsupportedPlanError
 from paraplan.interop.export import TARGETS, export_plan, why_inexpressible
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stack import StackSettings
 from paraplan.plan.training import TrainingSpec
 
-WITH_WORDS = ("trl", "axolotl", "torchtune")
+WITH_WORDS = ("trl", "axolotl", "torchtune", "deepspeed")
 PURE: dict[str, object] = {"precision": "bf16-pure", "offloads_activations": True}
 
 
@@ -23,11 +25,14 @@ def test_tools_that_offload_activations_are_told_to() -> None:
     assert "--activation_offloading true" in script
     assert yaml.safe_load(export_plan(subject("zero-2", **PURE), "axolotl").text)["activation_offloading"] is True
     assert yaml.safe_load(export_plan(subject("zero-2", **PURE), "torchtune").text)["enable_activation_offloading"]
+    mixed = subject("zero-2", **PURE | {"precision": "bf16"})
+    section = json.loads(export_plan(mixed, "deepspeed").text)["activation_checkpointing"]
+    assert section == {"cpu_checkpointing": True}
     without = PURE | {"offloads_activations": False}
     assert "activation_offloading" not in export_plan(subject("zero-2", **without), "axolotl").text
 
 
-@pytest.mark.parametrize("target", ["axolotl", "torchtune"])
+@pytest.mark.parametrize("target", ["axolotl", "torchtune", "deepspeed"])
 def test_tools_that_offload_what_checkpointing_keeps_refuse_it_without(target: str) -> None:
     with pytest.raises(UnsupportedPlanError, match="offloads activations of checkpointed blocks alone"):
         export_plan(subject("zero-3", **PURE), target)
@@ -61,3 +66,38 @@ def test_configurations_that_ask_for_it_are_read_so(tmp_path: Path, text: str, t
     path.write_text(text, encoding="utf-8")
     training = import_plan(path, tool).setup.training
     assert training.get("offloads_activations") is offloads
+
+
+@pytest.mark.parametrize(("recompute", "offloads"), [(None, True), ("none", None)])
+def test_deepspeeds_own_checkpoints_wait_on_the_host(tmp_path: Path, recompute: str | None, offloads: bool) -> None:
+    path = tmp_path / "ds.json"
+    sizes = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    path.write_text(json.dumps(sizes | {"activation_checkpointing": {"cpu_checkpointing": True}}), encoding="utf-8")
+    setup = import_plan(path, "deepspeed", num_gpus=4, recompute=recompute).setup
+    assert (setup.plan.recompute, setup.offloads_activations) == (recompute or "full", offloads)
+    assert "torch's own checkpoints" in " ".join(setup.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "tool", "tile"),
+    [
+        ("base_model: m\nsequence_len: 65536\ntiled_mlp: true\n", "axolotl", 32768),
+        ("base_model: m\nsequence_len: 65536\ntiled_mlp: true\ntiled_mlp_num_shards: 16\n", "axolotl", 4096),
+        ("base_model: m\nsequence_len: 65536\ntiled_mlp: false\n", "axolotl", None),
+        ("model: m\nmax_length: 65536\nuse_tiled_mlp: true\n", "ms-swift", 16384),
+    ],
+)
+def test_mlps_in_tiles_are_read(tmp_path: Path, text: str, tool: Tool, tile: int | None) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    setup = import_plan(path, tool).setup
+    assert setup.stack.mlp_tile == tile
+    assert "tiled" not in " ".join(setup.notes)
+
+
+def test_mlps_in_tiles_are_written_for_axolotl_and_told_to_others() -> None:
+    tiled = subject("zero-2", **PURE, stack=StackSettings(mlp_tile=32))
+    config = yaml.safe_load(export_plan(tiled, "axolotl").text)
+    tiles = -(-tiled.training.seq_length // 32) if tiled.training is not None else 0
+    assert (config["tiled_mlp"], config["tiled_mlp_num_shards"]) == (True, tiles)
+    assert any("mlp_tile=32" in note for note in export_plan(tiled, "torchtune", partial=True).notes)

@@ -19,6 +19,7 @@ from paraplan.cost.blocks.saved_tensors import (
     sharding_columns,
     transient_bytes,
 )
+from paraplan.cost.blocks.tiled_mlp import beside_mlp, tile_bytes, tiles_again_s
 from paraplan.cost.blocks.variants import shardings_of, variants
 from paraplan.cost.cache import ShardingKey
 from paraplan.cost.cost_model import cache_of
@@ -151,31 +152,38 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
     kinds = list(dict.fromkeys(run.block for run in model.runs))
     kinds = [as_run(kind, framework) for kind in kinds]
+    keeping = [beside_mlp(kind, training) for kind in kinds]
     parameters = [_parameters(kind, shardings) for kind in kinds]
     frozen = [_frozen_bytes(kind, shardings) for kind in kinds]
     fused = framework.kernels.fused
     kept, later_kept = (
-        [_kept_bytes(kind, workload, shardings, kernels=framework.kernels, is_first=is_first) for kind in kinds]
+        [_kept_bytes(kind, workload, shardings, kernels=framework.kernels, is_first=is_first) for kind in keeping]
         for is_first in (True, False)
     )
     again = [
         saved_bytes(kind, training, shardings, fused_kernels=fused, is_first=False) - less
-        for kind, less in zip(kinds, later_kept, strict=True)
+        for kind, less in zip(keeping, later_kept, strict=True)
     ]
     forward = [times.block_s(kind) for kind in kinds]
     repeated = [_recompute_s(*pair, shardings, times, framework.kernels) for pair in zip(kinds, forward, strict=True)]
-    transient = [transient_bytes(kind, training, shardings, fused_kernels=fused) for kind in kinds]
+    transient = [
+        np.maximum(
+            transient_bytes(rest, training, shardings, fused_kernels=fused),
+            tile_bytes(kind, training, shardings, fused_kernels=fused),
+        )
+        for kind, rest in zip(kinds, keeping, strict=True)
+    ]
     outputs = [output_gradient_bytes(kind, training, shardings) for kind in kinds]
     working = [
         saved_bytes(kind, training, shardings, fused_kernels=fused)
         - less
         + beside
         + _dequantized_bytes(kind, training, shardings)
-        for kind, less, beside in zip(kinds, kept, transient, strict=True)
+        for kind, less, beside in zip(keeping, kept, transient, strict=True)
     ]
     first_half = [
         first_half_bytes(kind, training, shardings, fused_kernels=fused, transient=beside, output_gradients=gradients)
-        for kind, beside, gradients in zip(kinds, transient, outputs, strict=True)
+        for kind, beside, gradients in zip(keeping, transient, outputs, strict=True)
     ]
     return ends | {
         "parameters": _by_kind(parameters),
@@ -188,7 +196,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         "recomputed_bytes": _by_kind(again),
         "output_gradient_bytes": _by_kind(outputs),
         "forward_s": _by_kind(forward),
-        "backward_s": _by_kind([times.block_s(kind, backward=True) for kind in kinds]),
+        "backward_s": _by_kind([times.block_s(kind, backward=True) + tiles_again_s(kind, times) for kind in kinds]),
         "recompute_s": _by_kind(repeated),
         "unread_s": _by_kind([unread_s(kind, times, is_compiled=training.compiled) for kind in kinds]),
         "largest_block_parameters": np.max(parameters, axis=0),

@@ -22,6 +22,8 @@ from paraplan.plan.training import LossKernel, TrainingPrecision
 _PLUGINS = ("cut_cross_entropy", "liger", "expert_parallel", "kernels", "swanlab", "lm_eval", "kd")
 """Plugins that are read, or whose keys are."""
 _LENGTH, _RANK = 512, 8
+_TILE = 32768
+"""Tokens of a tile of an MLP where no number of tiles is given (src/axolotl/monkeypatch/tiled_mlp/patch.py)."""
 _LANGUAGE_MODEL = re.compile(r"(model\.)?(language_model|lm_head|embed_tokens)")
 """Patterns of `unfrozen_parameters` that leave the towers of a model frozen."""
 _SWITCHES = tuple(f"{kind}_attention" for kind in ("xformers", "sage", "flex", "flash", "sdp", "eager"))
@@ -75,7 +77,8 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.Rea
         task=objective.task,
     )
     notes += [*trainer.tf32_note(fields, setup.precision), *_plugins(fields)]
-    setup = axolotls_fp8(with_axolotls_liger(setup.replace(notes=tuple(notes)), fields), fields)
+    tiled = trainer.with_tiled_mlp(setup.replace(notes=tuple(notes)), fields, key="tiled_mlp", tile=_TILE)
+    setup = axolotls_fp8(with_axolotls_liger(tiled, fields), fields)
     return setup.replace(notes=(*setup.notes, *key_table("axolotl").notes(fields)))
 
 

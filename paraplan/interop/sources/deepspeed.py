@@ -11,6 +11,11 @@ from paraplan.interop.sources.experts import autoep
 from paraplan.plan.training import OptimizerName, TrainingPrecision
 
 _HINT = "DeepSpeed's configuration is a JSON object"
+_ON_HOST = "cpu_checkpointing"
+_HOST_NOTE = (
+    "activation_checkpointing.cpu_checkpointing: full recompute with what it keeps on the host, where the script "
+    "checkpoints by deepspeed.checkpointing; torch's own checkpoints, as transformers', do not read it"
+)
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -23,7 +28,12 @@ def read_deepspeed(text: str, *, source: str, given: Given) -> Setup:
     data = parse_json(text, source, _HINT)
     if not isinstance(data, dict):
         raise PlanError(f"{source} holds no JSON object", hint=_HINT)
-    return deepspeed_setup(Fields(data, source=source), given=given)
+    fields = Fields(data, source=source)
+    if fields.section("activation_checkpointing").flag(_ON_HOST):
+        setup = deepspeed_setup(fields, given=given.replace(recompute=given.recompute or "full"))
+        is_used = setup.plan.recompute == "full"
+        return setup.replace(offloads_activations=is_used or None, notes=(*setup.notes, _HOST_NOTE))
+    return deepspeed_setup(fields, given=given)
 
 
 def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:

@@ -54,6 +54,8 @@ _FSDP2: dict[str, object] = {
     "fsdp": "full_shard auto_wrap",
     "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True},
 }
+_TILES = 4
+"""Tiles of an MLP where no number is given (ms-swift's tiled_mlp_num_shards)."""
 _LAUNCHER = ("nproc_per_node", "nproc", "nnodes")
 _RANK, _DROPOUT, _BATCH, _COMPLETION, _GRPO_BETA = 8, 0.05, 16, 512, 0.04
 
@@ -213,7 +215,7 @@ def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup
         task=objective.task,
         notes=(*setup.notes, *objective.notes, *notes),
     )
-    return with_trainers_liger(setup, fields)
+    return with_trainers_liger(trainer.with_tiled_mlp(setup, fields, key="use_tiled_mlp", tiles=_TILES), fields)
 
 
 def _megatron(fields: Fields, given: Given) -> Setup:

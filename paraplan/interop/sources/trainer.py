@@ -237,3 +237,12 @@ def attention_of(words: object, notes: list[str]) -> AttentionKind:
 def galore_note(rank: int) -> list[str]:
     """Return a note where GaLore projects to another rank than the one that is priced."""
     return [] if rank == GALORE_RANK else [f"use_galore: priced at rank {GALORE_RANK}, its rank is {rank}"]
+
+
+def with_tiled_mlp(setup: Setup, fields: Fields, *, key: str, tile: int | None = None, tiles: int = 1) -> Setup:
+    """Return a setup whose MLPs run in tiles where `key` says so: of `tile` tokens, or so many `tiles`."""
+    given = fields.count("tiled_mlp_num_shards")
+    if not fields.flag(key) or setup.seq_length is None:
+        return setup
+    tokens = tile if given is None and tile is not None else -(-setup.seq_length // (given or tiles))
+    return setup.replace(stack=setup.stack.replace(mlp_tile=tokens))

@@ -85,7 +85,7 @@ def to_axolotl(subject: Subject) -> Exported:
         notes.append("DeepEP has to be installed: it sends the rows of experts")
     count = f" --num-processes {plan.world_size}" if plan.world_size > 1 else ""
     notes.append(f"start it with: axolotl train FILE{count}")
-    tells = told_kernels(training) | {"expandable_segments"}
+    tells = told_kernels(training) | {"expandable_segments", "mlp_tile"}
     narrows = training is not None and training.fp8_recipe == "tensorwise"
     losses = ("liger", "cut", "chunked")
     notes += shared_notes(subject, compiles=True, packs=True, narrows=narrows, losses=losses, tells=tells)
@@ -114,6 +114,9 @@ def _training(subject: Subject, training: TrainingSpec, notes: list[str]) -> dic
         found["torch_compile"] = True
     if training.offloads_activations:
         found["activation_offloading"] = True
+    if training.stack.mlp_tile is not None:
+        tiles = -(-training.seq_length // training.stack.mlp_tile)
+        found |= {"tiled_mlp": True, "tiled_mlp_num_shards": tiles}
     if training.packs_samples:
         found |= {"sample_packing": True, "pad_to_sequence_len": True}
     return found | _kernels(training) | _trained(subject, training, notes)

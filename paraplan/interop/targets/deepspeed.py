@@ -8,6 +8,7 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    checkpointed_offload_gap,
     expert_ranks,
     field_gap,
     hybrid_gap,
@@ -21,6 +22,10 @@ from paraplan.plan.parallel import ParallelPlan
 _ULYSSES = (
     "sequences over ranks (Ulysses): the script registers UlyssesSPAttentionHF before the model is made, and wraps the "
     "loader in UlyssesSPDataLoaderAdapter"
+)
+_CHECKPOINTS = (
+    "activations on the host: the script checkpoints blocks by deepspeed.checkpointing.checkpoint, and calls "
+    "deepspeed.checkpointing.configure before; torch's own checkpoints do not read cpu_checkpointing"
 )
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys whose values multiply: the first is the product of the others and of the data-parallel ranks."""
@@ -54,6 +59,10 @@ def to_deepspeed(subject: Subject) -> Exported:
         config["fp16"] = {"enabled": training.precision == "fp16"}
         if stage_of(plan) >= 1 and training.optimizer != "adamw":
             config["zero_allow_untested_optimizer"] = True  # refused without, all but Adam's kin
+    if training is not None and training.offloads_activations:
+        config["activation_checkpointing"] = {"cpu_checkpointing": True}
+        notes.append(_CHECKPOINTS)
+        config["paraplan"] = remarks(subject, gaps, notes)
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
     if plan.cp > 1:
@@ -114,5 +123,6 @@ def deepspeed_gaps(subject: Subject, *, has_ulysses: bool = True) -> list[Gap]:
         gaps += field_gap(plan, "offload", ("none",), "DeepSpeed offloads what ZeRO shards; the plan has stage 0")
     elif plan.offload == "parameters" and stage_of(plan) < 3:
         gaps += field_gap(plan, "offload", ("none",), "DeepSpeed offloads parameters in ZeRO-3 alone")
+    gaps += checkpointed_offload_gap(subject, "DeepSpeed")
     gaps += training_gap(subject.training, "precision", ("fp32", "bf16", "fp16"), "unknown")
     return gaps + order_gap(plan, "DeepSpeed", ("dp", "cp", "tp"))
