@@ -166,13 +166,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     ]
     forward = [times.block_s(kind) for kind in kinds]
     repeated = [_recompute_s(*pair, shardings, times, framework.kernels) for pair in zip(kinds, forward, strict=True)]
-    transient = [
-        np.maximum(
-            transient_bytes(rest, training, shardings, fused_kernels=fused),
-            tile_bytes(kind, training, shardings, fused_kernels=fused),
-        )
-        for kind, rest in zip(kinds, keeping, strict=True)
-    ]
+    transient = [_transient_bytes(kind, training, shardings, fused_kernels=fused) for kind in kinds]
     outputs = [output_gradient_bytes(kind, training, shardings) for kind in kinds]
     working = [
         saved_bytes(kind, training, shardings, fused_kernels=fused)
@@ -207,6 +201,13 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         "largest_gradient_bytes": _largest_gradient(kinds, training, shardings),
         "second_half_bytes": np.max([_second_half_bytes(kind, training, shardings) for kind in kinds], axis=0),
     }
+
+
+def _transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardings, *, fused_kernels: bool) -> Floats:
+    """Return what the backward pass of a block holds beside what was kept, or of a tile of its MLP."""
+    rest = beside_mlp(block, training)
+    transient = transient_bytes(rest, training, shardings, fused_kernels=fused_kernels)
+    return np.maximum(transient, tile_bytes(block, training, shardings, fused_kernels=fused_kernels))
 
 
 def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
