@@ -60,6 +60,7 @@ LATER = tuple(
         "fifth_blind",
         "sixth_blind",
         "seventh_blind",
+        "eighth_blind",
     )
 )
 LATER_FINE_TUNING = RUNS / "later_fine_tuning.csv"
