@@ -32,7 +32,6 @@ class DescribedMachines(Record):
     link: str = ""
     network_bits_per_s_per_gpu: float | None = None
     network: str = ""
-    cpu: str = ""
 
 
 def gpu_by_label(label: str, gpus: list[GpuProfile] | None = None) -> GpuProfile:
@@ -102,7 +101,6 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
         node=_node(gpu, per_node, machines.link, is_board=is_board),
         num_nodes=num_nodes,
         network=network if num_nodes > 1 else None,
-        cpu=machines.cpu or None,
     )
 
 

@@ -65,8 +65,6 @@ class MeasuredRun(Record):
     """Watts to which somebody limited the GPUs. Blank: they have what their profile says."""
     network: str = ""
     """A network of `profiles/networks` by name, where the source says more of it than a rate."""
-    cpu: str = ""
-    """The model of the machines' CPUs, as Linux names it."""
     model_name: str = ""
     params_b: float | None = None
     layers: int | None = None

@@ -105,7 +105,6 @@ def _cluster(run: MeasuredRun, data: BundledData) -> Cluster:
         link=run.intra_node_link,
         network_bits_per_s_per_gpu=run.inter_node_gbps_per_gpu and run.inter_node_gbps_per_gpu * 1e9,
         network=run.network,
-        cpu=run.cpu,
     )
     cluster = described_cluster(machines, data.gpus)
     if run.power_limit_w is not None:

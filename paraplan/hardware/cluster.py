@@ -25,8 +25,6 @@ class Cluster(Record):
     num_nodes: int = Field(default=1, gt=0)
     network: NetworkProfile | None = None
     host_memory_bytes: int | None = None
-    cpu: str | None = None
-    """The model of a node's CPUs, as Linux names it."""
     measured: tuple[MeasuredCollective, ...] = ()
 
     @property

@@ -123,7 +123,6 @@ def cluster_from_profile(
         num_nodes=num_nodes,
         network=load_network(_network_name(network)) if network is not None else machine.network,
         host_memory_bytes=machine.host_memory_bytes,
-        cpu=machine.cpu,
         measured=machine.measured,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from paraplan.errors import UsageError
 from paraplan.hardware.catalogue.real_machines import machine_from_topology
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.cpus import this_cpu
 from paraplan.hardware.probe.nvml import read_this_machine
 
 
@@ -24,6 +23,4 @@ def cluster_of_this_machine(*, num_nodes: int = 1, gpus_per_node: int | None = N
             )
         node = node.first(gpus_per_node)
     machine = machine_from_topology(node, name=node.hostname or "this-machine")
-    return Cluster(
-        name=machine.name, gpu=machine.gpu, node=node, num_nodes=num_nodes, network=machine.network, cpu=this_cpu()
-    )
+    return Cluster(name=machine.name, gpu=machine.gpu, node=node, num_nodes=num_nodes, network=machine.network)
