@@ -128,15 +128,15 @@ def test_logits_are_gathered_for_other_losses_and_that_is_said_once(ranks: RankH
     assert said_by_second == []
 
 
-def _left_whole() -> tuple[list[float], dict[str, int], list[str]]:
+def _of_model_that_needs_all() -> tuple[list[float], dict[str, int], list[str]]:
     return compared(Sorted, [LOSSES["masked"]])
 
 
-def test_what_is_left_whole_says_why(ranks: RankHarness) -> None:
-    errors, rows, said = ranks.run(_left_whole, size=2)[0]
+def test_logits_are_gathered_for_a_model_that_looks_at_all_of_them(ranks: RankHarness) -> None:
+    errors, rows, said = ranks.run(_of_model_that_needs_all, size=2)[0]
     assert errors == pytest.approx([0.0], abs=1e-5)
-    assert rows["head.weight"] == VOCABULARY
-    assert "head: mean mixes what the ranks hold" in said[0]
+    assert rows["head.weight"] == VOCABULARY // 2
+    assert "mean needs the logits of all ranks" in said[0]
 
 
 def _odd() -> tuple[list[float], dict[str, int], list[str]]:

@@ -30,6 +30,7 @@ from paraplan.runtime.torch_private import pytree
 _TOKENS = 1  # their dimension, in [batch, tokens]
 _BY_TOKEN = frozenset({"input_ids", "inputs_embeds"})  # what transformers calls inputs that have an entry for each
 _TARGETS = frozenset({"labels", "targets", "target", "lm_labels"})
+_WHOLE_NUMBERS = frozenset({torch.int64, torch.int32})
 _WHOLE = re.compile("mask|bias|alibi|cache")  # arguments that speak of all keys
 
 
@@ -48,6 +49,8 @@ class Context:
         self.num_tokens = 0
         self.hidden = torch.Size()
         """The shape of the state that the block which runs was called with."""
+        self.cut_before: dict[tuple[str, int], tuple[Any, Any]] = {}
+        """What blocks of this pass were given, by its name and id, and this rank's tokens of it."""
         self.is_local = False
         self.is_cut = False
         self._pass: ExitStack | None = None
@@ -68,6 +71,7 @@ class Context:
         Raises `UsageError` where `cp` does not divide them.
         """
         self.is_cut = not has_first
+        self.cut_before.clear()
         self.num_tokens = self.sums.num_tokens = tokens_of(inputs, self.group.size)
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
@@ -223,7 +227,6 @@ def run_on_own_tokens(
     def forward(*args: Any, **kwargs: Any) -> Any:
         context.begin_block()
         args, kwargs = _own_arguments(args, kwargs, names, context, kept=kept)
-        context.attention.num_own = context.num_own
         with context.attention.in_place(), _numbers_of(block, context) if draws else nullcontext():
             output = inner(*args, **kwargs)
         context.end_block()
@@ -240,27 +243,46 @@ def _own_arguments(
     *,
     kept: Collection[str],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    positional = [(names[place] if place < len(names) else "", value) for place, value in enumerate(args)]
-    hidden = next(
-        (value for _, value in (*positional, *kwargs.items()) if isinstance(value, torch.Tensor) and value.ndim > 1),
-        None,
-    )
-    expected = (context.num_tokens, context.num_own // context.num_parts)[: 2 if context.is_cut else 1]
+    given = (*enumerate(args), *kwargs.items())
+    hidden = None
+    for _, value in given:
+        if isinstance(value, torch.Tensor) and value.ndim > 1:
+            hidden = value
+            break
+    context.attention.num_own = num_own = context.num_own
+    expected = (context.num_tokens, num_own // context.num_parts)[: 2 if context.is_cut else 1]
     if hidden is None or hidden.shape[-2] not in expected:
         found = "no hidden state" if hidden is None else f"hidden states of shape {tuple(hidden.shape)}"
         raise UnsupportedPlanError(
             f"cp={context.group.size}: blocks take {found}, and not [batch, tokens, hidden] of {expected[0]} tokens",
             hint="use a plan without cp",
         )
-
+    if (hidden.ndim, hidden.shape[-1]) != (len(context.hidden), *context.hidden[-1:]):
+        context.cut_before.clear()
     context.is_cut, context.hidden = True, hidden.shape
-
-    def own(name: str, value: Any) -> Any:
+    own = list(args)
+    for key, value in given:
+        name = key if isinstance(key, str) else names[key] if key < len(names) else ""
         if value is hidden:
-            return context.cut(value, -2) if value.shape[-2] == context.num_tokens else value
-        return value if name in kept else _own_argument(name, value, context)
+            made = context.cut(value, -2) if value.shape[-2] == context.num_tokens else value
+        elif name in kept or not isinstance(value, (torch.Tensor, tuple)):
+            continue
+        else:
+            before = context.cut_before.get((name, id(value)))
+            made = before[1] if before is not None else _own_argument(name, value, context)
+            if before is None and not _has_gradients(value):
+                context.cut_before[name, id(value)] = (value, made)
+            if made is not value and isinstance(value, torch.Tensor) and value.dtype in _WHOLE_NUMBERS:
+                context.attention.positions = value
+        if isinstance(key, int):
+            own[key] = made
+        else:
+            kwargs[key] = made
+    return tuple(own), kwargs
 
-    return tuple(own(name, value) for name, value in positional), {name: own(name, one) for name, one in kwargs.items()}
+
+def _has_gradients(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
 
 
 def _own_argument(name: str, value: Any, context: Context) -> Any:
@@ -271,8 +293,6 @@ def _own_argument(name: str, value: Any, context: Context) -> Any:
     dim = _token_dim(value, context.num_tokens, context.hidden)
     if dim is None:
         return value
-    if not value.is_floating_point() and not value.is_complex():
-        context.attention.positions = value
     return context.cut(value, dim)
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.shards.group import TensorGroup, copy_to_region, gather_from_region
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.cuts import SplitError, reshaped_sharding
+from paraplan.runtime.split.cuts import reshaped_sharding
 from paraplan.runtime.split.lockstep import function_name
 from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
 from paraplan.runtime.torch_private import pytree, watching_functions
@@ -60,9 +60,9 @@ class VocabularyLogits:
     logits of all classes.
     """
 
-    def __init__(self, group: TensorGroup, *, gathers: bool = True) -> None:
+    def __init__(self, group: TensorGroup) -> None:
         self.group = group
-        self.mode = _ByClasses(gathers=gathers)
+        self.mode = _ByClasses()
         self._pass: ExitStack | None = None
 
     @contextmanager
@@ -91,12 +91,11 @@ class VocabularyLogits:
 
 
 class _ByClasses(TorchFunctionMode):
-    """Meets logits of some classes; where it does not `gathers`, code that needs those of all raises `SplitError`."""
+    """Meets logits of some classes."""
 
-    def __init__(self, *, gathers: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.is_on = False
-        self._gathers = gathers
         self._said: set[str] = set()
 
     def __torch_function__(
@@ -114,8 +113,6 @@ class _ByClasses(TorchFunctionMode):
         result = self._of_own(name, func, first, classes, args, kwargs)
         if result is not None:
             return result
-        if not self._gathers:
-            raise SplitError(f"{name} mixes what the ranks hold of the logits", source="")
         if name not in self._said:
             self._said.add(name)
             if classes.group.index == 0:

@@ -7,19 +7,16 @@ model's own last steps and the loss meet as `logits` says.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 
-from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.shards.group import TensorGroup, reduce_from_region
 from paraplan.runtime.shards.overlap import enter_region, late_linear
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.cuts import SplitError
 from paraplan.runtime.split.layers import has_own_weight
 from paraplan.runtime.split.logits import VocabularyLogits
 from paraplan.runtime.structure.ends import layers_read_elsewhere
@@ -41,9 +38,8 @@ class VocabularySplit:
 def find_vocabulary_split(structure: ModelStructure, *, size: int) -> VocabularySplit:
     """Return how the embedding and the head of a model are split over `size` ranks.
 
-    A head is a linear layer outside of the blocks with as many outputs as an embedding there has rows. Both stay whole
-    where what the model does with the logits needs all of them. Where `size` does not divide them the last rank has
-    fewer rows; nothing is padded.
+    A head is a linear layer outside of the blocks with as many outputs as an embedding there has rows. Where `size`
+    does not divide them the last rank has fewer rows; nothing is padded.
     """
     meta_model = structure.meta_model
     outside = {
@@ -66,7 +62,6 @@ def find_vocabulary_split(structure: ModelStructure, *, size: int) -> Vocabulary
         or _shared_reason(meta_model, {*chosen, *ends})
         or _read_reason(structure, [*chosen, *ends])
         or next(filter(None, (_lookup_reason(structure.model.get_submodule(name), size) for name in chosen)), None)
-        or _logits_reason(structure, ends, size)
     )
     if reason is not None:
         return VocabularySplit(whole=dict.fromkeys([*chosen, *ends], reason))
@@ -179,39 +174,3 @@ def _lookup_reason(module: nn.Module, size: int) -> str | None:
                 return f"it does not look up rows for numbers of tokens: {str(failure).splitlines()[0]}"
     error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     return None if error <= _TOLERANCE else "its lookup is more than one of rows"
-
-
-def _logits_reason(structure: ModelStructure, heads: list[str], size: int) -> str | None:
-    """Return why the model itself needs whole logits, None where it computes with parts of them."""
-    logits = VocabularyLogits(TensorGroup(size=size, index=0, handle=None), gathers=False)
-
-    def attempt(tried: object, _: object) -> None:
-        with torch.no_grad(), logits.passing():
-            call_model(structure.meta_model, tried)
-
-    with _trial_heads(structure.meta_model, heads, logits):
-        try:
-            structure.run(attempt)
-        except SplitError as error:
-            return error.message
-    return None
-
-
-@contextmanager
-def _trial_heads(meta_model: nn.Module, heads: list[str], logits: VocabularyLogits) -> Iterator[None]:
-    """Let the heads of `meta_model` return split logits without values, in this context."""
-
-    def trial(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-        def forward(given: torch.Tensor) -> torch.Tensor:
-            sharding = Sharding(given.ndim - 1, (module.out_features,), logits.group.size)
-            return logits.made(given.new_empty((*given.shape[:-1], sharding.local_length(0))), sharding)
-
-        return forward
-
-    with ExitStack() as undo:
-        for name in heads:
-            module = meta_model.get_submodule(name)
-            assert isinstance(module, nn.Linear)
-            undo.callback(module.__dict__.pop, "forward", None)
-            module.forward = trial(module)  # type: ignore[method-assign,assignment]
-        yield
