@@ -17,9 +17,8 @@ from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.split.context_attention import ContextAttention
-from paraplan.runtime.split.context_parallel import context_group
+from paraplan.runtime.split.context_parallel import context_group, own_random_numbers
 from paraplan.runtime.split.forms import tensor_group
-from paraplan.runtime.split.randomness import own_random_numbers
 
 pytestmark = pytest.mark.ranks
 
@@ -244,7 +243,7 @@ def _heads_dropped_out() -> tuple[torch.Tensor, torch.Tensor]:
     group, context = tensor_group(mesh), context_group(mesh)
     attention = ContextAttention(context)
     attention.num_own = 16
-    with attention.in_place(), own_random_numbers(context, torch.device("cpu"), is_active=True):
+    with attention.in_place(), own_random_numbers(nn.Identity(), context):
         group.numbers.apart(torch.device("cpu"))  # as a column layer does
         attended = F.scaled_dot_product_attention(local, local, local, dropout_p=0.5)
         group.numbers.together()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paraplan.runtime.split.check import described
+from paraplan.runtime.split.kinds import described
 
 
 @dataclass

@@ -1,16 +1,13 @@
-"""A block split over `tp` against the same block whole, with numbers: output and every gradient."""
+"""A block that ranks run on parts against the same block whole, with numbers: output and every gradient."""
 
 from __future__ import annotations
 
 import copy
-import enum
 import math
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from dataclasses import dataclass
 from operator import attrgetter
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,14 +20,17 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.randomness import DROPOUTS
-from paraplan.runtime.structure.meta import attributes_kept
+from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.structure.outputs import numbered_outputs
+from paraplan.runtime.structure.shaken_weights import shake
 from paraplan.runtime.torch_private import pytree
 
 _SEED = 0
+_OUTPUTS = ("output ", "buffer ")
 _DOES_NOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+_DROPOUTS = frozenset({"dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout"})
+_DROPOUTS |= {"feature_dropout", "feature_dropout_", "dropout1d", "dropout2d", "dropout3d"}
 _SDPA = F.scaled_dot_product_attention  # which stands elsewhere while a block runs under context parallelism
 
 
@@ -104,53 +104,77 @@ def shares_with_blocks(call: BlockCall) -> bool:
     return any(isinstance(leaf, MutableMapping) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
 
 
-def check_split(
-    whole: nn.Module,
-    part: nn.Module,
-    shardings: dict[str, Sharding],
-    call: BlockCall,
-    *,
-    group: TensorGroup,
-    name: str,
-    setting: CheckSetting,
-    partial: Collection[str] = (),
-) -> tuple[str, ...]:
-    """Return the whole parameters of `part` whose gradients are to be summed over the ranks, those in `partial` too.
+class BlockDiffersError(Exception):
+    """A block that ranks run on parts does not compute what it computes whole; where it does not, it `runs` at all."""
 
-    Both are on this rank's device in the type of `setting`; `part` holds this rank's share of the parameters in
-    `shardings`. They run on random numbers in the shapes of `call`, the same on every rank; only gradients that
-    training needs are compared. Raises `UnsupportedPlanError` on every rank where `part` does not compute what `whole`
-    does.
-    """
-    summed = set(partial)
-    for training in setting.modes:
-        expected, mask = expected_of(whole.train(training), call, setting.dtype)
-        found, reason = {}, ""
-        try:
-            with _NoEmptyAttention():
-                found = gradients_of(part.train(training), call, mask=mask, dtype=setting.dtype)
-        except _DOES_NOT_RUN as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-        errors = errors_of(expected, found, shardings, group)
-        if math.isinf(errors[""]):  # on some rank, and so on all
-            reason = reason or "its output has another shape, or is not a number"
-            raise UnsupportedPlanError(
-                f"the split of {name} over tp={group.size} does not run: {reason}", hint="use tp=1 for this model"
-            )
-        whole_names = dict(part.named_parameters()).keys() - shardings.keys()
-        unequal = {key for key in whole_names & expected.keys() if errors[key] > setting.tolerance}
-        again = sorted(unequal | summed & expected.keys())
-        sums = {key: group.sum(found.get(key, torch.zeros_like(expected[key]))) for key in again}
-        errors |= errors_of({key: expected[key] for key in again}, sums, {}, group)
-        summed |= unequal
-        where = max(errors, key=lambda key: errors[key])
-        if errors[where] > setting.tolerance:
-            raise UnsupportedPlanError(
-                f"{name} split over tp={group.size} does not compute what it computes whole: relative error "
-                f"{errors[where]:.1e} in {where or 'its output'}",
-                hint="use tp=1 for this model",
-            )
-    return tuple(sorted(summed))
+    def __init__(self, reason: str, *, runs: bool) -> None:
+        super().__init__(reason)
+        self.runs = runs
+
+
+@dataclass(frozen=True)
+class BlockTrial:
+    """A block whole, with values on this rank's device. `draws`: it draws random numbers in training."""
+
+    whole: nn.Module
+    call: BlockCall
+    setting: CheckSetting
+    draws: bool
+
+    def compare(
+        self,
+        part: nn.Module,
+        group: TensorGroup,
+        shardings: Mapping[str, Sharding],
+        partial: Collection[str] | None = (),
+    ) -> tuple[str, ...]:
+        """Return the whole parameters of `part` whose gradients are summed over the ranks, those in `partial` too.
+
+        `part` holds this rank's share of the parameters in `shardings`. Both run on random numbers in the shapes of the
+        call, the same on every rank; only gradients that training needs are compared. With None all gradients are
+        partial. Raises `BlockDiffersError` on every rank where `part` does not compute what the whole block does.
+        """
+        setting, summed = self.setting, set(partial or ())
+        with attributes_kept(self.whole):
+            for training in setting.modes:
+                expected, mask = expected_of(self.whole.train(training), self.call, setting.dtype)
+                found, reason = {}, ""
+                try:
+                    with _NoEmptyAttention():
+                        found = gradients_of(part.train(training), self.call, mask=mask, dtype=setting.dtype)
+                except _DOES_NOT_RUN as error:
+                    reason = (str(error).splitlines() or [type(error).__name__])[0]
+                errors = errors_of(expected, found, shardings, group)
+                if math.isinf(errors[""]):  # on some rank, and so on all
+                    raise BlockDiffersError(reason or "its output has another shape, or is not a number", runs=False)
+                names = dict(part.named_parameters()).keys() - shardings.keys()
+                summed |= {key for key in names & expected.keys() if errors[key] > setting.tolerance}
+                gradients = {key for key in expected if partial is None and not key.startswith(_OUTPUTS) and key}
+                again = sorted(gradients | summed & expected.keys())
+                sums = {key: group.sum(found.get(key, torch.zeros_like(expected[key]))) for key in again}
+                errors |= errors_of({key: expected[key] for key in again}, sums, {}, group)
+                where = max(errors, key=lambda key: errors[key])
+                if errors[where] > setting.tolerance:
+                    reason = f"relative error {errors[where]:.1e} in {where or 'its output'}"
+                    raise BlockDiffersError(reason, runs=True)
+        return tuple(sorted(summed))
+
+
+@contextmanager
+def block_trial(block: nn.Module, call: BlockCall, device: torch.device) -> Iterator[BlockTrial]:
+    """Yield a copy of `block` with values on `device`, to compare with it what ranks run on parts."""
+    whole = copy.deepcopy(block)
+    give_random_values(whole)
+    whole = whole.to(device)
+    shake(whole)  # what starts at zero hides all that lies behind it
+    try:
+        with comparable_runs(device):
+            with attributes_kept(whole):
+                setting = setting_of(whole, call)
+                draws = not setting.modes[0] or draws_in_training(whole, call, setting.dtype)
+            yield BlockTrial(whole, call, setting, draws)
+    finally:
+        whole.to("meta")
 
 
 class _NoDropout(TorchFunctionMode):
@@ -158,7 +182,7 @@ class _NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in DROPOUTS:
+        if getattr(func, "__name__", "") in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is _SDPA:
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, dict(kwargs)
@@ -192,9 +216,9 @@ def expected_of(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> tuple[
 
 
 def errors_of(
-    expected: dict[str, torch.Tensor],
-    found: dict[str, torch.Tensor],
-    shardings: dict[str, Sharding],
+    expected: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    shardings: Mapping[str, Sharding],
     group: TensorGroup,
 ) -> dict[str, float]:
     """Return the largest relative error of each tensor over all ranks, infinite where one is missing."""
@@ -285,47 +309,3 @@ def _written_buffers(block: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                 if now is not None and (now.shape != before.shape or not torch.equal(now, before)):
                     written[label] = now.detach().float().clone()
                 setattr(module, name, buffer.copy_(before))
-
-
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum, type)
-_DEPTH = 4
-
-
-def described(value: Any, depth: int = _DEPTH) -> Any:
-    """Return what an attribute comes to, hashable: plain values, containers, functions with what they enclose.
-
-    Of other objects (a configuration that all blocks share, caches) the type alone counts.
-    """
-    if isinstance(value, _PLAIN):
-        return (type(value).__name__, value)
-    if depth:
-        if isinstance(value, FunctionType):
-            enclosed = tuple(_content(cell, depth) for cell in value.__closure__ or ())
-            return ("function", value.__code__, described(value.__defaults__, depth - 1), enclosed)
-        if isinstance(value, MethodType):
-            return ("method", value.__func__.__code__, type(value.__self__).__qualname__)
-        if isinstance(value, partial):
-            return ("partial", *(described(one, depth - 1) for one in (value.func, value.args, value.keywords)))
-        if isinstance(value, Mapping):
-            return ("mapping", *((str(key), described(one, depth - 1)) for key, one in value.items()))
-        if isinstance(value, (list, tuple)):
-            return ("sequence", *(described(one, depth - 1) for one in value))
-        if isinstance(value, (set, frozenset)):
-            return ("set", *sorted(repr(described(one, depth - 1)) for one in value))
-        if is_dataclass(value) and not isinstance(value, type):
-            names = [one.name for one in fields(value)]
-            # What a configuration of transformers holds of each layer on its own, it refuses to give out as one.
-            own = vars(value) if hasattr(value, "__dict__") else {name: getattr(value, name, None) for name in names}
-            return (type(value).__qualname__, *((name, described(own.get(name), depth - 1)) for name in names))
-    if isinstance(value, torch.Tensor):
-        return ("tensor", tuple(value.shape), value.dtype)
-    if callable(value) and type(value).__name__ in ("builtin_function_or_method", "ufunc"):
-        return ("builtin", getattr(value, "__qualname__", ""))
-    return type(value).__qualname__
-
-
-def _content(cell: Any, depth: int) -> Any:
-    try:
-        return described(cell.cell_contents, depth - 1)
-    except ValueError:  # a cell that nothing has filled
-        return None

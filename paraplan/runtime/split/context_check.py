@@ -22,15 +22,7 @@ from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import TensorGroup, gather_from_region
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.check import (
-    CheckSetting,
-    comparable_runs,
-    draws_in_training,
-    errors_of,
-    expected_of,
-    gradients_of,
-    setting_of,
-)
+from paraplan.runtime.split.check import BlockDiffersError, BlockTrial, block_trial
 from paraplan.runtime.split.context_parallel import (
     Context,
     apply_context,
@@ -42,10 +34,8 @@ from paraplan.runtime.split.context_parallel import (
 )
 from paraplan.runtime.split.context_tail import TokensApart
 from paraplan.runtime.split.kinds import kind_of, numbering_of
-from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.structure.outputs import map_outputs
-from paraplan.runtime.structure.shaken_weights import shake
 from paraplan.runtime.torch_private import pytree
 
 
@@ -137,27 +127,22 @@ def _noted(note: Any, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: di
 
 def _checked(block: nn.Module, name: str, call: BlockCall, mesh: Mesh) -> _Way:
     """Return the first way in which a block computes on some tokens what it does on all of them."""
-    whole = copy.deepcopy(block)
-    give_random_values(whole)
-    whole = whole.to(mesh.world.device)
-    shake(whole)  # what starts at zero hides all that lies behind it
-    try:
-        with comparable_runs(mesh.world.device):
-            with attributes_kept(whole):
-                setting = setting_of(whole, call)
-            draws = draws_in_training(whole, call, setting.dtype)
-            parts = [part for part, held in whole.named_children() if any(True for _ in held.parameters())]
-            others = _like_hidden(whole, call)
-            ways = [_Way(), *(_Way(kept=(one,)) for one in others), *(_Way(parts=(one,)) for one in (*parts, ""))]
-            problems = []
-            for way in ways:
-                problem = _problem(whole, way, name, call, mesh, setting)
-                if problem is None:
-                    return replace(way, draws=draws)
-                problems.append(problem)
-            raise problems[0]
-    finally:
-        whole.to("meta")
+    group, problem = context_group(mesh), ""
+    with block_trial(block, replace(call, read=frozenset()), mesh.world.device) as trial:
+        parts = [part for part, held in block.named_children() if any(True for _ in held.parameters())]
+        others = _like_hidden(block, call)
+        for way in (_Way(), *(_Way(kept=(one,)) for one in others), *(_Way(parts=(one,)) for one in (*parts, ""))):
+            try:
+                _compare(trial, way, group)
+            except (BlockDiffersError, ParaplanError) as error:
+                problem = problem or (error.message if isinstance(error, ParaplanError) else str(error))
+            else:
+                return replace(way, draws=trial.draws)
+    raise UnsupportedPlanError(
+        f"cp={group.size}: {name} does not compute on some tokens what it does on all of them: {problem}",
+        hint="its attention must be torch.nn.functional.scaled_dot_product_attention, with masks made before the "
+        "blocks, or that of transformers (attn_implementation='sdpa'), or be a module of its own; or use cp=1",
+    )
 
 
 def _like_hidden(block: nn.Module, call: BlockCall) -> list[str]:
@@ -167,37 +152,15 @@ def _like_hidden(block: nn.Module, call: BlockCall) -> list[str]:
     return [name for name, one in tensors[1:] if one.shape[-2:] == tensors[0][1].shape[-2:]]
 
 
-def _problem(
-    whole: nn.Module, way: _Way, name: str, call: BlockCall, mesh: Mesh, setting: CheckSetting
-) -> UnsupportedPlanError | None:
-    """Return why a block does not compute in one way what it does on whole sequences; None where it does."""
-    group = context_group(mesh)
-    part = copy.deepcopy(whole)
-    call = replace(call, read=frozenset())
-    context = Context(group)
+def _compare(trial: BlockTrial, way: _Way, group: TensorGroup) -> None:
+    """Raise `BlockDiffersError` where a block does not compute in one way what it does on whole sequences."""
+    part, context = copy.deepcopy(trial.whole), Context(group)
     for one in way.parts:
         run_on_all_tokens(part.get_submodule(one), context)
     run_on_own_tokens(part, context, draws=False, kept=way.kept)
-    _join_ends(part, call, context)
+    _join_ends(part, trial.call, context)
     try:
-        for training in setting.modes:
-            with attributes_kept(whole):
-                expected, mask = expected_of(whole.train(training), call, setting.dtype)
-            try:
-                found = gradients_of(part.train(training), call, mask=mask, dtype=setting.dtype)
-            except ParaplanError as error:
-                return _refusal(name, group, error.message)
-            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError) as error:
-                return _refusal(name, group, (str(error).splitlines() or [type(error).__name__])[0])
-            same = ("output ", "buffer ")
-            summed = {
-                key: value if not key or key.startswith(same) else group.sum(value) for key, value in found.items()
-            }
-            errors = errors_of(expected, summed, {}, group)
-            where = max(errors, key=lambda key: errors[key])
-            if errors[where] > setting.tolerance:
-                return _refusal(name, group, f"relative error {errors[where]:.1e} in {where or 'its output'}")
-        return None
+        trial.compare(part, group, {}, None)
     finally:
         part.to("meta")
 
@@ -224,14 +187,6 @@ def _join_ends(part: nn.Module, call: BlockCall, context: Context) -> None:
         return map_outputs(join, inner(*args, **kwargs))
 
     part.forward = forward
-
-
-def _refusal(name: str, group: TensorGroup, reason: str) -> UnsupportedPlanError:
-    return UnsupportedPlanError(
-        f"cp={group.size}: {name} does not compute on some tokens what it does on all of them: {reason}",
-        hint="its attention must be torch.nn.functional.scaled_dot_product_attention, with masks made before the "
-        "blocks, or that of transformers (attn_implementation='sdpa'), or be a module of its own; or use cp=1",
-    )
 
 
 def _try_model(structure: ModelStructure, split: ContextSplit, *, size: int) -> None:

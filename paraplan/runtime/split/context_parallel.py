@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from paraplan.runtime.shards.group import TensorGroup, all_gather
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_attention import ContextAttention
 from paraplan.runtime.split.context_sums import SumsOverRanks
-from paraplan.runtime.split.randomness import own_random_numbers
 from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
 
@@ -227,7 +226,7 @@ def run_on_own_tokens(
     def forward(*args: Any, **kwargs: Any) -> Any:
         context.begin_block()
         args, kwargs = _own_arguments(args, kwargs, names, context, kept=kept)
-        with context.attention.in_place(), _numbers_of(block, context) if draws else nullcontext():
+        with context.attention.in_place(), own_random_numbers(block, context.group) if draws else nullcontext():
             output = inner(*args, **kwargs)
         context.end_block()
         return output
@@ -243,7 +242,7 @@ def _own_arguments(
     *,
     kept: Collection[str],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    given = (*enumerate(args), *kwargs.items())
+    given: tuple[tuple[Any, Any], ...] = (*enumerate(args), *kwargs.items())
     hidden = None
     for _, value in given:
         if isinstance(value, torch.Tensor) and value.ndim > 1:
@@ -345,6 +344,14 @@ def argument_names(block: nn.Module) -> list[str]:
         return []
 
 
-def _numbers_of(block: nn.Module, context: Context) -> AbstractContextManager[None]:
-    device = next((held.device for held in block.parameters()), torch.device("cpu"))
-    return own_random_numbers(context.group, device, is_active=block.training)
+@contextmanager
+def own_random_numbers(block: nn.Module, group: TensorGroup) -> Iterator[None]:
+    """Draw this rank's own random numbers in training in this context, and leave the common ones one draw further."""
+    if not block.training or group.handle is None or group.numbers.are_apart:
+        yield
+        return
+    group.numbers.apart(next((held.device for held in block.parameters()), torch.device("cpu")))
+    try:
+        yield
+    finally:
+        group.numbers.together()

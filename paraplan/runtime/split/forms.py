@@ -13,19 +13,10 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.check import (
-    CheckSetting,
-    check_split,
-    comparable_runs,
-    draws_in_training,
-    setting_of,
-    shares_with_blocks,
-)
+from paraplan.runtime.split.check import BlockDiffersError, BlockTrial, block_trial, shares_with_blocks
 from paraplan.runtime.split.layers import BlockSplit, SequenceEnds, is_linear
 from paraplan.runtime.split.regions import joined_modules, split_block
-from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import BlockCall
-from paraplan.runtime.structure.shaken_weights import shake
 
 _HEADS = re.compile(r"(n|num)_.*heads?|.*_heads|heads")
 
@@ -53,46 +44,32 @@ def checked_in_numbers(
     With regions around the modules that hold column layers, or around these layers; and under sequence parallelism the
     same with the tokens of all ranks in the block. Raises `UnsupportedPlanError` where none does.
     """
-    device = mesh.world.device
-    whole = copy.deepcopy(block)
-    give_random_values(whole)
-    whole = whole.to(device)
-    shake(whole)  # what starts at zero hides all that lies behind it
-    try:
-        with comparable_runs(device), attributes_kept(whole):
-            setting = setting_of(whole, call)
-            draws = not setting.modes[0] or draws_in_training(whole, call, setting.dtype)
-        split, size = replace(split, draws=draws), mesh.size("tp")
-        for form in forms(block, split, ends, size=size, shares=shares_with_blocks(call)):
+    with block_trial(block, call, mesh.world.device) as trial:
+        split = replace(split, draws=trial.draws)
+        for form in forms(block, split, ends, size=mesh.size("tp"), shares=shares_with_blocks(call)):
             try:
-                with comparable_runs(device), attributes_kept(whole):
-                    return _checked(whole, name, call, form, tensor_group(mesh), ends, setting)
+                return _checked(trial, name, form, tensor_group(mesh), ends)
             except UnsupportedPlanError as error:
                 failure = error
-        if ends is None or failure.message.startswith("sequence_parallel"):
-            raise failure
-        raise UnsupportedPlanError(
-            f"sequence_parallel=True: {failure.message}", hint="use a plan without sequence parallelism"
-        ) from failure
-    finally:
-        whole.to("meta")
+    if ends is None or failure.message.startswith("sequence_parallel"):
+        raise failure
+    raise UnsupportedPlanError(
+        f"sequence_parallel=True: {failure.message}", hint="use a plan without sequence parallelism"
+    ) from failure
 
 
 def _checked(
-    whole: nn.Module,
-    name: str,
-    call: BlockCall,
-    form: BlockSplit,
-    group: TensorGroup,
-    ends: SequenceEnds | None,
-    setting: CheckSetting,
+    trial: BlockTrial, name: str, form: BlockSplit, group: TensorGroup, ends: SequenceEnds | None
 ) -> BlockSplit:
-    part = copy.deepcopy(whole)
+    part = copy.deepcopy(trial.whole)
     try:
         shardings = split_block(part, form, group, ends)
-        partial = _partial(part, form, shardings, ends)
-        summed = check_split(whole, part, shardings, call, group=group, name=name, setting=setting, partial=partial)
-        return replace(form, summed=summed)
+        return replace(form, summed=trial.compare(part, group, shardings, _partial(part, form, shardings, ends)))
+    except BlockDiffersError as error:
+        said = f"{name} split over tp={group.size} does not compute what it computes whole"
+        if not error.runs:
+            said = f"the split of {name} over tp={group.size} does not run"
+        raise UnsupportedPlanError(f"{said}: {error}", hint="use tp=1 for this model") from error
     finally:
         # Its forward passes refer to it: the values are let go here, not when Python next looks for such circles.
         part.to("meta")

@@ -8,7 +8,7 @@ vocabulary (`vocabulary`); norms stay whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,12 @@ from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-CheckSplit = Callable[[nn.Module, str, BlockCall, BlockSplit, Mesh, SequenceEnds | None], BlockSplit]
-"""Returns a block's split, or a simpler form of it; raises `UnsupportedPlanError` where it computes something else."""
+CheckSplit = Callable[..., BlockSplit]
+"""`check(block, name, call, split, mesh=, ends=)` returns a block's split, or a simpler form of it.
+
+Raises `UnsupportedPlanError` where it computes something else.
+"""
+_CheckOfBlock = Callable[[BlockSplit], BlockSplit]
 
 
 @dataclass(frozen=True)
@@ -112,16 +116,15 @@ def find_tensor_split(
         kind = kind_of(name, block, call, [*kept] if asked is None else [*kept.items()], numbering)
         if kind not in found:
             ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
-            check = check or checked_in_numbers
-            whole = model.get_submodule(name)
+            checked = partial(check or checked_in_numbers, model.get_submodule(name), name, call, mesh=mesh, ends=ends)
             if asked is None:
-                found[kind] = _split_of(whole, block, name, call, _Wanted(mesh, ends, kept, check))
+                found[kind] = _split_of(block, call, name, kept, size, checked)
             else:
                 split = asked.split_of(block, name, call, size=size)
                 reasons = _kept_whole(meta_model, block, name, None)
                 for layer in split.roles.keys() & reasons.keys():
                     raise PlanError(f"split: {name}.{layer} cannot be split: {reasons[layer]}", hint="leave it whole")
-                found[kind] = check(whole, name, call, split, mesh, ends)
+                found[kind] = checked(split)
         blocks[name] = found[kind]
     vocabulary = VocabularySplit()
     if asked is None or asked.has_vocabulary:
@@ -165,46 +168,45 @@ def _hidden_argument(structure: ModelStructure) -> int | str:
     return chain.hidden_argument
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What the split of a block is to be: over this mesh, with these ends, some layers whole, checked in this way."""
-
-    mesh: Mesh
-    ends: SequenceEnds | None
-    kept: Mapping[str, str]
-    check: CheckSplit
-
-
 def _split_of(
-    block: nn.Module,
-    meta_model: nn.Module,
-    name: str,
-    call: BlockCall,
-    wanted: _Wanted,
+    meta_model: nn.Module, call: BlockCall, name: str, kept: Mapping[str, str], size: int, check: _CheckOfBlock
 ) -> BlockSplit:
     """Return how a block is split, checked: the first of these ways that computes the same.
 
-    Its adapters go with the layers beside them, or are as any other layers; and linear layers with code of their own,
-    which may look at whole weights, stay whole.
+    Its adapters go with the layers beside them, or are as any other layers; linear layers with code of their own, which
+    may look at whole weights, or those that make fewer outputs than others stay whole. In each of these its experts
+    have gate before up, interleaved, or else are left whole.
     """
     adapters = find_adapters(meta_model)
-    own = {
+    with_own_code = {
         layer: f"{type(module).__name__} computes by code of its own, and not the same from a part of its weight"
         for layer, module in meta_model.named_modules()
         if layer and is_linear(module) and has_own_code(module)
     }
     ways: list[tuple[Adapters | None, dict[str, str]]] = [(adapters, {})] if adapters.bases else []
-    ways += [(None, {}), *([(None, own)] if own.keys() - wanted.kept.keys() else [])]
-    narrow = _narrow_layers(meta_model, size=wanted.mesh.size("tp"))
-    ways += [(None, narrow)] if narrow.keys() - wanted.kept.keys() else []
-    errors = []
-    for pairs, whole in ways:
+    ways.append((None, {}))
+    ways += [
+        (None, more) for more in (with_own_code, _narrow_layers(meta_model, size=size)) if more.keys() - kept.keys()
+    ]
+    experts = [layer for layer, module in meta_model.named_modules() if layer and expert_weights(module) is not None]
+    failure: UnsupportedPlanError | None = None
+    for pairs, more in ways:
+        whole = more | dict(kept)
+        tried = [layer for layer in experts if layer not in whole]
+        find = partial(find_split, meta_model, call, size=size, name=name, adapters=pairs)
         try:
-            kept = replace(wanted, kept=whole | dict(wanted.kept))
-            return _split_with(pairs, block, meta_model, name, call, kept)
+            for interleaved in (False, True) if tried else ():
+                split = find(interleaved=interleaved, kept_whole=whole)
+                try:
+                    return check(split)
+                except UnsupportedPlanError as error:
+                    reason = error.message
+            whole |= dict.fromkeys(tried, reason) if tried else {}
+            return check(find(kept_whole=whole | _stacked_weights_elsewhere(meta_model)))
         except UnsupportedPlanError as error:
-            errors.append(error)
-    raise errors[0] from None
+            failure = failure or error
+    assert failure is not None
+    raise failure from None
 
 
 def _narrow_layers(meta_model: nn.Module, *, size: int) -> dict[str, str]:
@@ -223,31 +225,6 @@ def _narrow_layers(meta_model: nn.Module, *, size: int) -> dict[str, str]:
         for layer, outputs in layers.items()
         if outputs == min(layers.values()) < max(layers.values())
     }
-
-
-def _split_with(
-    adapters: Adapters | None,
-    block: nn.Module,
-    meta_model: nn.Module,
-    name: str,
-    call: BlockCall,
-    wanted: _Wanted,
-) -> BlockSplit:
-    """Return how a block is split, checked: its experts with gate before up, interleaved, or else left whole."""
-    experts = [layer for layer, module in meta_model.named_modules() if layer and expert_weights(module) is not None]
-    mesh, ends, kept = wanted.mesh, wanted.ends, dict(wanted.kept)
-    tried = [layer for layer in experts if layer not in kept]
-    find = partial(find_split, meta_model, call, size=mesh.size("tp"), name=name, adapters=adapters)
-    for interleaved in (False, True) if tried else ():
-        split = find(interleaved=interleaved, kept_whole=kept)
-        try:
-            return wanted.check(block, name, call, split, mesh, ends)
-        except UnsupportedPlanError as error:
-            reason = error.message
-    kept = kept | dict.fromkeys(tried, reason) if tried else kept
-    kept |= _stacked_weights_elsewhere(meta_model)
-    split = find(kept_whole=kept)
-    return wanted.check(block, name, call, split, mesh, ends)
 
 
 def _stacked_weights_elsewhere(meta_model: nn.Module) -> dict[str, str]:
