@@ -256,6 +256,18 @@ def test_public_names_are_described() -> None:
     assert_in_all_modules(undescribed_names)
 
 
+def test_one_module_of_the_runtime_puts_forwards_on_modules() -> None:
+    places = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in (PACKAGE / "runtime").rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and target.attr == "forward"
+    }
+    assert places == {"runtime/structure/forwards.py"}
+
+
 def test_the_floors_name_every_package_and_module() -> None:
     found = {relative(path).split("/")[0].removesuffix(".py") for path in MODULES}
     assert found - {"__init__", "__main__"} == set(FLOORS)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.torch_private import BatchNorm, check_batch_norm_input
 
 
@@ -39,7 +40,7 @@ def _synchronize(module: BatchNorm, group: dist.ProcessGroup) -> None:
     def forward(given: torch.Tensor) -> torch.Tensor:
         return _normalized(module, given, group) if module.training else inner(given)
 
-    module.forward = forward  # type: ignore[method-assign,assignment]
+    set_forward(module, forward)
 
 
 def _normalized(module: BatchNorm, given: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -30,6 +30,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute.blocks import recompute_in_backward
 from paraplan.runtime.structure.blocks import modules_around
+from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.snapshots import MODULE_FIELDS
 from paraplan.runtime.structure.weights import is_quantized
 
@@ -182,7 +183,7 @@ class RunningReference:
         for unit, names in self._streamed.items():
             block = self.model.get_submodule(unit)
             own = {name: self.model.get_parameter(name) for name in names}
-            block.forward = partial(fill, block.forward, own)
+            set_forward(block, partial(fill, block.forward, own))
             recompute_in_backward(block)
 
     @property

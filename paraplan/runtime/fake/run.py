@@ -48,6 +48,7 @@ from paraplan.runtime.small_model import token_loss
 from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.torch_private import storage_key
 from paraplan.runtime.world import World, silence_known_noise
 
@@ -223,7 +224,7 @@ def keep_operators(block: nn.Module) -> None:
 
     A method, which a copy of the block has as its own.
     """
-    block.forward = MethodType(_forward_on_gpu, block)
+    set_forward(block, MethodType(_forward_on_gpu, block))
 
 
 def _forward_on_gpu(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

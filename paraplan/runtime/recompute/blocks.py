@@ -19,6 +19,7 @@ from paraplan.plan.parallel import Recompute
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.recompute.policy import Operator, OperatorChoice
 from paraplan.runtime.recompute.split_backward import checkpoint_for_split_backward
+from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.torch_private import function_modes, version_of
 
 _SDPA = F.scaled_dot_product_attention  # which stands elsewhere while a block runs under context parallelism
@@ -76,7 +77,7 @@ def recompute_in_backward(block: nn.Module, *, in_halves: bool = False, choice: 
                 )
             return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False, context_fn=lambda: (first, again()))
 
-    block.forward = forward
+    set_forward(block, forward)
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def _refuse_without_calls(last: nn.Module, choice: OperatorChoice) -> None:
             )
         return output
 
-    last.forward = forward
+    set_forward(last, forward)
 
 
 class _WrittenBuffers:
@@ -177,7 +178,7 @@ def recompute_attention(block: nn.Module, calls: _AttentionCalls, *, is_last: bo
             raise no_attention(block)
         return output
 
-    block.forward = forward
+    set_forward(block, forward)
 
 
 def no_attention(block: nn.Module) -> UnsupportedPlanError:

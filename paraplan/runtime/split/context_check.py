@@ -34,6 +34,7 @@ from paraplan.runtime.split.context_parallel import (
 )
 from paraplan.runtime.split.context_tail import TokensApart
 from paraplan.runtime.split.kinds import kind_of, numbering_of
+from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
@@ -186,7 +187,7 @@ def _join_ends(part: nn.Module, call: BlockCall, context: Context) -> None:
                 shared.update({key: pytree.tree_map(cut, shared[key]) for key in shared})
         return map_outputs(join, inner(*args, **kwargs))
 
-    part.forward = forward
+    set_forward(part, forward)
 
 
 def _try_model(structure: ModelStructure, split: ContextSplit, *, size: int) -> None:

@@ -23,6 +23,7 @@ from paraplan.runtime.shards.group import TensorGroup, all_gather
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_attention import ContextAttention
 from paraplan.runtime.split.context_sums import SumsOverRanks
+from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
 
@@ -231,7 +232,7 @@ def run_on_own_tokens(
         context.end_block()
         return output
 
-    block.forward = forward
+    set_forward(block, forward)
 
 
 def _own_arguments(
@@ -333,7 +334,7 @@ def run_on_all_tokens(module: nn.Module, context: Context) -> None:
         finally:
             context.attention.num_own = kept
 
-    module.forward = forward
+    set_forward(module, forward)
 
 
 def argument_names(block: nn.Module) -> list[str]:

@@ -42,6 +42,7 @@ from paraplan.runtime.split.layers import (
 )
 from paraplan.runtime.split.sites import RunOnParts
 from paraplan.runtime.structure.chain import put_argument
+from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.outputs import map_outputs
 
 
@@ -78,10 +79,10 @@ def split_block(
         if role.kind == "column":
             region = regions[next(path for path in regions if _is_in(layer, (path,)))]
             if split.draws or region.first is module or type(module).forward is not nn.Linear.forward:
-                module.forward = _column(module, region, group, draws=split.draws)
+                set_forward(module, _column(module, region, group, draws=split.draws))
         elif role.kind == "row":
             is_inner = split.has_regions and _is_inner(layer, split.roles, regions)
-            module.forward = _row(module, split, group, scatters=has_own_tokens, is_inner=is_inner)
+            set_forward(module, _row(module, split, group, scatters=has_own_tokens, is_inner=is_inner))
         elif role.kind == "experts":
             _share_bias(module, group)
     for path, names in split.divided.items():
@@ -90,11 +91,11 @@ def split_block(
         is_of_experts = path in split.roles and split.roles[path].kind == "experts"
         region.gathers = ends is not None and not _is_in(path, joined)
         module = block.get_submodule(path)
-        module.forward = _entering(module, group, region, sums=is_of_experts)
+        set_forward(module, _entering(module, group, region, sums=is_of_experts))
     for path in joined:
         joined_module = block.get_submodule(path)
-        joined_module.forward = _joining(joined_module, group, draws=split.draws)
-    block.forward = _block_forward(block, split, group, ends)
+        set_forward(joined_module, _joining(joined_module, group, draws=split.draws))
+    set_forward(block, _block_forward(block, split, group, ends))
     return shardings
 
 
@@ -211,7 +212,7 @@ def _share_bias(module: nn.Module, group: TensorGroup) -> None:
         finally:
             del module.__dict__[bias]
 
-    module.forward = forward
+    set_forward(module, forward)
 
 
 def _has_gradients(nest: tuple[Any, ...]) -> bool:

@@ -34,6 +34,7 @@ from paraplan.runtime.split.layers import (
 )
 from paraplan.runtime.split.lockstep import DOES_NOT_RUN, PartsRun, WholeRun
 from paraplan.runtime.split.sites import Sites
+from paraplan.runtime.structure.forwards import trial_forwards
 from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.structure.outputs import numbered_outputs
 from paraplan.runtime.torch_private import pytree, watching_functions
@@ -117,14 +118,13 @@ def sites_of(meta_model: nn.Module, call: BlockCall, roles: Mapping[str, LayerRo
 
 def _run_whole_block(meta_model: nn.Module, call: BlockCall) -> WholeRun:
     run = WholeRun()
-    with ExitStack() as undo:
-        for layer, module in meta_model.named_modules():
-            if layer and (is_linear(module) or expert_weights(module) is not None):
-                undo.callback(module.__dict__.pop, "forward", None)
-                module.forward = _noting(module, layer, run)
-        args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
-        for one in (torch.no_grad(), call.context(), run):
-            undo.enter_context(one)
+    noting = {
+        module: _noting(module, layer, run)
+        for layer, module in meta_model.named_modules()
+        if layer and (is_linear(module) or expert_weights(module) is not None)
+    }
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))  # caches are filled
+    with trial_forwards(noting), torch.no_grad(), call.context(), run:
         meta_model.forward(*args, **kwargs)
     return run
 
@@ -233,13 +233,13 @@ def _tried(
     meta_model: nn.Module, trial: _Trial, run: PartsRun, group: TensorGroup, *, interleaved: bool
 ) -> Iterator[None]:
     """Let the layers of `meta_model` take the role that their input asks for, in this context."""
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
     with ExitStack() as undo:
         for name, module in meta_model.named_modules():
             weights = expert_weights(module) if name else None
             if weights is not None:
-                undo.callback(module.__dict__.pop, "forward", None)
                 role = LayerRole(kind="experts", segments=weights.segments(interleaved=interleaved))
-                module.forward = _trying_experts(module, name, weights, role, trial, run, group)
+                forwards[module] = _trying_experts(module, name, weights, role, trial, run, group)
             if name in trial.read:
                 role = LayerRole(kind="read", segments=linear_sizes(module)[1:])
                 _check_divides(name, role.segments, group)
@@ -250,8 +250,8 @@ def _tried(
                     undo.callback(module.__dict__.pop, one, None)
                 trial.roles[name] = role
             elif name and is_linear(module):
-                undo.callback(module.__dict__.pop, "forward", None)
-                module.forward = _trying(module, name, trial, run, group)
+                forwards[module] = _trying(module, name, trial, run, group)
+        undo.enter_context(trial_forwards(forwards))
         yield
 
 

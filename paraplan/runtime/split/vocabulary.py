@@ -20,6 +20,7 @@ from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.layers import has_own_weight
 from paraplan.runtime.split.logits import VocabularyLogits
 from paraplan.runtime.structure.ends import layers_read_elsewhere
+from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.model_structure import ModelStructure
 
 _TOLERANCE = 1e-6
@@ -93,7 +94,7 @@ def apply_vocabulary_split(
     for name in split.heads:
         module = held.get(name)
         if isinstance(module, nn.Linear):
-            module.forward = _split_head(module, sharding, group, logits)  # type: ignore[method-assign,assignment]
+            set_forward(module, _split_head(module, sharding, group, logits))
     own = {id(part) for part in parts.values()}
     return {name: sharding for name, parameter in model.named_parameters() if id(parameter) in own}
 
@@ -126,7 +127,7 @@ def _look_up_own(module: nn.Embedding, group: TensorGroup, sharding: Sharding) -
         found = inner(own.masked_fill(is_other, 0)).masked_fill(is_other[..., None], 0.0)
         return reduce_from_region(found, group)
 
-    module.forward = forward  # type: ignore[method-assign,assignment]
+    set_forward(module, forward)
 
 
 def _computed_reason(meta_model: nn.Module, chosen: list[str]) -> str | None:
