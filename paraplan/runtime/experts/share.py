@@ -15,6 +15,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import expert_ranks
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.layers import take_parts
+from paraplan.runtime.structure.forwards import set_forward
 
 
 def share_experts(
@@ -56,7 +57,7 @@ def share_experts(
             modules.append(holder)
             set_number(holder, layer.num_experts, layer.num_experts // group.size)
             forward = SharedExperts(name, forward, layer.num_experts, exchange, load)
-        holder.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+        set_forward(holder, torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
     return RankExperts(tuple(modules), shardings, frozenset(absent), load)
 
 

@@ -140,9 +140,7 @@ class _EvenRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Who reads a number that any value serves: the pipeline's vote, and the seed of a rank's own random numbers.
 _READS = (torch.Tensor.item, torch.Tensor.__int__)
-_READERS = (PIPELINING_FOLDER, "runtime/split/randomness")
 
 
 class _SmallNumbers(TorchFunctionMode):
@@ -155,7 +153,7 @@ class _SmallNumbers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.arange and len(args) == 1 and not kwargs:
             return self._really(func, args, kwargs)
-        if func in _READS and isinstance(args[0], FakeTensor) and _is_called_by(*_READERS):
+        if func in _READS and isinstance(args[0], FakeTensor) and _is_called_by(PIPELINING_FOLDER):
             return 1
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_real = tensors and not any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in tensors)
@@ -168,13 +166,13 @@ class _SmallNumbers(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _is_called_by(*places: str) -> bool:
-    """Whether the nearest caller outside of torch's machinery of modes is code in one of `places`, parts of paths."""
+def _is_called_by(place: str) -> bool:
+    """Whether the nearest caller outside of torch's machinery of modes is code in `place`, a part of a path."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     path = "" if frame is None else frame.f_code.co_filename.replace("\\", "/")
-    return any(place in path for place in places)
+    return place in path
 
 
 @contextmanager
