@@ -209,10 +209,33 @@ def check_requeue(environment: Mapping[str, str]) -> None:
 
 
 def requeue(environment: Mapping[str, str]) -> None:
-    """Have Slurm start this job again; say what came of it. Slurm then ends this process by SIGTERM."""
+    """Have Slurm start this job again, unless its user has canceled it; say what came of it.
+
+    Slurm then ends this process by SIGTERM.
+    """
     job = environment["SLURM_JOB_ID"]
+    if was_canceled(_scontrol("show", "job", "--oneliner", job)[0]):
+        say(f"job {job} was canceled: it is not queued again")
+        return
     _, words = _scontrol("requeue", job)
     say(f"job {job} is queued again" if words is None else f"scontrol requeue {job} failed: {words}")
+
+
+def was_canceled(text: str) -> bool:
+    """Whether a job that `scontrol show job` prints was ended by its user: it has, or is about to, before its time."""
+    fields = dict(re.findall(r"(\w+)=(\S*)", text))
+    ran_s, limit_s = (_slurm_seconds(fields.get(name, "")) for name in ("RunTime", "TimeLimit"))
+    is_in_time = limit_s is None or (ran_s is not None and ran_s < limit_s)
+    return fields.get("JobState") in ("CANCELLED", "COMPLETING") and is_in_time
+
+
+def _slurm_seconds(text: str) -> int | None:
+    """Return the seconds of `1-02:03:04`; None for UNLIMITED and other words."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def kill_wait_s(text: str) -> float | None:

@@ -213,6 +213,11 @@ def _check_spares(spec: LaunchSpec, nodes: NodeRange) -> None:
 
 
 def _check_endpoint(spec: LaunchSpec) -> None:
+    taken = {"min_nodes": "--nnodes", "max_nodes": "--nnodes", "run_id": "--rdzv-id", "local_addr": "--local-addr"}
+    taken |= {"backend": "--rdzv-backend", "endpoint": "--rdzv-endpoint"}
+    for name in (pair.partition("=")[0].strip() for pair in spec.rdzv_conf.split(",")):
+        if name in taken:
+            raise ArgumentError(f"--rdzv-conf {name} is what {taken[name]} says", hint=f"use {taken[name]} alone")
     if spec.rdzv_backend in ("static", "c10d") and "," in spec.rdzv_endpoint:
         raise ArgumentError(
             f"--rdzv-endpoint {spec.rdzv_endpoint} names several hosts, and the nodes of a job meet at one",

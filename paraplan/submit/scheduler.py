@@ -130,7 +130,10 @@ def call(words: Sequence[str], *, folder: Path | None = None, hint: str) -> str:
         said = f"no answer in {_PATIENCE_S:.0f} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
         raise SchedulerError(f"{words[0]}: {one_line(said)}", hint=hint) from None
     if ended.returncode:
-        said = one_line((ended.stderr.strip() or ended.stdout.strip())[-_MOST_LETTERS:])
+        said = ended.stderr.strip() or ended.stdout.strip()
+        if "Traceback (most" in said:  # its last line has the reason
+            said = said.rpartition("\n")[2]
+        said = one_line(said[-_MOST_LETTERS:])
         said = said or f"status {ended.returncode}, and no word"
         raise SchedulerError(f"{words[0]} says: {said}", hint=hint, is_refusal=ended.returncode > 0)
     return ended.stdout

@@ -23,6 +23,7 @@ from paraplan.launch.nodes.job_token import (
     ForgedTextError,
     Seal,
     job_port,
+    job_seal,
     job_token,
     read_secret,
     secret_file,
@@ -30,7 +31,7 @@ from paraplan.launch.nodes.job_token import (
 from paraplan.launch.nodes.rendezvous import NoRendezvousError, find_contradiction
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
 from paraplan.launch.nodes.rendezvous_state import StateTranslator
-from paraplan.launch.spec import ArgumentError, NodeRange
+from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.rendezvous_state import RoundState, pickled, unpickled
 
 LONG = timedelta(seconds=PATIENCE_S)
@@ -192,3 +193,10 @@ def test_a_deadline_is_counted_from_when_a_node_has_first_seen_it() -> None:
     second = ours.to_state(values)
     assert second.deadline is not None
     assert abs(second.deadline - first.deadline) < PAUSE / 2
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d", "etcd", "etcd-v2"])
+def test_nodes_of_a_job_sign_alike_under_every_rendezvous(backend: str) -> None:
+    spec = LaunchSpec(training_script="train.py", rdzv_backend=backend, rdzv_id="a")
+    text, other = (job_seal(spec, NodeRange(1, 2), {TOKEN_VARIABLE: "x" * 16}) for _ in range(2))
+    assert other.open("name", text.close("name", 1)) == 1

@@ -13,7 +13,7 @@ from forked_launcher import ForkedLauncher
 from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
-from paraplan.launch.preemption import kill_wait_s, notice_reader
+from paraplan.launch.preemption import kill_wait_s, notice_reader, was_canceled
 from paraplan.launch.spec import ArgumentError
 
 
@@ -227,7 +227,9 @@ def test_a_signal_for_all_processes_at_once_is_one_for_the_launcher(
     """Slurm signals the whole step: launcher, spawner and ranks; and once more when it has queued the job again."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    answers = "if [ $1 = show ]; then echo 'KillWait                = 20 sec'; exit; fi"
+    is_canceled = number == signal.SIGTERM
+    state = "COMPLETING" if is_canceled else "RUNNING"
+    answers = f"if [ $1 = show ]; then echo 'KillWait                = 20 sec'; echo 'JobState={state} '; exit; fi"
     scontrol.write_text(f"#!/bin/sh\n{answers}\nkill -TERM $PPID\nsleep 0.3\n")
     scontrol.chmod(0o755)
     path = f"{scontrol.parent}:{os.environ['PATH']}"
@@ -238,12 +240,18 @@ def test_a_signal_for_all_processes_at_once_is_one_for_the_launcher(
         os.kill(pid, number)
     status, _, stderr = finish(process)
     assert status == 75, stderr
-    assert stderr.splitlines()[-1].endswith("job 7 is queued again")  # the last word: what follows may be cut off
-    expected = "they get 16 s for it, since Slurm kills" if number == signal.SIGTERM else "they get 30 s for it\n"
+    became = "job 7 was canceled: it is not queued again" if is_canceled else "job 7 is queued again"
+    assert stderr.splitlines()[-1].endswith(became)  # the last word: what follows may be cut off
+    expected = "they get 16 s for it, since Slurm kills" if is_canceled else "they get 30 s for it\n"
     assert expected in stderr
 
 
 def test_what_slurm_leaves_of_a_job_is_read() -> None:
     assert kill_wait_s("KillOnBadExit           = 0\nKillWait                = 30 sec\n") == 30.0
     assert kill_wait_s("KillWait = 0 sec") is None
+    ended = "JobState=COMPLETING Reason=None RunTime={} TimeLimit={} "
+    assert was_canceled(ended.format("00:04:59", "00:05:00"))
+    assert was_canceled(ended.format("3-00:00:00", "UNLIMITED"))
+    assert not was_canceled(ended.format("1-00:00:03", "1-00:00:00"))  # its time was over
+    assert not was_canceled(ended.format("00:00:01", "00:05:00").replace("COMPLETING", "RUNNING"))
     assert kill_wait_s("slurm_load_ctl_conf error") is None

@@ -227,3 +227,11 @@ def test_an_endpoint_of_several_hosts_is_refused() -> None:
     where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1,b:1"]
     with pytest.raises(ArgumentError, match="a:1,b:1 names several hosts, and the nodes of a job meet at one"):
         check_request(parse_arguments([*where, __file__], {}), num_gpus=0, current_folder=Path())
+
+
+@pytest.mark.parametrize(
+    ("conf", "option"), [("min_nodes=1,timeout=3", "--nnodes"), ("timeout=3, run_id=a", "--rdzv-id")]
+)
+def test_what_an_option_says_is_not_for_the_configuration_of_the_rendezvous(check, conf: str, option: str) -> None:
+    with pytest.raises(ArgumentError, match=f"is what {option} says"):
+        check(rdzv_conf=conf)

@@ -95,9 +95,9 @@ def job_token(environment: Mapping[str, str], *, job: str) -> bytes:
 def job_seal(spec: LaunchSpec, nodes: NodeRange, environment: Mapping[str, str]) -> Seal:
     """Return what signs the texts between the nodes of a job. Raises `ArgumentError` where they share no secret.
 
-    A job of one node has a token of its own, and so has one under a rendezvous that is not torch's own store.
+    A job of one node has a token of its own.
     """
-    if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d"):
+    if nodes.max == 1:
         return Seal(random_token())
     return Seal(job_token(environment, job=spec.rdzv_id))
 
