@@ -1,8 +1,9 @@
 """What the launchers of many nodes ask of their one store: calls and threads for a look, and how long news take.
 
-    python scripts/simulate_scale.py [16 64 256]
+    python scripts/simulate_scale.py [--delay-ms 0] [16 64 256]
 
-Launchers are threads of this process, each with a connection of its own to one torch store on loopback. Prints a line
+Launchers are threads of this process, each with a connection of its own to one torch store on loopback; every call of
+the store takes `--delay-ms` longer, as over a network of that round trip. Prints a line
 for each number of nodes: seconds until all have met and know all facts, calls of the store and new threads for a look,
 and seconds until all have read that one node has failed, with all launchers on this machine. Status 1 where a look is
 more than one call, or starts a thread.
@@ -10,7 +11,7 @@ more than one call, or starts a thread.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import threading
 import time
 from collections.abc import Callable
@@ -34,22 +35,24 @@ LOOK_S = 0.5
 
 
 class Counted:
-    """A connection to the store that counts the calls."""
+    """A connection to the store that counts the calls, each of which takes so much longer."""
 
-    def __init__(self, store: TCPStore) -> None:
-        self.store, self.num_calls = store, 0
+    def __init__(self, store: TCPStore, delay_s: float) -> None:
+        self.store, self.delay_s, self.num_calls = store, delay_s, 0
 
     def __getattr__(self, name: str) -> Any:
-        self.num_calls += name != "has_extended_api"
+        if name != "has_extended_api":
+            self.num_calls += 1
+            time.sleep(self.delay_s)
         return getattr(self.store, name)
 
 
-def simulate(num_nodes: int) -> bool:
+def simulate(num_nodes: int, delay_s: float) -> bool:
     """Run one job of so many launchers, print its figures, and return whether a look costs one call."""
     hosted = host_store("127.0.0.1", 0, timeout=PATIENCE)
     endpoint, seal = Endpoint("127.0.0.1", hosted.port), Seal(b"of this job")
     connections = [
-        Counted(TCPStore("127.0.0.1", hosted.port, is_master=False, timeout=PATIENCE, wait_for_workers=False))
+        Counted(TCPStore("127.0.0.1", hosted.port, is_master=False, timeout=PATIENCE, wait_for_workers=False), delay_s)
         for _ in range(num_nodes)
     ]
     nodes = [
@@ -94,7 +97,11 @@ def simulate(num_nodes: int) -> bool:
 def main() -> None:
     """Simulate the numbers of nodes of the command line."""
     silence_torch_log()
-    kept = [simulate(number) for number in map(int, sys.argv[1:] or ("16", "64", "256"))]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("nodes", type=int, nargs="*", default=[16, 64, 256], help="numbers of nodes")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="what each call of the store takes longer")
+    given = parser.parse_args()
+    kept = [simulate(number, given.delay_ms / 1e3) for number in given.nodes]
     raise SystemExit(0 if all(kept) else 1)
 
 

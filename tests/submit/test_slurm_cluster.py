@@ -70,8 +70,10 @@ class Cluster:
     def close(self) -> None:
         """End the shell, and all of the cluster with it."""
         assert self._shell.stdin is not None
+        assert self._shell.stdout is not None
         self._shell.stdin.close()
         self._shell.wait(PATIENCE_S)
+        self._shell.stdout.close()
 
 
 @pytest.fixture(scope="module")
