@@ -2,27 +2,42 @@
 """Train tiny models of many kinds under every kind of plan on two ranks, and compare with plain torch: a table.
 
     paraplan launch --nproc-per-node 2 scripts/check_families.py [FAMILY ...]
+    paraplan launch --nproc-per-node 2|4 scripts/check_families.py --experts [FAMILY ...]
 
 Each model is built from scratch by transformers, with its own loss (labels among its inputs, some of them masked). Loss
 and every gradient of a first step are compared with those of the whole batch in one piece. Status 1 if any is wrong.
+With `--experts` every causal model with experts is taken that shrinks by its configuration alone, under plans with ep,
+without the check of `prepare`, whose work this is.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 import re
 import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from paraplan import runtime
 from paraplan.errors import ParaplanError
+from paraplan.model.shrink import Smaller
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checks.references import Verify
+from paraplan.runtime.experts.layers import find_experts
+from paraplan.runtime.small_model import build_small
 
 BATCH, TOKENS, VOCABULARY, CLASSES = 8, 12, 64, 3
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+LOSS_TOLERANCE, GRADIENT_TOLERANCE, EXPERTS_TOLERANCE = 1e-5, 1e-4, 1e-5
+LARGEST = 20_000_000  # parameters of a model that is taken with --experts
 
 PLANS = {
     "DDP": ParallelPlan(dp=2, num_microbatches=2, micro_batch_size=2),
@@ -35,6 +50,18 @@ PLANS = {
 }
 COMPILED = ", compiled"
 PLANS |= {name + COMPILED: PLANS[name] for name in ("tp, sequence parallel", "cp")}
+
+EXPERT_PLANS = {
+    "ep 2": ParallelPlan(dp=2, ep=2, num_microbatches=2, micro_batch_size=2),
+    "ep 2, ZeRO-3": ParallelPlan(dp=2, ep=2, zero_stage=3, num_microbatches=2, micro_batch_size=2),
+    "ep 4": ParallelPlan(dp=4, ep=4, num_microbatches=2),
+    "ep 2 of 4, ZeRO-3": ParallelPlan(dp=4, ep=2, zero_stage=3, num_microbatches=2),
+    "ep 2, pp 1F1B": ParallelPlan(
+        dp=2, pp=2, ep=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2, zero_stage=1
+    ),
+    "ep 2, tp": ParallelPlan(dp=2, tp=2, ep=2, num_microbatches=2, micro_batch_size=2),
+    "ep 4, cp": ParallelPlan(dp=2, cp=2, ep=4, num_microbatches=2, micro_batch_size=2),
+}
 
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GATED = _SIZES | {"intermediate_size": 48, "max_position_embeddings": 64}
@@ -106,8 +133,6 @@ _NAMES_OF_DROPOUT = re.compile("drop|pdrop")
 
 def build(family: str) -> nn.Module:
     """Return a model of `family` without dropout; torch's seed decides its weights."""
-    import transformers
-
     head, fields = FAMILIES[family]
     config = transformers.AutoConfig.for_model(family, **fields)
     for name, value in vars(config).items():
@@ -119,23 +144,67 @@ def build(family: str) -> nn.Module:
     return model.train()
 
 
-def batch_of(family: str) -> dict[str, torch.Tensor]:
+def batch_of(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the inputs of a global batch with the labels among them; sequences have different numbers of these."""
     generator = torch.Generator().manual_seed(3)
-    if FAMILIES[family][0] == "ImageClassification":
+    if family in FAMILIES and FAMILIES[family][0] == "ImageClassification":
         images = torch.randn(BATCH, 3, 32, 32, generator=generator)
         return {"pixel_values": images, "labels": torch.randint(CLASSES, (BATCH,), generator=generator)}
-    ids = torch.randint(1, VOCABULARY, (BATCH, TOKENS), generator=generator)
+    tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
+    ids = torch.randint(1, min([VOCABULARY, *tables]), (BATCH, TOKENS), generator=generator)
     labels = ids.clone()
     labels[:3, 4:] = -100
     labels[5, 2:] = -100
     return {"input_ids": ids, "labels": labels}
 
 
-def verdict(family: str, plan: ParallelPlan, *, compile_backend: str | None = None) -> str:
+def build_shrunk(family: str) -> nn.Module:
+    """Return a small causal model of `family` by its default configuration."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    with tempfile.TemporaryDirectory() as folder:
+        words = {"model_type": family, "architectures": [CLASSES[family]]}
+        (Path(folder) / "config.json").write_text(json.dumps(words), encoding="utf-8")
+        return build_small(folder, Smaller(num_layers=2, tp=1, cp=1, seq_length=TOKENS, keeps_width=False))
+
+
+def families_with_experts() -> list[str]:
+    """Return the causal models of transformers whose code has experts."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    modules = {
+        family: inspect.getmodule(getattr(transformers, name))
+        for family, name in sorted(CLASSES.items())
+        if isinstance(name, str)
+    }
+    return [family for family, module in modules.items() if module and "Experts(" in inspect.getsource(module)]
+
+
+def why_left_out(family: str) -> str | None:
+    """Return why a family has no row: its configuration alone makes no small model with experts."""
+    try:
+        model = build_shrunk(family)
+    except Exception as error:  # whatever their code raises for so small a model
+        return f"does not shrink ({type(error).__name__})"
+    if not find_experts(model):
+        return "has no experts by its default configuration"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"still has {count:,} parameters" if count > LARGEST else None
+
+
+def verdict(
+    family: str,
+    plan: ParallelPlan,
+    *,
+    compile_backend: str | None = None,
+    make: Callable[[str], nn.Module] = build,
+    tolerance: float = GRADIENT_TOLERANCE,
+    verify: Verify = "auto",
+) -> str:
     """Return "right", why the plan is refused, or by how much it is wrong."""
     torch.manual_seed(0)
-    model, batch = build(family), batch_of(family)
+    model = make(family)
+    batch = batch_of(family, model)
     alone: Any = copy.deepcopy(model)
     expected = alone(**batch).loss
     expected.backward()
@@ -149,6 +218,7 @@ def verdict(family: str, plan: ParallelPlan, *, compile_backend: str | None = No
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             example_inputs={name: value[:2] for name, value in batch.items()},
             compile_backend=compile_backend,
+            verify=verify,
         )
         share = BATCH // job.dp
         own = {name: value[job.dp_rank * share : (job.dp_rank + 1) * share] for name, value in batch.items()}
@@ -161,31 +231,54 @@ def verdict(family: str, plan: ParallelPlan, *, compile_backend: str | None = No
         if held.grad is not None and name in gradients:
             scale = max(float(gradients[name].abs().max()), 1e-3 * largest)
             gap = float((engine.whole(name, held.grad) - gradients[name]).abs().max())
-            errors[name] = gap / scale / GRADIENT_TOLERANCE
+            errors[name] = gap / scale / tolerance
     worst = max(errors, key=lambda name: errors[name])
     return "right" if errors[worst] <= 1.0 else f"WRONG: {worst}, {errors[worst]:.0f} times what is allowed"
 
 
-def main(families: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Print the table; return the status."""
     torch.set_num_threads(1)
+    families = [one for one in arguments if not one.startswith("--")]
+    if "--experts" in arguments:
+        job = runtime.init(shows_progress=False)
+        plans = {name: plan for name, plan in EXPERT_PLANS.items() if plan.world_size == job.world.size}
+        cells = partial(verdict, make=build_shrunk, tolerance=EXPERTS_TOLERANCE, verify="off")
+        return print_table(families or families_with_experts(), plans, cells, is_main=job.is_main, skip=why_left_out)
     is_main = runtime.init(ParallelPlan(dp=2), shows_progress=False).is_main
+    return print_table(families or [*FAMILIES], PLANS, verdict, is_main=is_main)
+
+
+def print_table(
+    families: list[str],
+    plans: dict[str, ParallelPlan],
+    cell: Callable[..., str],
+    *,
+    is_main: bool,
+    skip: Callable[[str], str | None] = lambda _: None,
+) -> int:
+    """Print a row for each family, and why plans were refused; return 1 where one was wrong."""
     reasons: list[str] = []
     num_wrong = 0
     if is_main:
-        print("| model |", " | ".join(PLANS), "|\n|", " | ".join(["---"] * (len(PLANS) + 1)), "|")
-    for family in families or FAMILIES:
+        print("| model |", " | ".join(plans), "|\n|", " | ".join(["---"] * (len(plans) + 1)), "|")
+    for family in families:
+        reason = skip(family)
+        if reason is not None:
+            if is_main:
+                sys.stderr.write(f"{family} {reason}\n")
+            continue
         cells = []
-        for name, plan in PLANS.items():
-            found = verdict(family, plan, compile_backend="aot_eager" if name.endswith(COMPILED) else None)
+        for name, plan in plans.items():
+            found = cell(family, plan, compile_backend="aot_eager" if name.endswith(COMPILED) else None)
             num_wrong += found.startswith("WRONG")
             if found == "right" or found.startswith("WRONG"):
                 cells.append(found)
                 continue
-            reason = re.sub(r"^rank \d+ ended [^:]*: ", "", found)
-            if reason not in reasons:
-                reasons.append(reason)
-            cells.append(f"refused ({reasons.index(reason) + 1})")
+            why = re.sub(r"^rank \d+ ended [^:]*: ", "", found)
+            if why not in reasons:
+                reasons.append(why)
+            cells.append(f"refused ({reasons.index(why) + 1})")
         if is_main:
             print(f"| {family} |", " | ".join(cells), "|", flush=True)
     if is_main:

@@ -75,7 +75,7 @@ def check_model(
         check_own_memory(model, plan.describe())
     stack = find_blocks(model)
     if plan.ep > 1:
-        check_experts(model, plan.ep)
+        check_experts(model, ep=plan.ep, tp=plan.tp)
     if file is not None and file.model is not None:
         _check_reference(file.model, model, stack, plan)
     check_supported(plan, num_blocks=None if stack is None else len(stack), precision=precision)
@@ -150,7 +150,7 @@ def assemble_part(
     `has_values` nothing is compared in numbers.
     """
     plan = parallel.plan
-    layers = check_experts(model, plan.ep) if plan.ep > 1 else {}
+    layers = check_experts(model, ep=plan.ep, tp=plan.tp) if plan.ep > 1 else {}
     again = recomputed_blocks(parallel.recompute, plan, () if stack is None else stack.names)
     shard_tables(model, plan, parallel.mesh)
     multiple = plan.cp * plan.tp if plan.cp > 1 else 1
@@ -218,6 +218,7 @@ def _assemble_whole(
         shardings=Shardings(shardings, experts.shardings),
         reductions=reductions_of(called),
         orders=orders_of(model),
+        loads=(experts.load,) if layers else (),
     )
 
 

@@ -12,6 +12,7 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.wrapping import complete_reductions
+from paraplan.runtime.experts.load import forget_load, load_metrics
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.predictions import Predictor
@@ -33,8 +34,9 @@ class Engine(TrainingState):
     `optimizer` is this rank's, over `parameters`; `scheduler` what sets its learning rate, None without one.
     `grad_norm` is the norm of the whole model's gradient at the last step before clipping, None where nothing needed
     it. Gradients stay readable until the next step. `metrics` are what `loss_fn` returned beside the loss in the last
-    call, over the global batch. `num_steps` counts the steps done, those of a loaded checkpoint
-    included: it is the position in the data, for `job.shard(skip=engine.num_steps)`.
+    call, over the global batch, and under `ep` the load of experts (`expert_load`, `expert_imbalance`). `num_steps`
+    counts the steps done, those of a loaded checkpoint included: it is the position in the data, for
+    `job.shard(skip=engine.num_steps)`.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Engine(TrainingState):
         self._forget_gradients()
         for reduction in self._part.reductions:
             reduction.begin()
+        forget_load(self._part.loads)
         self._guarded(lambda: self._part.execution.train(micro_batches))
         self._batches.end_step()
         if has_values:
@@ -132,6 +135,8 @@ class Engine(TrainingState):
             reduction.drop_unused()
         self._freezing.drop_gradients()
         self.metrics = totals.metrics
+        if self._part.loads and has_values:
+            self.metrics |= load_metrics(self._part.loads, self._mesh)
         own = loss.tally.loss
         self._losses.add(totals, step=self.num_steps + 1, own=own, is_read=has_values)
         self._last_loss = totals.loss.detach()

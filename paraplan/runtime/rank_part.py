@@ -14,7 +14,7 @@ from paraplan.runtime.data_parallel.block_order import BlockOrder, watch_blocks
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.data_parallel.replica_reduction import ReplicaReduction
 from paraplan.runtime.data_parallel.wrapping import apply_data_parallelism
-from paraplan.runtime.experts.layers import NO_EXPERTS, RankExperts
+from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLoad, RankExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import RankParameters
 from paraplan.runtime.precision import ReduceType
@@ -35,7 +35,8 @@ class RankPart:
     `own_buffers` returns those that belong to the model's state. `repeated` names the parameters that an earlier
     pipeline stage holds too, and counts in the norm of the gradient. `shardings` names those of which
     ranks hold parts. `reductions` are those of DDP, which sums the gradients once every one of them is there.
-    `orders` say which blocks are entered, where other ranks are to enter the same.
+    `orders` say which blocks are entered, where other ranks are to enter the same. `loads` are those of experts that
+    ranks share out.
     """
 
     module: nn.Module
@@ -47,6 +48,7 @@ class RankPart:
     reductions: tuple[ReplicaReduction | ReachedShards, ...] = ()
     orders: tuple[BlockOrder, ...] = ()
     model: nn.Module | None = None
+    loads: tuple[ExpertLoad, ...] = ()
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -126,7 +126,7 @@ def test_what_one_plan_wrote_others_go_on_from(written_under: str, ranks: RankHa
 EIGHT_RANKS = "split tokens, layers and stages"
 SPLIT_PLANS = {
     "split layers": ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=12),
-    "split layers, zero 3": ParallelPlan(tp=2, dp=2, zero_stage=3, micro_batch_size=6),
+    "split layers and experts, zero 3": ParallelPlan(tp=2, dp=2, ep=2, zero_stage=3, micro_batch_size=6),
     "split tokens, zero 3, dp innermost": ParallelPlan(
         dp=2, cp=2, zero_stage=3, micro_batch_size=6, rank_order=("pp", "cp", "tp", "dp")
     ),

@@ -300,6 +300,7 @@ class Training:
     grad_norms: list[float]
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
+    metrics: dict[str, float]
 
 
 def train(
@@ -349,4 +350,5 @@ def train(
             if value.grad is not None
         },
         parameters={name: engine.whole(name).clone() for name in engine.parameters},
+        metrics={name: value.item() for name, value in engine.metrics.items()},
     )

@@ -38,7 +38,7 @@ def _values_of(holder: Any, *, depth: int = 2) -> dict[tuple[str, ...], Any]:
     """Return the plain values among the attributes of an object, and those of configurations that it holds."""
     found: dict[tuple[str, ...], Any] = {}
     for key, value in holder.__dict__.items():
-        if key in MODULE_FIELDS or key == "training":
+        if key in MODULE_FIELDS or key in ("training", "forward"):  # what a plan puts in front of code is its own
             continue
         if _is_plain(value):
             found[key,] = copy.deepcopy(value)

@@ -66,13 +66,13 @@ class SharedExperts:
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, call: Callable[..., Any]
     ) -> torch.Tensor:
         """Send each token to the experts that `index` names, and sum what comes back."""
-        group, chosen = self._group, index.reshape(-1)
+        group, chosen = self._group, index.reshape(-1).long()
         tokens = hidden.reshape(-1, hidden.shape[-1])
         num_pairs = len(chosen)
         pairs = Pairs.of(chosen, num_each=max(num_pairs // max(len(tokens), 1), 1))
-        there = torch.bincount(chosen, minlength=self._num_experts)
+        there = chosen.new_zeros(self._num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         coming = group.tell(there).view(group.size, -1)
-        self._load.add(coming.sum(0))
+        self._load.add(self._name, there)
         rows = Rows(
             group,
             sent=row_counts(there.view(group.size, -1).sum(1), num_pairs),
@@ -115,7 +115,7 @@ class SharedExperts:
         group = self._group
         tokens = hidden.reshape(-1, hidden.shape[-1])
         coming = group.tell(torch.full((group.size,), len(tokens), device=hidden.device))
-        self._load.add(coming.sum().expand(self._num_local))
+        self._load.add(self._name, torch.full((self._num_experts,), len(tokens), device=hidden.device))
         rows = Rows(group, [len(tokens)] * group.size, row_counts(coming, len(tokens) * group.size))
         shares = weights.reshape(-1, group.size, self._num_local).transpose(0, 1).reshape(-1, self._num_local)
         states, scales = rows.exchange(tokens.repeat(group.size, 1), shares)
@@ -131,7 +131,7 @@ class SharedExperts:
         each = stacked.shape[1]
         coming = group.tell(torch.full((group.size,), each, device=rows.device))
         lengths = row_counts(coming, each * group.size)
-        self._load.add(coming.sum().expand(local))
+        self._load.add(self._name, torch.full((self._num_experts,), each, device=rows.device))
         ways = Rows(group, [each * local] * group.size, [length * local for length in lengths])
         (states,) = ways.exchange(stacked.reshape(-1, rows.shape[-1]))
         parts = [part.view(local, -1, rows.shape[-1]) for part in torch.split(states, [*ways.received])]

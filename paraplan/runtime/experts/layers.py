@@ -25,13 +25,14 @@ class ExpertLayer:
 
 @dataclass(eq=False)
 class ExpertLoad:
-    """The rows that each expert of this rank has received in a step, summed over its layers."""
+    """The rows that a rank has sent to every expert in a step, by layer; those that run again count again."""
 
-    rows: list[torch.Tensor] = field(default_factory=list)
+    num_experts: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def add(self, counts: torch.Tensor) -> None:
-        """Take note of the rows of each expert in one call of a layer."""
-        self.rows.append(counts.detach())
+    def add(self, name: str, rows: torch.Tensor) -> None:
+        """Take note of the rows that go to each expert in one call of a layer."""
+        self.rows[name] = self.rows[name] + rows if name in self.rows else rows
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def find_experts(model: nn.Module) -> dict[str, ExpertLayer]:
     return found
 
 
-def check_experts(model: nn.Module, ep: int) -> dict[str, ExpertLayer]:
+def check_experts(model: nn.Module, *, ep: int, tp: int) -> dict[str, ExpertLayer]:
     """Return the mixtures of `model`; raise `UnsupportedPlanError` where `ep` ranks cannot share them out evenly."""
     found = find_experts(model)
     if not found:
@@ -87,6 +88,12 @@ def check_experts(model: nn.Module, ep: int) -> dict[str, ExpertLayer]:
         )
     holders: dict[int, str] = {}
     for layer in found.values():
+        if layer.is_list and tp > 1:
+            raise UnsupportedPlanError(
+                f"ep={ep}, tp={tp}: {layer.name} is a list of experts, each of which one rank of ep has, with layers "
+                "that tp would divide",
+                hint="use ep=1 or tp=1, or hold the weights of experts stacked in one module",
+            )
         if layer.num_experts % ep:
             raise UnsupportedPlanError(
                 f"ep={ep} does not divide the {layer.num_experts} experts of {layer.name}",

@@ -111,7 +111,7 @@ class ListedExperts:
             there[noted[place][0]] += length
         device = next(self._experts[0].parameters()).device
         coming = group.tell(there.to(device)).view(group.size, -1)
-        self._load.add(coming.sum(0))
+        self._load.add(self._calls.name, there.to(device))
         numbers = row_counts(coming.reshape(-1), sum(lengths))
         table = [numbers[start : start + self._num_local] for start in range(0, len(numbers), self._num_local)]
         sent = [sum(there[start : start + self._num_local].tolist()) for start in range(0, len(there), self._num_local)]

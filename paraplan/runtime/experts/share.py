@@ -40,6 +40,7 @@ def share_experts(
             path, _, own = parameter.rpartition(".")
             take_parts(held[path], {own: sharding}, group)
         shardings |= cuts
+        load.num_experts[name] = layer.num_experts
         holder, forward = held[name], held[name].forward
         if layer.is_list:
             local = range(

@@ -283,6 +283,7 @@ def _rank_part(
         ),
         reductions=reductions_of(*(stage.called for stage in stages)),
         orders=orders_of(*modules),
+        loads=tuple(piece.experts.load for piece in pieces if parallel.plan.ep > 1),
     )
 
 
