@@ -82,7 +82,7 @@ class RankMemory(RankState):
         Gradients that are freed after a step do not exist before the first backward pass. DDP's buckets do, and
         micro-batches add up beside them until the last one is reduced in them. FSDP's stage 1 adds up whole gradients
         in fp32; the others reduce after every micro-batch, and what the last reduction reads, that of the root or of
-        an embedding alone, stays until the next one.
+        an embedding alone, stays until the next one. Experts that are spread over ranks are in no buckets of DDP.
         """
         return self._gradient_bytes(at_end=False)
 
@@ -101,7 +101,8 @@ class RankMemory(RankState):
         before = self.has_earlier_gradients & (not at_end)
         is_ddp = self.is_replica & framework.storage.frees_gradients & ~self.averages_flat_copies
         stands = before | at_end | (not framework.storage.frees_gradients)
-        replicated = whole * (stands | is_ddp) + np.where(is_ddp & before, whole, 0.0)
+        bucketed = whole - self.spread_experts * each
+        replicated = whole * stands + bucketed * (is_ddp & ~stands) + np.where(is_ddp & before, bucketed, 0.0)
         shard = whole * self.padding / self.shards
         last = np.where(self.embedding_alone > 0, self.embedding_alone, self.root_parameters - self.head_alone)
         kept = self.parameters * FP32 if framework.data_parallel.accumulates_whole else shard + last * full
@@ -138,8 +139,14 @@ class RankMemory(RankState):
     @cached_property
     def flat_average_bytes(self) -> Floats:
         """Flat copies of all gradients, in which the runtime averages those of replicas before a step."""
-        copies = self.is_replica & self.averages_flat_copies & self.framework.storage.frees_gradients
-        return np.where(copies, self.parameters * self.full_bytes, 0.0)
+        copies = self.is_replica & self.framework.storage.frees_gradients
+        of_experts = np.where(self.table.dp * self.table.cp > self.table.ep, self.spread_experts, 0.0)
+        return np.where(copies, np.where(self.averages_flat_copies, self.parameters, of_experts) * self.full_bytes, 0.0)
+
+    @cached_property
+    def spread_experts(self) -> Floats:
+        """The parameters of experts of this rank, where ranks share them out."""
+        return np.where(self.table.ep > 1, self.stage.sum(self.costs, self.costs.expert_parameters), 0.0)
 
     @cached_property
     def splits_backward(self) -> Mask:
