@@ -106,6 +106,8 @@ class PartsRun(TorchFunctionMode):
         self._sites: dict[Site, list[Rewrite]] = {}
         self._plain: dict[Site, list[tuple[Any, str]]] = {}
         self.source = ""
+        self.modules = [""]
+        """The modules whose code runs, by their names in the block, the innermost last."""
 
     @property
     def sites(self) -> Sites:
@@ -159,10 +161,10 @@ class PartsRun(TorchFunctionMode):
         if rewrite is None:
             self._plain.setdefault(site, []).append((given, source))
             return
-        found = self._sites.setdefault(site, [])
+        found, rewrite = self._sites.setdefault(site, []), replace(rewrite, module=self.modules[-1])
         if rewrite in found:
             return
-        if any(one.func is rewrite.func and one.sign == rewrite.sign for one in found):
+        if any((one.func, one.sign, one.module) == (rewrite.func, rewrite.sign, rewrite.module) for one in found):
             raise SplitError("a line of its code runs on parts of several kinds", source=source, is_mixed=True)
         found.append(rewrite)
 

@@ -13,7 +13,6 @@ Code that writes down sizes of whole tensors has them rewritten at the calls tha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,7 @@ from paraplan.runtime.split.layers import (
     product_of,
     take_parts,
 )
-from paraplan.runtime.split.sites import RunOnParts
+from paraplan.runtime.split.sites import RunOnParts, sites_by_module
 from paraplan.runtime.structure.chain import put_argument
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.outputs import map_outputs
@@ -85,6 +84,9 @@ def split_block(
             set_forward(module, _row(module, split, group, scatters=has_own_tokens, is_inner=is_inner))
         elif role.kind == "experts":
             _share_bias(module, group)
+    for path, sites in sites_by_module(split.sites).items():
+        module = block.get_submodule(path)
+        set_forward(module, _rewriting(module, RunOnParts(sites, group, copies=not split.has_regions)))
     for path, names in split.divided.items():
         _divide(block.get_submodule(path), names, group.size)
     for path, region in regions.items():
@@ -269,6 +271,16 @@ def _entering(module: nn.Module, group: TensorGroup, region: _Region, *, sums: b
     return forward
 
 
+def _rewriting(module: nn.Module, mode: RunOnParts) -> Callable[..., Any]:
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return inner(*args, **kwargs)
+
+    return forward
+
+
 def _joining(module: nn.Module, group: TensorGroup, *, draws: bool) -> Callable[..., Any]:
     """Return the forward of `module` which computes with the tokens of all ranks, and returns its own."""
     inner = module.forward
@@ -307,8 +319,7 @@ def _block_forward(
                 args, kwargs = _with_own_tokens(args, kwargs, group, ends)
             if ends is not None and split.draws and block.training:
                 group.numbers.apart(next(block.parameters()).device)
-            with RunOnParts(split.sites, group, copies=not split.has_regions) if split.sites else nullcontext():
-                output = inner(*args, **kwargs)
+            output = inner(*args, **kwargs)
             return map_outputs(leave, output) if ends is not None and ends.is_last else output
         finally:
             group.entered = None

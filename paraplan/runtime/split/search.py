@@ -251,6 +251,11 @@ def _tried(
                 trial.roles[name] = role
             elif name and is_linear(module):
                 forwards[module] = _trying(module, name, trial, run, group)
+            if module not in forwards:
+                begin = module.register_forward_pre_hook(lambda *_, name=name: run.modules.append(name))
+                end = module.register_forward_hook(lambda *_: run.modules.pop() and None, always_call=True)
+                undo.callback(begin.remove)
+                undo.callback(end.remove)
         undo.enter_context(trial_forwards(forwards))
         yield
 

@@ -114,7 +114,7 @@ class Rewrite:
 
     A number that code computed from one of a part is left `open`: the other sizes tell it. Other whole operands are
     `copied` into the region of a rank. `sign` is the first part, by which calls at one place are told apart where
-    others come there too.
+    others come there too. `module` is the one whose code calls it, by its name in the block.
     """
 
     func: Callable[..., Any]
@@ -124,6 +124,7 @@ class Rewrite:
     cuts: tuple[Cut, ...] = ()
     copied: tuple[Path, ...] = ()
     is_alone: bool = True
+    module: str = ""
 
     @property
     def changes_sizes(self) -> bool:
@@ -163,6 +164,15 @@ class Rewrite:
 
 
 Sites = Mapping[Site, tuple[Rewrite, ...]]
+
+
+def sites_by_module(sites: Sites) -> dict[str, Sites]:
+    """Return the sites in the code of each module that has some."""
+    names = dict.fromkeys(one.module for found in sites.values() for one in found)
+    return {
+        name: {site: own for site, found in sites.items() if (own := tuple(one for one in found if one.module == name))}
+        for name in names
+    }
 
 
 class RunOnParts(TorchFunctionMode):
