@@ -26,7 +26,7 @@ from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, check_experts
 from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.precision import check_stored_type
-from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
+from paraplan.runtime.rank_part import ParallelContext, RankPart, wrap_module
 from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
 from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.split.context_check import ContextSplit, apply_split, find_context_split
@@ -134,7 +134,7 @@ def _check_sharding(model: nn.Module, plan: ParallelPlan) -> None:
             )
 
 
-def assemble_part(
+def wrap_model(
     model: nn.Module,
     stack: BlockStack | None,
     parallel: ParallelContext,
@@ -157,19 +157,19 @@ def assemble_part(
     structure = ModelStructure(model, stack, example_inputs, token_multiple=multiple)
     if plan.pp > 1:
         # They import torch's compiler, which other plans do without.
-        from paraplan.runtime.pipeline.assembly import assemble_stages, find_stages
+        from paraplan.runtime.pipeline.assembly import find_stages, wrap_stages
 
         stages = find_stages(structure, plan, again)
     if plan.tp > 1 and split is None:
         split = _tensor_split(structure, parallel, given)
     context = _context_split(structure, parallel, has_values=has_values) if plan.cp > 1 else None
     if plan.pp > 1:
-        return assemble_stages(model, stages, split, context, parallel, again, layers)
+        return wrap_stages(model, stages, split, context, parallel, again, layers)
     ends = large_ends(structure) if plan.zero_stage else ()
-    return _assemble_whole(model, structure, ends, split, context, parallel, again, layers)
+    return _wrap_whole(model, structure, ends, split, context, parallel, again, layers)
 
 
-def _assemble_whole(
+def _wrap_whole(
     model: nn.Module,
     structure: ModelStructure,
     ends: Sequence[str],
@@ -189,7 +189,7 @@ def _assemble_whole(
         parallel.loss.refuse_other_calls(model)
     unsharded = never_sharded(model, parallel.plan)
     large = [model.get_submodule(name) for name in ends]
-    called = recompute_and_shard(
+    called = wrap_module(
         model,
         structure.blocks_of(model),
         parallel,

@@ -19,7 +19,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement, RankSync
-from paraplan.runtime.assembly import assemble_part, check_model, check_quantized
+from paraplan.runtime.assembly import check_model, check_quantized, wrap_model
 from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.checkpoints.adapter_files import adapters_of
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
@@ -180,7 +180,7 @@ class Job:
         """Return the engine that trains `model` by `options`; see `prepare`."""
         watch, adapters = self._watch(count_parameters(model)), adapters_of(model)
         with self._agreement().on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
-            part, reference = self._part_of(model, options)
+            part, reference = self._wrap(model, options)
             self._separate_random_numbers()
             given = options.optimizer(held := part.optimized())
             made = as_one_optimizer(given)
@@ -251,7 +251,7 @@ class Job:
         )
         steps.attach(optimizer)
 
-    def _part_of(self, model: nn.Module, options: TrainingOptions) -> tuple[RankPart, Reference | None]:
+    def _wrap(self, model: nn.Module, options: TrainingOptions) -> tuple[RankPart, Reference | None]:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
@@ -280,7 +280,7 @@ class Job:
             compile_backend=backend,
             reduce_dtype=options.reduce_dtype,
         )
-        part = assemble_part(model, stack, parallel, example_inputs=options.example_inputs, given=options.split)
+        part = wrap_model(model, stack, parallel, example_inputs=options.example_inputs, given=options.split)
         if options.weights is not None:
             read_weights(Path(options.weights), part, self.mesh, names=names)
         return part, reference

@@ -13,7 +13,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.block_order import BlockOrder, watch_blocks
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.data_parallel.replica_reduction import ReplicaReduction
-from paraplan.runtime.data_parallel.wrapping import apply_data_parallelism
+from paraplan.runtime.data_parallel.wrapping import wrap_data_parallel
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLoad, RankExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import RankParameters
@@ -127,7 +127,7 @@ class ParallelContext:
         return self.loss.logits
 
 
-def recompute_and_shard(
+def wrap_module(
     module: nn.Module,
     blocks: list[nn.Module],
     parallel: ParallelContext,
@@ -154,7 +154,7 @@ def recompute_and_shard(
         keeps=again.keeps,
         every_second=again.every_second,
     )
-    called = apply_data_parallelism(
+    called = wrap_data_parallel(
         module,
         blocks,
         plan=parallel.plan,

@@ -18,9 +18,9 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data_parallel.wrapping import (
     NoSync,
     ReplicaReduction,
-    apply_data_parallelism,
     gradient_sync,
     share_among_devices,
+    wrap_data_parallel,
 )
 from paraplan.runtime.job_start import check_devices
 from paraplan.runtime.precision import ReduceType
@@ -75,7 +75,7 @@ def test_the_devices_of_the_plan_reach_the_wrapper() -> None:
 def test_a_plan_of_several_devices_is_executed_with_torchs_dataparallel() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     job = runtime.init()
-    called = apply_data_parallelism(model, [], plan=TWO_GPUS, mesh=job.mesh, precision="fp32")
+    called = wrap_data_parallel(model, [], plan=TWO_GPUS, mesh=job.mesh, precision="fp32")
     assert isinstance(called, nn.DataParallel)
     assert called.module is model
     assert isinstance(gradient_sync(called, zero_stage=0), NoSync)

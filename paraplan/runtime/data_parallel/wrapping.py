@@ -96,7 +96,7 @@ class ShardSync:
         yield
 
 
-def apply_data_parallelism(
+def wrap_data_parallel(
     module: nn.Module,
     blocks: Sequence[nn.Module],
     *,
@@ -297,7 +297,7 @@ def reads_shards(error: Exception) -> bool:
 
 
 def gradient_sync(module: nn.Module, *, zero_stage: int) -> GradientSync:
-    """Return how the gradients of `module`, as `apply_data_parallelism` returned it, are kept back and sent."""
+    """Return how the gradients of `module`, as `wrap_data_parallel` returned it, are kept back and sent."""
     if isinstance(module, DistributedDataParallel):
         return ReplicaSync(module)
     if isinstance(module, FSDPModule):

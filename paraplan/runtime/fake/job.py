@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paraplan.errors import UsageError
-from paraplan.runtime.assembly import assemble_part, check_model
+from paraplan.runtime.assembly import check_model, wrap_model
 from paraplan.runtime.data.batches import StepDivider, StepShape, batch_size
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu import FakeGpu
@@ -70,7 +70,7 @@ class FakeJob(Job):
         with rank.running():
             for block in [] if stack is None else stack.modules(model):
                 keep_operators(block)
-            part = assemble_part(
+            part = wrap_model(
                 model, stack, parallel, example_inputs=options.example_inputs, split=split, has_values=False
             )
             given = options.optimizer(part.optimized())

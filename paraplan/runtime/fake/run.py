@@ -22,7 +22,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
-from paraplan.runtime.assembly import assemble_part
+from paraplan.runtime.assembly import wrap_model
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
@@ -176,7 +176,7 @@ class _TrackedRank:
             stack = find_blocks(self._model)
             for block in [] if stack is None else stack.modules(self._model):
                 keep_operators(block)
-            self._part = assemble_part(self._model, stack, self._parallel, split=self._split, has_values=False)
+            self._part = wrap_model(self._model, stack, self._parallel, split=self._split, has_values=False)
             del self._model
             for tensor in [*self._part.parameters.values(), *self._part.module.buffers()]:
                 tracker.watch(tensor)

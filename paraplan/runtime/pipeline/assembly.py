@@ -24,7 +24,7 @@ from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
-from paraplan.runtime.rank_part import ParallelContext, RankPart, recompute_and_shard
+from paraplan.runtime.rank_part import ParallelContext, RankPart, wrap_module
 from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
 from paraplan.runtime.shards.group import Shardings
@@ -92,7 +92,7 @@ def find_stages(structure: ModelStructure, plan: ParallelPlan, again: Recomputed
     return Stages(chain, tuple(bounds))
 
 
-def assemble_stages(
+def wrap_stages(
     model: nn.Module,
     whole: Stages,
     split: TensorSplit | None,
@@ -132,7 +132,7 @@ def assemble_stages(
     stages = []
     for piece in pieces:
         first = bounds[piece.index][0]
-        called = recompute_and_shard(
+        called = wrap_module(
             piece.module,
             piece.blocks,
             parallel,
