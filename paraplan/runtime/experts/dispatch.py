@@ -49,7 +49,8 @@ class SharedExperts:
         hidden = tensors[floats[0]]
         num_tokens = hidden.numel() // max(hidden.shape[-1], 1)
         if len(floats) == 1:
-            if hidden.shape[0] % self._num_experts:
+            has_more = any(one is not None and not isinstance(one, torch.Tensor) for one in given.values())
+            if has_more or hidden.shape[0] % self._num_experts:
                 raise self._unknown(given)
             return self._of_all(hidden, call)
         weights = tensors[floats[1]]
