@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paraplan.api.recommendations import Recommendation as Recommendation
     from paraplan.api.recommendations import check as check
     from paraplan.api.recommendations import recommend as recommend
+    from paraplan.api.scripts import check_script as check_script
     from paraplan.cost.workload import Workload as Workload
     from paraplan.errors import NoPlanFitsError as NoPlanFitsError
     from paraplan.errors import ParaplanError as ParaplanError
@@ -60,6 +61,7 @@ _HOMES = {
     "api.models": ("load_model",),
     "api.plans": ("load_plan",),
     "api.recommendations": ("Recommendation", "check", "recommend"),
+    "api.scripts": ("check_script",),
     "cost.workload": ("Workload",),
     "errors": ("NoPlanFitsError", "ParaplanError", "PlanError"),
     "hardware.cluster": ("Cluster",),
@@ -95,6 +97,7 @@ __all__ = [
     "Workload",
     "__version__",
     "check",
+    "check_script",
     "estimate",
     "export",
     "import_plan",

@@ -27,6 +27,7 @@ FLOORS = {
     "interop": 4,
     "measure": 5,
     "submit": 5,
+    "script_check": 5,
     "report": 5,
     "api": 6,
     "cli": 7,
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     "accuracy": {0, 1, 2, 3},
 }
 EXTERNAL = {
-    "torch": ("runtime/", "launch/", "measure/", "model/trace"),
+    "torch": ("runtime/", "launch/", "measure/", "model/trace", "script_check/"),
     "pynvml": ("hardware/probe/nvml.py",),
     "typer": ("cli/",),
     "rich": ("cli/", "launch/"),
@@ -58,6 +59,7 @@ ONE_WAY_INSIDE = (
     "plan",
     "report",
     "runtime",
+    "script_check",
     "search",
     "submit",
 )

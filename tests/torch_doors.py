@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "paraplan"
 DOORS = (
     *(PACKAGE / "model/trace_torch_private.py", PACKAGE / "runtime/torch_private.py"),
-    PACKAGE / "runtime/fake/torch_private.py",
+    *(PACKAGE / "runtime/fake/torch_private.py", PACKAGE / "script_check/torch_private.py"),
     *sorted((PACKAGE / "launch/torch_private").glob("*.py")),
 )
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path not in DOORS]

@@ -1,4 +1,4 @@
-"""`paraplan check`: whether a plan trains a model as one process does."""
+"""`paraplan check`: whether a plan, or a script, trains as one process does."""
 
 from __future__ import annotations
 
@@ -11,21 +11,40 @@ import typer
 
 from paraplan.api.gradients import check_gradients
 from paraplan.api.plans import load_plan
-from paraplan.cli.options import JsonOption, ModelArgument
+from paraplan.api.scripts import check_script
+from paraplan.cli import completion
+from paraplan.cli.options import JsonOption
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
     from paraplan.plan.check import CheckReport
+    from paraplan.script_check.records import ScriptReport
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def check(
-    model: ModelArgument,
-    plan_path: Annotated[Path, typer.Option("--plan", metavar="FILE", help="The plan file to check.")],
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Use at most so many CPU ranks.")] = 8,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL | -- ARGUMENTS",
+            help="The model whose structure is trained, as for estimate; with --script the script's arguments.",
+            autocompletion=completion.models,
+        ),
+    ] = None,
+    plan_path: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan file to check.")] = None,
+    script: Annotated[
+        str | None,
+        typer.Option("--script", metavar="FILE", help="A training script to check as it is, without a plan."),
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", help="--script names a module, as `python -m` takes it.")] = False,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="CPU ranks: of a plan at most 8, of a script 4 by default.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Optimizer steps: of a plan 3, of a script 2 by default.")
+    ] = None,
     layers: Annotated[
         int | None, typer.Option("--layers", min=1, help="Layers of the smaller model; by default one a stage and one.")
     ] = None,
@@ -39,30 +58,61 @@ def check(
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds after which ranks are stopped.")] = 600,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a small model of MODEL's structure under a plan and in one process, and compare every gradient.
+    """Whether parallel training is the training that was meant: of a plan, or of any script.
 
-    The model has fewer layers and heads and is narrower; the plan is run on CPU ranks, in fp32, without dropout, every
-    axis with two ranks or more. Exits with status 1 if the two part, and names the parameter and the axis to blame.
+    With MODEL and --plan a small model of MODEL's structure is trained under the plan and in one process, on CPU ranks,
+    in fp32, without dropout, every axis with two ranks or more; every gradient is compared.
 
-    Example: paraplan check qwen3-8b --plan plan.json
+    With --script the script runs unchanged on CPU ranks, with DDP, FSDP, DTensors, accelerate, a Trainer or collectives
+    of its own, and once in one process that is given all of their batches. Compared are every gradient after its last
+    reduction and before it is clipped, the norm of clipping, and every parameter after each step.
+
+    Exits with status 1 if the two part, and names the first parameter that does, and why.
+
+    Examples: paraplan check qwen3-8b --plan plan.json
+
+    paraplan check --script train.py --ranks 4 -- --batch-size 2
     """
     if importlib.util.find_spec("torch") is None:
         raise UsageError("paraplan check needs torch, which is not installed", hint="pip install torch")
+    shows = sys.stderr.isatty() and not as_json
+
+    def say(text: str) -> None:
+        if shows:
+            typer.echo(f"running {text}", err=True)
+
+    if script is not None:
+        if plan_path is not None:
+            raise UsageError("--script and --plan are two checks", hint="give one of them")
+        found = check_script(
+            script,
+            words or (),
+            num_ranks=ranks or 4,
+            num_steps=steps or 2,
+            is_module=module,
+            timeout_s=timeout,
+            say=say,
+        )
+        typer.echo(found.to_json() if as_json else "\n".join(script_text(found)))
+        if not found.is_equal:
+            raise typer.Exit(1)
+        return
+    if words is None or len(words) != 1 or plan_path is None:
+        raise UsageError("there is nothing to check", hint="give MODEL --plan plan.json, or --script train.py")
     if split_by not in ("paraplan", "transformers"):
         raise UsageError(f"--split-by {split_by} is unknown", hint="use paraplan or transformers")
     file = load_plan(plan_path)
-    shows = sys.stderr.isatty() and not as_json
     report = check_gradients(
-        model,
+        words[0],
         file.plan,
-        max_ranks=ranks,
-        num_steps=steps,
+        max_ranks=ranks or 8,
+        num_steps=steps or 3,
         max_layers=layers,
         seq_length=seq_len,
         keeps_width=keep_width,
         split_by=split_by,
         timeout_s=timeout,
-        say=lambda text: typer.echo(f"running {text}", err=True) if shows else None,
+        say=say,
     )
     typer.echo(report.to_json() if as_json else "\n".join(check_text(report)))
     if not report.is_equal:
@@ -106,3 +156,28 @@ def _blamed(name: str) -> str:
 
 def _numbers(values: tuple[float, ...]) -> str:
     return " ".join(f"{value:.5f}" for value in values)
+
+
+def script_text(report: ScriptReport) -> list[str]:
+    """Return the lines that say what of a script was compared, and where it parts."""
+    lines = [
+        f"{report.script} on {report.num_ranks} CPU ranks, beside one process on all of their batches: "
+        f"{report.num_parameters} parameters, {report.num_steps} step{'s' if report.num_steps > 1 else ''}, "
+        f"{report.seconds:.0f} s"
+    ]
+    found = report.difference
+    if found is None:
+        errors = f"{report.gradient_error:.0e} of their size, parameters within {report.parameter_error:.0e}"
+        lines.append(f"equal     gradients within {errors}")
+    else:
+        where = f"before step {found.step + 1}" if found.step == 0 else f"in step {found.step}"
+        what = f"{found.quantity} of {found.name}" if found.name else found.quantity
+        ranks = ", ".join(map(str, found.ranks))
+        lines.append(f"NOT EQUAL {where}: the {what} on rank{'s' if len(found.ranks) > 1 else ''} {ranks}")
+        lines.append(f"          {found.cause}")
+        if found.tolerance:
+            lines.append(f"          it differs by {found.error:.2g} of its size; rounding makes {found.tolerance:.0e}")
+        if found.num_alike > 1:
+            lines.append(f"          {found.num_alike} parameters differ in this step; it is the first of the model")
+    lines.append(f"losses    {_numbers(report.losses)}; one process {_numbers(report.alone_losses)}")
+    return [*lines, *(f"note      {note}" for note in report.notes)]

@@ -42,7 +42,7 @@ def check_plan(
     goes away without. `say` is told what is run. Raises `CheckRunError` where ranks fail, with the launcher's words,
     or where they have not ended after `timeout_s`. `launch` starts them in another way than by a process of its own.
     """
-    launch = launch or partial(_launch, timeout_s=timeout_s)
+    launch = launch or partial(launch_on_cpu, timeout_s=timeout_s)
     say(f"{request.plan.describe()} on {request.plan.world_size} CPU ranks, beside one process")
     findings = _run(request, launch)
     report = _report(request, planned, findings)
@@ -88,7 +88,7 @@ def _run(request: CheckRequest, launch: LaunchRanks) -> list[RankFinding]:
     )
 
 
-def _launch(words: list[str], *, timeout_s: float) -> tuple[int, str]:
+def launch_on_cpu(words: list[str], *, timeout_s: float) -> tuple[int, str]:
     """Run the launcher with CPU ranks; return its exit status and what was said on stderr."""
     entry = Path(__file__).with_name("__main__.py")
     environment = dict(os.environ) | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}

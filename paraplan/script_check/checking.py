@@ -1,0 +1,190 @@
+"""The check of a script: its ranks, then one process on all that they read, and where the two part."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from paraplan.errors import UsageError
+from paraplan.launch.checking import CheckRunError, launch_on_cpu
+from paraplan.script_check.findings import Process, Sight, first_difference
+from paraplan.script_check.reading_plan import groups_of, origins, put_together, read_by_rank, write_inputs
+from paraplan.script_check.records import Role, ScriptReport, ScriptRequest
+
+
+def check_script(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    num_ranks: int = 4,
+    num_steps: int = 2,
+    is_module: bool = False,
+    timeout_s: float = 600.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> ScriptReport:
+    """Return whether `script`, started on CPU ranks as it is, trains what one process trains on all of their batches.
+
+    Compared are every gradient after its last reduction and before it is clipped, the norm that clipping is told, and
+    every parameter after each of `num_steps` optimizer steps. One process starts with the ranks' parameters, and where
+    ranks read unlike values it is given all of them. What rounding explains is found by a second run whose weights are
+    shaken by it. Raises `UsageError` for a script that is not there, `CheckRunError` where it fails or never steps.
+    """
+    if not is_module and not Path(script).is_file():
+        raise UsageError(
+            f"there is no script {script}", hint="give the path of a file, or --module with a module's name"
+        )
+    if num_ranks < 2:
+        raise UsageError(f"--ranks {num_ranks} compares one process with itself", hint="use 2 ranks or more")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="paraplan_") as name:
+        request = ScriptRequest(
+            script=script,
+            is_module=is_module,
+            arguments=tuple(arguments),
+            folder=name,
+            num_steps=num_steps,
+            role="ranks",
+        )
+        runs = _Runs(Path(name), request, timeout_s, say)
+        say(f"{script} on {num_ranks} CPU ranks")
+        ranks = runs.run("ranks", num_ranks)
+        sight, notes = _sight(runs, ranks)
+        difference, gradient_error, parameter_error = first_difference(sight)
+        if difference is not None and difference.kind == "another direction":
+            sight = runs.with_shares(sight)
+            difference, gradient_error, parameter_error = first_difference(sight)
+    record = ranks[0].record
+    num_done = min(len(record.steps), len(sight.alone.record.steps))
+    if num_done < num_steps:
+        notes.append(f"the script made {num_done} of {num_steps} steps")
+    return ScriptReport(
+        script=script,
+        num_ranks=num_ranks,
+        num_steps=num_done,
+        num_parameters=len(record.names),
+        is_equal=difference is None,
+        difference=difference,
+        gradient_error=gradient_error,
+        parameter_error=parameter_error,
+        losses=tuple(_mean_loss(ranks, step) for step in range(num_done)),
+        alone_losses=tuple(_mean_loss([sight.alone], step) for step in range(num_done)),
+        notes=tuple(dict.fromkeys((*notes, *record.notes, *sight.alone.record.notes))),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
+    """Run one process as often as it takes to know what it is to be given; return all that is known, and notes."""
+    notes: list[str] = []
+    read = origins(ranks)
+    groups = groups_of(ranks, read)
+    runs.ranks, runs.read, runs.start = ranks, read, ranks[0].of("start")
+    readers = [group[0] for group in groups]
+    runs.say(f"one process on the batches of {len(groups)} rank{'s' if len(groups) > 1 else ''}")
+    alone, shaken = runs.alone_without_repeats(readers)
+    ranks, num_divided, num_parts = put_together(ranks, alone)
+    if num_divided:
+        notes.append(
+            f"{num_divided} parameters are in parts that torch knows not of, put together in the order of ranks"
+        )
+        runs.start = ranks[0].of("start")
+        alone, shaken = runs.alone(readers)
+    num_micro_batches = len(ranks[0].record.steps[0].losses)
+    if len(groups) > 1 and len(alone.record.steps[0].losses) == num_micro_batches * len(groups):
+        runs.spreads = True
+        alone, shaken = runs.alone(readers)
+    by_rank = [] if runs.spreads else read_by_rank(ranks, alone, runs.read, readers)
+    if by_rank:
+        runs.read = [*runs.read, *by_rank]
+        alone, shaken = runs.alone(readers)
+    return Sight(ranks, alone, shaken, (), groups, num_micro_batches, num_parts), notes
+
+
+class _Runs:
+    """Starts processes of a check, and reads what they wrote."""
+
+    def __init__(self, folder: Path, request: ScriptRequest, timeout_s: float, say: Callable[[str], None]) -> None:
+        self.folder, self.request, self.timeout_s, self.say = folder, request, timeout_s, say
+        self.ranks: Sequence[Process] = ()
+        self.read: list[tuple[str, int]] = []
+        self.start: dict[str, torch.Tensor] = {}
+        self.spreads = False
+        self.last_folder = folder
+        self._num_runs = 0
+
+    def alone_without_repeats(self, readers: Sequence[int]) -> tuple[Process, Process]:
+        """Run one process as `alone` does. Where it fails, give it nothing at places that it comes to more often.
+
+        There the script goes through what it has read, in a way that could not be followed: row by row of a list, say.
+        """
+        try:
+            return self.alone(readers)
+        except CheckRunError:
+            failed = Process.read(self.last_folder, 0)
+            counts = {} if failed is None else {source.place: len(source.prints) for source in failed.record.sources}
+            most = {source.place: len(source.prints) for source in self.ranks[0].record.sources}
+            kept = [(place, time) for place, time in self.read if counts.get(place, 0) <= most[place]]
+            if len(kept) in (0, len(self.read)):
+                raise
+            self.read = kept
+            return self.alone(readers)
+
+    def run(self, role: Role, num_ranks: int, inputs: str = "") -> list[Process]:
+        """Run the script in `num_ranks` processes; return their records, in the order of ranks."""
+        self._num_runs += 1
+        folder = self.folder / f"{self._num_runs}-{role}"
+        folder.mkdir()
+        self.last_folder = folder
+        request = self.request.replace(folder=str(folder), role=role, inputs=inputs)
+        path = folder / "request.json"
+        path.write_text(request.to_json(), encoding="utf-8")
+        words = ["--nproc-per-node", str(num_ranks), "--nnodes", "1", "--no-logs"]
+        status, said = launch_on_cpu([*words, "-m", "paraplan.script_check.rank", str(path)], timeout_s=self.timeout_s)
+        found = [Process.read(folder, rank) for rank in range(num_ranks)]
+        processes = [process for process in found if process is not None]
+        where = f"on {num_ranks} CPU ranks" if role == "ranks" else "as one process"
+        if status != 0 or len(processes) < num_ranks:
+            raise CheckRunError(
+                f"{request.script} failed {where}, status {status}:\n{said.strip()}",
+                hint="a script that needs a GPU, a download or more ranks than these is not checked here: give it what "
+                "it needs after --",
+            )
+        if not all(process.record.steps for process in processes):
+            raise CheckRunError(
+                f"{request.script} ended {where} without a step of a torch optimizer",
+                hint="give it arguments after -- with which it trains",
+            )
+        return processes
+
+    def alone(self, readers: Sequence[int]) -> tuple[Process, Process]:
+        """Run one process on the batches of `readers`, twice: as it is, and with shaken weights."""
+        inputs = self.folder / f"inputs-{self._num_runs}"
+        write_inputs(inputs, self.ranks, self.read, readers, self.start, spreads=self.spreads)
+        (alone,) = self.run("alone", 1, str(inputs))
+        (shaken,) = self.run("shaken", 1, str(inputs))
+        return alone, shaken
+
+    def with_shares(self, sight: Sight) -> Sight:
+        """Return `sight` with what the batches of each group of ranks make alone."""
+        if len(sight.groups) < 2:
+            return sight
+        shares = []
+        for group in sight.groups:
+            self.say(f"one process on the batch of rank {group[0]}, to find what is to blame")
+            inputs = self.folder / f"share-{group[0]}"
+            write_inputs(inputs, self.ranks, self.read, [group[0]], self.start, spreads=False)
+            try:
+                shares += self.run("alone", 1, str(inputs))
+            except CheckRunError:
+                return sight
+        return replace(sight, shares=shares)
+
+
+def _mean_loss(processes: Sequence[Process], step: int) -> float:
+    sums = [sum(process.record.steps[step].losses) for process in processes if process.record.steps[step].losses]
+    return sum(sums) / len(sums) if sums else float("nan")

@@ -1,0 +1,175 @@
+"""From the records of ranks: what one process starts with, and what it reads in the ranks' place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from paraplan.script_check.batches import joined
+from paraplan.script_check.findings import Process
+from paraplan.script_check.records import Inputs, SourceRecord
+
+START_FILE, READ_FILE, INPUTS_FILE = "start.safetensors", "read.safetensors", "inputs.json"
+"""Files of what one process is given: parameters, what it reads, and how that belongs together."""
+
+_SELECTING = ("__setitem__", "__getitem__", "masked_fill", "masked_fill_")
+
+Place = tuple[str, int]
+
+
+def origins(ranks: Sequence[Process]) -> list[Place]:
+    """Return the places and times at which ranks first read unlike values that a model or loss takes.
+
+    Of what is computed from such values nothing is given: the script computes it again.
+    """
+    tables = [{source.place: source for source in process.record.sources} for process in ranks]
+    shared = [place for place in tables[0] if all(place in table for table in tables)]
+    unlike = {
+        (place, time)
+        for place in shared
+        for time in range(min(len(table[place].prints) for table in tables))
+        if len({table[place].prints[time] for table in tables}) > 1
+    }
+    first = set()
+    for place in shared:
+        source = tables[0][place]
+        if any(
+            (place, time) in unlike and source.is_used[time] and not _comes_from(source, time, unlike)
+            for time in range(min(len(table[place].prints) for table in tables))
+        ):
+            first.add(place)
+    return [
+        (place, time)
+        for place in shared
+        if place in first
+        for time in range(min(len(table[place].prints) for table in tables))
+        if all(table[place].is_used[time] for table in tables)
+    ]
+
+
+def _comes_from(source: SourceRecord, time: int, places: set[Place]) -> bool:
+    return any((name, number) in places for name, number in source.made_of[time])
+
+
+def read_by_rank(
+    ranks: Sequence[Process], alone: Process, read: Sequence[Place], readers: Sequence[int]
+) -> list[Place]:
+    """Return where the script changes or takes apart what it has read in a way of each rank's own.
+
+    There one process, which is rank 0, gets other values than those of all ranks together.
+    """
+    tables = [{source.place: source for source in ranks[reader].record.sources} for reader in readers]
+    own = {source.place: source for source in alone.record.sources}
+    names = {place for place, _ in read}
+    found = []
+    for place, source in own.items():
+        if place in names or place.rpartition(" ")[2] not in _SELECTING or any(place not in table for table in tables):
+            continue
+        for time in range(min(len(source.prints), *(len(table[place].prints) for table in tables))):
+            if not source.is_used[time] or not all(table[place].is_used[time] for table in tables):
+                continue
+            parts = [ranks[reader].reading(place, time) for reader in readers]
+            whole = [joined(leaves, leaves_name) for leaves_name, leaves in _by_leaf(parts)]
+            mine = [tensor for _, tensor in alone.reading(place, time)]
+            if [one.shape for one in whole] == [one.shape for one in mine] and not all(map(torch.equal, whole, mine)):
+                found.append(place)
+                break
+    return [
+        (place, time)
+        for place in found
+        for time in range(len(tables[0][place].prints))
+        if tables[0][place].is_used[time]
+    ]
+
+
+def _by_leaf(parts: Sequence[Sequence[tuple[str, torch.Tensor]]]) -> list[tuple[str, list[torch.Tensor]]]:
+    return [(leaves[0][0], [tensor for _, tensor in leaves]) for leaves in zip(*parts, strict=True)]
+
+
+def groups_of(ranks: Sequence[Process], read: Sequence[Place]) -> list[list[int]]:
+    """Return the ranks by what they read: those of one group read the same."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for process in ranks:
+        table = {source.place: source for source in process.record.sources}
+        groups.setdefault(tuple(table[place].prints[time] for place, time in read), []).append(process.record.rank)
+    return list(groups.values())
+
+
+def write_inputs(
+    folder: Path,
+    ranks: Sequence[Process],
+    read: Sequence[Place],
+    readers: Sequence[int],
+    start: dict[str, torch.Tensor],
+    *,
+    spreads: bool,
+) -> None:
+    """Write what one process is given into `folder`: the batches of `readers`, one rank of each group.
+
+    It reads them one after another, each as a micro-batch, where it `spreads` them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    entries: list[tuple[str, int, int]] = []
+    for place, time in read:
+        for number, rank in enumerate(readers):
+            for leaf, (key, value) in enumerate(ranks[rank].reading(place, time)):
+                tensors[f"{len(entries)}/{leaf}/{key}"] = value
+            entries.append((place, time, number))
+    ended = [
+        (source.place, time)
+        for source in ranks[0].record.sources
+        for time, is_end in enumerate(source.is_end)
+        if is_end
+    ]
+    rates = tuple(step.rates for step in ranks[0].record.steps)
+    num_batches = sum(len(step.losses) for step in ranks[0].record.steps)
+    counts = Counter(place for place, _ in read)
+    times = {place: max(1, count // max(1, num_batches)) for place, count in counts.items()}
+    inputs = Inputs(
+        width=len(readers),
+        ended=tuple(ended),
+        read=tuple(entries),
+        rates=rates,
+        times_a_batch=times if spreads else None,
+    )
+    folder.mkdir(parents=True)
+    save_file({name: value.contiguous() for name, value in start.items()}, folder / START_FILE)
+    save_file(tensors, folder / READ_FILE)
+    (folder / INPUTS_FILE).write_text(inputs.to_json(), encoding="utf-8")
+
+
+def put_together(ranks: Sequence[Process], alone: Process) -> tuple[list[Process], int, int]:
+    """Return `ranks` with wholes in place of parts that torch does not know of, their number, and that of the parts.
+
+    Parts are those of parameters that are longer in one process in one dimension, by a number that divides the ranks.
+    They are taken in the order of ranks: neighbours hold the parts of one whole.
+    """
+    shapes = {name: value.shape for name, value in alone.of("start").items()}
+    divided = {}
+    for name, value in ranks[0].of("start").items():
+        whole = shapes.get(name, value.shape)
+        dims = [dim for dim in range(value.ndim) if len(whole) == value.ndim and value.shape[dim] != whole[dim]]
+        if len(dims) == 1 and whole[dims[0]] % value.shape[dims[0]] == 0:
+            count = whole[dims[0]] // value.shape[dims[0]]
+            if len(ranks) % count == 0:
+                divided[name] = (dims[0], count)
+    if not divided:
+        return list(ranks), 0, 1
+    made = []
+    for rank, process in enumerate(ranks):
+        tensors = dict(process.tensors)
+        for key in process.tensors:
+            kind, _, rest = key.partition("/")
+            name = rest.partition("/")[2] if kind in ("gradient", "parameter") else rest
+            if kind != "source" and name in divided:
+                dim, count = divided[name]
+                first = rank // count * count
+                parts = [ranks[other].tensors.get(key) for other in range(first, first + count)]
+                if all(part is not None for part in parts):
+                    tensors[key] = torch.cat([part for part in parts if part is not None], dim)
+        made.append(Process(process.record, tensors))
+    return made, len(divided), max(count for _, count in divided.values())

@@ -1,0 +1,261 @@
+"""What a process of a check notes while its script trains, and how it ends the script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paraplan.script_check.records import ProcessRecord, ScriptRequest, SourceRecord, StepRecord
+from paraplan.script_check.sources import FollowSources, Replay, Sources, place_of_caller
+from paraplan.script_check.torch_private import (
+    around_backward,
+    around_clipping,
+    around_models,
+    is_batch_norm,
+    is_dropout,
+)
+from paraplan.script_check.whole import Names
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one process takes in place of its own: parameters at the start, what it reads, and rates of each step."""
+
+    start: dict[str, torch.Tensor]
+    replay: Replay
+    rates: tuple[tuple[dict[str, float], ...], ...]
+
+
+class Recorder:
+    """Follows the models, losses and optimizers of the script of this process."""
+
+    def __init__(self, request: ScriptRequest, given: Given | None) -> None:
+        self.request = request
+        self.sources = Sources(replay=given.replay if given is not None else None)
+        self.mode = FollowSources(self.sources)
+        self._given = given
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Any] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._names: Names | None = None
+        self._split: set[str] = set()
+        self._order: dict[str, None] = {}
+        self._steps: list[StepRecord] = []
+        self._notes: dict[str, None] = {}
+        self._losses: list[float] = []
+        self._norm: float | None = None
+        self._has_gradients = False
+        self._num_nested = 0
+
+    def follow(self) -> None:
+        """Start to follow: calls of models, backward passes, clipping, steps of optimizers."""
+        around_models(self._follow_models)
+        around_backward(self._follow_backward)
+        around_clipping(self._follow_clipping)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _follow_models(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        sources = self.sources
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not sources.is_watching or not any(True for _ in module.parameters()):
+                return plain(module, *args, **kwargs)
+            self._meet(module)
+            args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
+            with sources.inside():
+                return plain(module, *args, **kwargs)
+
+        return call
+
+    def _follow_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            value = sum(float(root.detach()) for root in roots if root.numel() == 1)
+            with self.sources.inside():
+                plain(tensors, *args, **kwargs)
+            self._losses.append(value)
+
+        return backward
+
+    def _follow_clipping(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            self._take_gradients()
+            with self.sources.inside():
+                norm = plain(*args, **kwargs)
+            if norm is not None:
+                self._norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            return norm
+
+        return clip
+
+    def _meet(self, model: nn.Module) -> None:
+        """Note a model when it is first called in training: what it starts with."""
+        if any(model is one for one in self._models):
+            return
+        self._models.append(model)
+        self._names = Names(self._models)
+        self._still(model)
+        with self.sources.inside(), torch.no_grad():
+            if self._given is not None:
+                self._names.load(self._given.start)
+            values = self._names.values(gradients=False)
+        self._order |= dict.fromkeys(values.of)
+        self._split |= set(values.split)
+        self._tensors |= {f"start/{name}": value for name, value in values.of.items()}
+
+    def _still(self, model: nn.Module) -> None:
+        """Switch off what makes a batch's parts unlike its whole: random numbers of dropout, batch statistics."""
+        for module in model.modules():
+            if is_batch_norm(module):
+                module.eval()
+                module.train = lambda *_, module=module: module  # type: ignore[method-assign]
+                self._note("batch statistics are those of the start: with them, a batch in parts is another training")
+            for name, value in list(vars(module).items()):
+                if isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and is_dropout(module))):
+                    setattr(module, name, 0.0)
+                    self._note("dropout is switched off")
+
+    def _note(self, text: str) -> None:
+        self._notes.setdefault(text)
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        self._num_nested += 1
+        if self._num_nested > 1 or len(self._steps) >= self._num_wanted:
+            return
+        if not any(optimizer is one for one in self._optimizers):
+            self._optimizers.append(optimizer)
+        self._take_gradients(optimizer)
+        step = len(self._steps)
+        rates = tuple(_rates_of(group) for group in optimizer.param_groups)
+        self._steps.append(
+            StepRecord(
+                optimizer=next(number for number, one in enumerate(self._optimizers) if one is optimizer),
+                losses=tuple(self._losses),
+                norm=self._norm,
+                rates=rates,
+            )
+        )
+        self._set_rates(optimizer, step)
+        self.sources._depth += 1
+
+    def _set_rates(self, optimizer: Any, step: int) -> None:
+        """Let one process step with the rates of the ranks: schedules count batches, of which it has others."""
+        if self._given is None or step >= len(self._given.rates):
+            return
+        for group, rates in zip(optimizer.param_groups, self._given.rates[step], strict=False):
+            for name, value in rates.items():
+                if name in group and not isinstance(group[name], torch.Tensor) and group[name] != value:
+                    self._note(
+                        f"the optimizer's {name} is {value:g} on ranks and {group[name]:g} in one process, where "
+                        "theirs was used"
+                    )
+                    group[name] = value
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._num_nested -= 1
+        if self._num_nested or not self._has_gradients:
+            return
+        self.sources._depth -= 1
+        assert self._names is not None
+        with self.sources.inside(), torch.no_grad():
+            values = self._names.values(gradients=False, of=_ids_of(optimizer))
+        self._tensors |= {f"parameter/{len(self._steps)}/{name}": value for name, value in values.of.items()}
+        self._losses, self._norm, self._has_gradients = [], None, False
+        self.sources.end_step()
+        if len(self._steps) >= self._num_wanted:
+            self.end()
+
+    @property
+    def _num_wanted(self) -> int:
+        return self.request.num_steps * max(1, len(self._optimizers))
+
+    def _take_gradients(self, optimizer: Any = None) -> None:
+        """Note gradients after the last reduction and before they are clipped; once a step."""
+        if self._has_gradients:
+            return
+        self._has_gradients = True
+        with self.sources.inside(), torch.no_grad():
+            if self._names is None:
+                self._names = Names([])
+            ids = None
+            if optimizer is not None:
+                self._names.add(parameter for group in optimizer.param_groups for parameter in group["params"])
+                ids = _ids_of(optimizer)
+            values = self._names.values(gradients=True, of=ids)
+        self._order |= dict.fromkeys(values.of)
+        self._split |= set(values.split)
+        self._tensors |= {f"gradient/{len(self._steps) + 1}/{name}": value for name, value in values.of.items()}
+
+    def end(self) -> NoReturn:
+        """Write what was noted, and end this process once all ranks have done so."""
+        self.write(is_whole=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if dist.is_available() and dist.is_initialized():
+            with self.sources.inside():
+                dist.barrier()
+        os._exit(0)
+
+    def write(self, *, is_whole: bool) -> None:
+        """Write the record of this process."""
+        rank = int(os.environ.get("RANK", "0"))
+        with self.sources.inside():
+            tensors, sources = dict(self._tensors), []
+            for number, (place, readings) in enumerate(self.sources.readings.items()):
+                if not any(reading.is_used for reading in readings):
+                    continue
+                for time, reading in enumerate(readings):
+                    for leaf, (name, tensor) in enumerate(reading.tensors if reading.is_used else ()):
+                        tensors[f"source/{number}/{time}/{leaf}/{name}"] = tensor
+                sources.append(_source_record(number, place, readings))
+            record = ProcessRecord(
+                rank=rank,
+                num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+                names=tuple(self._order),
+                split=tuple(sorted(self._split)),
+                num_replicas=self._names.num_replicas if self._names is not None else None,
+                axes=self._names.axes if self._names is not None else {},
+                steps=tuple(self._steps),
+                sources=tuple(sources),
+                notes=tuple(self._notes),
+                is_whole=is_whole,
+            )
+            path = Path(self.request.folder) / f"{rank}"
+            save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, f"{path}.safetensors")
+            path.with_suffix(".json").write_text(record.to_json(), encoding="utf-8")
+
+
+def _source_record(number: int, place: str, readings: list[Any]) -> SourceRecord:
+    return SourceRecord(
+        number=number,
+        place=place,
+        prints=tuple(reading.print for reading in readings),
+        is_used=tuple(reading.is_used for reading in readings),
+        is_end=tuple(reading.is_end for reading in readings),
+        made_of=tuple(tuple(reading.places()) for reading in readings),
+    )
+
+
+def _rates_of(group: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in group.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "initial_lr"
+    }
+
+
+def _ids_of(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

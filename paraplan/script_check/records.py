@@ -1,0 +1,153 @@
+"""What is asked of a rank of a checked script, what it tells, and the answer of a check."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from paraplan.records import Record
+
+Role = Literal["ranks", "alone", "shaken"]
+"""What a process does with the script: one of its ranks; one process on what ranks read; the same from weights that are
+shaken by as much as rounding does."""
+
+Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate"]
+"""What may part: the parameters before the first step, what ranks read, gradients after the last reduction and before
+they are clipped, the norm that clipping is told, parameters after a step, and the rates of optimizers."""
+
+Kind = Literal[
+    "unlike start",
+    "same rows",
+    "not reduced",
+    "no gradient",
+    "not finite",
+    "zero",
+    "scaled",
+    "one rank's share",
+    "mean of shares",
+    "another direction",
+    "norm",
+    "rates",
+    "update",
+]
+"""What a difference is, in a word or two."""
+
+
+class ScriptRequest(Record):
+    """What a process of a check is told: the script as it would be started, and where its record goes."""
+
+    script: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    folder: str
+    """Where its record goes."""
+    num_steps: int
+    role: Role
+    inputs: str = ""
+    """The folder with what one process starts with and reads; "" for ranks."""
+
+
+class Inputs(Record):
+    """What one process is given in place of its own values. The tensors lie beside it in a safetensors file."""
+
+    width: int
+    """Number of ranks whose batches it reads."""
+    ended: tuple[tuple[str, int], ...]
+    read: tuple[tuple[str, int, int], ...]
+    """Place, time and number of every reading of a rank's, in the order of the tensors' names."""
+    rates: tuple[tuple[dict[str, float], ...], ...]
+    """Of each step the numbers of the optimizer's groups."""
+    times_a_batch: dict[str, int] | None = None
+    """How often a batch reads at each place, where one process reads the ranks' batches one after another, as
+    micro-batches of its own; None where it reads them at once."""
+
+
+class StepRecord(Record):
+    """One step of an optimizer in one process."""
+
+    optimizer: int
+    """The number of the optimizer, in order of first steps."""
+    losses: tuple[float, ...]
+    """Values of which backward passes were made since the step before."""
+    norm: float | None
+    """What `clip_grad_norm_` gave, None where gradients were not clipped by norm."""
+    rates: tuple[dict[str, float], ...]
+    """Numbers of the optimizer's groups as this step used them."""
+
+
+class SourceRecord(Record):
+    """One place of the script where something was read, and each time that it was."""
+
+    number: int
+    """Its number in the record's tensors."""
+    place: str
+    """File, line and function."""
+    prints: tuple[str, ...]
+    """Of each time a digest of the values."""
+    is_used: tuple[bool, ...]
+    """Of each time: whether a model, or a loss, took something made of it."""
+    is_end: tuple[bool, ...]
+    """Of each time: whether a data loader ended."""
+    made_of: tuple[tuple[tuple[str, int], ...], ...]
+    """Of each time: the places and times of what it was computed from."""
+
+
+class ProcessRecord(Record):
+    """What one process went through. Its tensors lie beside it in a safetensors file."""
+
+    rank: int
+    num_ranks: int
+    names: tuple[str, ...]
+    """Names of the parameters, in the order of the model."""
+    split: tuple[str, ...]
+    """Names of those of which torch says that a rank holds a part."""
+    num_replicas: int | None
+    """Number of ranks among which data is divided, as the model's wrapper says; None where none says it."""
+    axes: dict[str, int]
+    """Sizes of the named axes of the meshes that hold parameters."""
+    steps: tuple[StepRecord, ...]
+    sources: tuple[SourceRecord, ...]
+    notes: tuple[str, ...]
+    is_whole: bool
+    """Whether all steps that were asked for were made."""
+
+
+class Difference(Record):
+    """Where ranks and one process part."""
+
+    step: int
+    """Number of the optimizer step from 1; 0 before the first."""
+    quantity: Quantity
+    name: str
+    """The parameter; "" for all of them."""
+    ranks: tuple[int, ...]
+    """Ranks whose values differ."""
+    error: float
+    """Size of the difference, relative to one process's value."""
+    tolerance: float
+    """What rounding explains of it."""
+    factor: float | None
+    """Ratio to one process's value where the direction is the same."""
+    kind: Kind
+    cause: str
+    """What is seen, and what it usually means."""
+    num_alike: int = 1
+    """Number of parameters that part in this step."""
+
+
+class ScriptReport(Record):
+    """The answer: `difference` is the first thing that parts, None where nothing does."""
+
+    script: str
+    num_ranks: int
+    num_steps: int
+    num_parameters: int
+    is_equal: bool
+    difference: Difference | None
+    gradient_error: float
+    """Largest relative difference of a gradient that counts as equal."""
+    parameter_error: float
+    losses: tuple[float, ...]
+    """Of each step the mean over ranks."""
+    alone_losses: tuple[float, ...]
+    notes: tuple[str, ...]
+    seconds: float

@@ -1,0 +1,239 @@
+"""Where the data of a script comes from: what it makes or reads outside of its models, and what a loss takes of that.
+
+Every call of torch that a script makes outside of its models is noted with what it was made of. Where ranks first get
+unlike values from alike ones, as from `torch.randint` of a rank's own seed, rows taken out of a data set, or a data
+loader, there one process can be given the batches of all ranks; the script computes the rest from them: targets, masks
+and counts too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from paraplan.script_check.batches import joined, tensors_in, with_tensors
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+_MARK = "_paraplan_reading"
+_MOST_COPIED = 1 << 22  # elements
+
+Place = tuple[str, int]
+"""Where something was read, and the how-many-th time."""
+
+
+NOWHERE: Place = ("", -1)
+"""Of numbers, which are made of something and are nothing that is read."""
+
+
+@dataclass
+class Reading:
+    """What one call gave: its tensors with the names of their keys, and what it was made of."""
+
+    at: Place
+    tensors: list[tuple[str, torch.Tensor]]
+    made_of: tuple[Reading, ...] = ()
+    print: str = ""
+    is_used: bool = False
+    is_end: bool = False
+    num_steps: int = 0
+
+    def places(self) -> list[Place]:
+        """Return where that was read of which this was made."""
+        return [place for one in self.made_of for place in ([one.at] if one.at != NOWHERE else one.places())]
+
+    def use(self) -> None:
+        """Note that a model or a loss takes what this was, and so all that it was made of."""
+        waiting = [self]
+        while waiting:
+            reading = waiting.pop()
+            if not reading.is_used:
+                reading.is_used = True
+                waiting += reading.made_of
+
+
+@dataclass
+class Replay:
+    """What one process reads in place of its own values: at each place and time those of the ranks it stands for."""
+
+    read: dict[Place, list[list[tuple[str, torch.Tensor]]]]
+    ended: set[Place]
+    width: int
+    """Number of ranks that it stands for."""
+    times_a_batch: dict[str, int] | None = None
+    """How often a batch reads at each place, where the ranks' batches come one after another and not all at once."""
+
+    def at(self, place: Place, value: Any) -> Any:
+        """Return what is read at `place` in the structure of `value`, which is what the script itself read there."""
+        name, number = place
+        rank = None
+        if self.times_a_batch is not None:
+            times = self.times_a_batch.get(name, 1)
+            batch, within = divmod(number, times)
+            batch, rank = divmod(batch, self.width)
+            number = batch * times + within
+        parts = self.read.get((name, number))
+        if parts is None:
+            return value
+        parts = parts if rank is None else parts[rank : rank + 1]
+        num_leaves = len(list(tensors_in(value)))
+        if any(len(part) != num_leaves for part in parts):
+            return value
+        return with_tensors(
+            value, iter([joined([part[leaf][1] for part in parts], parts[0][leaf][0]) for leaf in range(num_leaves)])
+        )
+
+    def ends(self, place: Place) -> bool:
+        """Whether the loader that is read at `place` ended this time on the ranks."""
+        return self.times_a_batch is None and place in self.ended
+
+
+@dataclass
+class Sources:
+    """What was read at each place of the script, in order, while gradients were recorded."""
+
+    readings: dict[str, list[Reading]] = field(default_factory=lambda: defaultdict(list))
+    replay: Replay | None = None
+    num_steps: int = 0
+    """Steps of optimizers that are done."""
+    _depth: int = 0
+    _pid: int = field(default_factory=os.getpid)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """While a model, an optimizer or a loader is at work: what they compute is nothing that the script reads."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a call is the script's own, in the process that is checked, and in a training step."""
+        return self._depth == 0 and os.getpid() == self._pid and torch.is_grad_enabled()
+
+    def read(self, name: str, value: Any, made_of: Sequence[Reading] = (), *, is_end: bool = False) -> Any:
+        """Note `value` as what `name` gave now; return it, or what is to be read in its place."""
+        place = (name, len(self.readings[name]))
+        if self.replay is not None:
+            value = self.replay.at(place, value)
+        tensors = list(tensors_in(value))
+        is_small = sum(tensor.numel() for _, tensor in tensors) <= _MOST_COPIED
+        copies = [(key, tensor.detach().clone()) for key, tensor in tensors] if is_small else []
+        reading = Reading(place, copies, tuple(made_of), _print_of(tensors), is_end=is_end, num_steps=self.num_steps)
+        self.readings[name].append(reading)
+        for _, tensor in tensors:
+            setattr(tensor, _MARK, reading)
+        return value
+
+    def use(self, value: Any, name: str) -> Any:
+        """Note that a model or a loss takes `value`; what the script read nowhere is read here. Return what to take."""
+        taken, is_replaced = [], False
+        for number, (_, tensor) in enumerate(tensors_in(value)):
+            if not is_data(tensor):
+                taken.append(tensor)
+                continue
+            reading, read = getattr(tensor, _MARK, None), tensor
+            if reading is None:
+                read = self.read(f"{name} {number}", tensor)
+                reading = getattr(read, _MARK)
+                is_replaced = is_replaced or read is not tensor
+            reading.use()
+            taken.append(read)
+        return with_tensors(value, iter(taken)) if is_replaced else value
+
+    def end_step(self) -> None:
+        """Forget copies of what nothing has taken for two steps."""
+        self.num_steps += 1
+        for reading in (one for readings in self.readings.values() for one in readings):
+            if not reading.is_used and reading.num_steps < self.num_steps - 1:
+                reading.tensors = []
+
+
+def is_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can hold samples: it has dimensions, and is nothing that is trained."""
+    return tensor.ndim > 0 and not tensor.requires_grad and not isinstance(tensor, nn.Parameter | nn.Buffer)
+
+
+def _print_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return what tells the tensors of two ranks apart."""
+    made = hashlib.blake2b(digest_size=12)
+    for _, tensor in tensors:
+        whole = tensor.detach()
+        made.update(f"{tuple(whole.shape)} {whole.dtype}".encode())
+        if whole.numel() > _MOST_COPIED:
+            made.update(str(whole.double().sum().item()).encode())
+        elif whole.numel():
+            # a copy: a storage that NumPy has seen is resized no more, as FSDP does
+            made.update(whole.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+class FollowSources(TorchFunctionMode):
+    """Sees every call of torch that the script makes outside of its models."""
+
+    def __init__(self, sources: Sources) -> None:
+        super().__init__()
+        self.sources = sources
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Make the call, and note what it gave."""
+        kwargs = kwargs or {}
+        sources, name = self.sources, getattr(func, "__name__", "call")
+        if not sources.is_watching or name in ("__get__", "__set__", "__delete__", "backward"):
+            return func(*args, **kwargs)
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
+        if any(tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in given):
+            args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {name}")
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if any(isinstance(tensor, nn.Parameter) for tensor in given) or "empty" in name:
+            return result
+        made_of = {id(one): one for one in (getattr(tensor, _MARK, None) for tensor in given) if one is not None}
+        if name == "__iter__":
+            return iter([self._noted(item, name, list(made_of.values())) for item in result])
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            self._noted_in_place(args[0], name, list(made_of.values()))
+            return result
+        return self._noted(result, name, list(made_of.values()))
+
+    def _noted_in_place(self, tensor: Any, name: str, made_of: Sequence[Reading]) -> None:
+        read = self._noted(tensor, name, made_of)
+        if read is not tensor:
+            with torch.no_grad():
+                tensor.copy_(read)
+            setattr(tensor, _MARK, getattr(read, _MARK))
+
+    def _noted(self, result: Any, name: str, made_of: Sequence[Reading]) -> Any:
+        tensors = [tensor for _, tensor in tensors_in(result)]
+        if not isinstance(result, torch.Tensor | tuple | list) or not tensors:
+            return result
+        if not any(map(is_data, tensors)):  # numbers are noted with what is made of them
+            if made_of:
+                link = Reading(NOWHERE, [], tuple(made_of))
+                for tensor in tensors:
+                    setattr(tensor, _MARK, link)
+            return result
+        return self.sources.read(f"{place_of_caller()} {name}", result, made_of)
+
+
+def place_of_caller() -> str:
+    """Return the file, line and instruction that called torch, alike in all processes of a script."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN, "<frozen")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}+{frame.f_lasti}"

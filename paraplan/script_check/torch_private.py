@@ -1,0 +1,146 @@
+"""What a check of scripts replaces in torch, and reads of it that is not public."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh as meshes
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import DataLoader
+
+Made = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a function that is called in place of one of torch's, which it is given."""
+
+
+def around_models(make: Made) -> None:
+    """Call what `make` makes where a module is called."""
+    _replace(nn.Module, "__call__", make)
+
+
+def around_backward(make: Made) -> None:
+    """Call what `make` makes where a backward pass is made."""
+    _replace(torch.autograd, "backward", make)
+
+
+def around_clipping(make: Made) -> None:
+    """Call what `make` makes where gradients are clipped by norm or value."""
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        setattr(torch.nn.utils, name, _replace(torch.nn.utils.clip_grad, name, make))
+    _replace(FullyShardedDataParallel, "clip_grad_norm_", make)
+
+
+def around_loaders(make: Made) -> None:
+    """Call what `make` makes where a loop over a data loader begins."""
+    _replace(DataLoader, "__iter__", make)
+
+
+def use_gloo() -> None:
+    """Let a script that asks for NCCL, and for a GPU with it, have gloo."""
+
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("device_id", None)
+            return plain("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
+
+        return init_process_group
+
+    _replace(dist, "init_process_group", make)
+
+
+def be_one_process() -> None:
+    """Let a script that writes the sizes of its meshes and groups down run in one process."""
+
+    def make_mesh(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+            return plain(device_type, (1,) * len(mesh_shape), *args, **kwargs)
+
+        return init_device_mesh
+
+    def make_group(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def new_group(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+            return plain(None if ranks is None else [0], *args, **kwargs)
+
+        return new_group
+
+    made: Any = _replace(meshes, "init_device_mesh", make_mesh)
+    dist.init_device_mesh = made  # type: ignore[attr-defined]
+    _replace(dist, "new_group", make_group)
+
+
+def _replace(owner: Any, name: str, make: Made) -> Callable[..., Any]:
+    plain = getattr(owner, name)
+    made = functools.wraps(plain)(make(plain))
+    setattr(owner, name, made)
+    return made
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module takes statistics of the rows that its rank has."""
+    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a module draws which values it drops by `p`."""
+    return isinstance(module, _DropoutNd)
+
+
+class FlatParameters:
+    """The parameters of one FSDP module, which lie in one vector of which every rank has a part."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._flat = handle.flat_param
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks among which the vector is divided."""
+        return int(self._handle.process_group.size())
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield what an optimizer may hold of it: the vector, or its parameters."""
+        yield self._flat
+        yield from self._flat._params or ()
+
+    def whole(self, *, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names below the module with whole values. Collective."""
+        shard = self._handle.sharded_grad if gradients else self._flat.data
+        if shard is None:
+            return
+        whole = shard.detach().flatten()
+        if self._handle.uses_sharded_strategy:
+            parts = [torch.empty_like(whole) for _ in range(self.num_ranks)]
+            dist.all_gather(parts, whole.contiguous(), group=self._handle.process_group)
+            whole = torch.cat(parts)
+        for name, start, shape in self._places():
+            yield name, whole[start : start + shape.numel()].view(shape).clone()
+
+    def load(self, prefix: str, values: dict[str, torch.Tensor]) -> None:
+        """Set its parameters to `values`; one rank holds the whole vector."""
+        with torch.no_grad():
+            for name, start, shape in self._places():
+                value = values.get(f"{prefix}.{name}" if prefix else name)
+                if value is not None:
+                    self._flat.data[start : start + shape.numel()].copy_(value.flatten())
+
+    def _places(self) -> Iterator[tuple[str, int, torch.Size]]:
+        flat, start = self._flat, 0
+        own = iter(zip(flat._fqns, flat._shapes, strict=True))
+        for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+            if not is_padding:
+                name, shape = next(own)
+                yield name, start, torch.Size(shape)
+            start += numel
+
+
+def flat_parameters_of(model: nn.Module) -> Iterator[tuple[str, FlatParameters]]:
+    """Yield the flat parameters of a model with the names of their modules."""
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            yield name, FlatParameters(module._handle)

@@ -1,0 +1,127 @@
+"""Parameters by common names and with whole values, whatever holds them: DDP, FSDP, DTensors, compiled modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from paraplan.script_check.torch_private import FlatParameters, flat_parameters_of
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "_forward_module")
+_REPLICA_AXES = ("dp", "fsdp", "data", "replica", "shard", "batch")
+
+
+@dataclass(frozen=True)
+class Values:
+    """What parameters hold, by name: values, or gradients where they have some."""
+
+    of: dict[str, torch.Tensor]
+    split: tuple[str, ...]
+
+
+class Names:
+    """The names of the parameters of a script's models, in the order of the models."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.models = models
+        self._flat: dict[str, FlatParameters] = {}
+        self._plain: dict[int, tuple[str, nn.Parameter]] = {}
+        for number, model in enumerate(models):
+            prefix = "" if number == 0 else f"{type(_inner(model)).__name__}{number}."
+            for name, one in flat_parameters_of(model):
+                self._flat[prefix + common_name(name)] = one
+            is_flat = {id(parameter) for one in self._flat.values() for parameter in one.parameters()}
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in self._plain and id(parameter) not in is_flat:
+                    self._plain[id(parameter)] = (prefix + common_name(name), parameter)
+
+    def add(self, parameters: Iterator[torch.Tensor]) -> None:
+        """Name parameters of an optimizer that are in no model."""
+        is_flat = {id(parameter) for one in self._flat.values() for parameter in one.parameters()}
+        for parameter in parameters:
+            if id(parameter) not in self._plain and id(parameter) not in is_flat:
+                self._plain[id(parameter)] = (f"parameter {len(self._plain)}", parameter)  # type: ignore[assignment]
+
+    def values(self, *, gradients: bool, of: set[int] | None = None) -> Values:
+        """Return whole values, or gradients. Collective: all ranks call it alike. `of` has ids of an optimizer's."""
+        found: dict[str, torch.Tensor] = {}
+        split: list[str] = []
+        for prefix, flat in self._flat.items():
+            if of is not None and not any(id(parameter) in of for parameter in flat.parameters()):
+                continue
+            for below, part in flat.whole(gradients=gradients):
+                whole_name = f"{prefix}.{common_name(below)}" if prefix else common_name(below)
+                found[whole_name] = part
+                split.append(whole_name)
+        for key, (name, parameter) in self._plain.items():
+            value: torch.Tensor | None = parameter.grad if gradients else parameter.detach()
+            if value is None or (of is not None and key not in of):
+                continue
+            if isinstance(value, DTensor):
+                split.append(name)
+                value = value.full_tensor()
+            found[name] = value.detach().to_dense().clone() if value.layout != torch.strided else value.detach().clone()
+        return Values(found, tuple(split))
+
+    def load(self, values: dict[str, torch.Tensor]) -> list[str]:
+        """Set plain parameters to `values`; return the names of those whose shape is another."""
+        unlike = []
+        for name, parameter in self._plain.values():
+            value = values.get(name)
+            if value is None:
+                continue
+            target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if target.shape != value.shape:
+                unlike.append(name)
+                continue
+            with torch.no_grad():
+                target.copy_(value)
+        for prefix, flat in self._flat.items():
+            flat.load(prefix, values)
+        return unlike
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the named axes of the meshes that hold parameters."""
+        found: dict[str, int] = {}
+        for _, parameter in self._plain.values():
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                names = mesh.mesh_dim_names or tuple(f"axis {dim}" for dim in range(mesh.ndim))
+                found |= {name: mesh.size(dim) for dim, name in enumerate(names)}
+        return found
+
+    @property
+    def num_replicas(self) -> int | None:
+        """Among how many ranks the data is divided, as far as wrappers and names of axes say it."""
+        for model in self.models:
+            for module in model.modules():
+                if isinstance(module, nn.parallel.DistributedDataParallel):
+                    return int(module.process_group.size())
+        if self._flat:
+            return next(iter(self._flat.values())).num_ranks
+        axes = self.axes
+        if not axes:
+            return None
+        sizes = [size for name, size in axes.items() if any(part in name.lower() for part in _REPLICA_AXES)]
+        if not sizes:
+            return None
+        count = 1
+        for size in sizes:
+            count *= size
+        return count
+
+
+def common_name(name: str) -> str:
+    """Return the name of a parameter without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    inner = dict(model.named_children())
+    (name, *others) = inner or ("",)
+    return _inner(inner[name]) if not others and name in _WRAPPERS else model
