@@ -37,7 +37,7 @@ NAMES = {
         "read_topology",
         "import_plan",
     ),
-    *("estimate", "recommend", "check", "export", "__version__"),
+    *("estimate", "recommend", "check", "check_script", "export", "__version__"),
 }
 
 

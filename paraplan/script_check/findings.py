@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class Sight:
 
 def distance(one: torch.Tensor, other: torch.Tensor, floor: float) -> float:
     """Return the size of a difference relative to that of `other`, which counts as `floor` where it is smaller."""
-    size = max(float(other.double().norm()), floor * other.numel() ** 0.5, 1e-30)
+    size = max(float(other.double().norm()), floor * math.sqrt(other.numel()), 1e-30)
     return float(torch.dist(one.double(), other.double())) / size
 
 

@@ -1,0 +1,189 @@
+"""What records of ranks and of one process say together: each kind of fault is told from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paraplan.script_check.findings import Process, Sight, first_difference
+from paraplan.script_check.reading_plan import groups_of, origins, put_together
+from paraplan.script_check.records import ProcessRecord, SourceRecord, StepRecord
+
+NAMES = ("embedding.weight", "layer.weight", "head.bias")
+Change = Callable[[str, torch.Tensor, int], torch.Tensor | None]
+
+
+def process(rank: int, num_ranks: int, tensors: dict[str, torch.Tensor], norm: float | None = 1.0) -> Process:
+    record = ProcessRecord(
+        rank=rank,
+        num_ranks=num_ranks,
+        names=NAMES,
+        split=(),
+        num_replicas=None,
+        axes={},
+        steps=(StepRecord(optimizer=0, losses=(1.0,), norm=norm, rates=({"lr": 0.1},)),),
+        sources=(),
+        notes=(),
+        is_whole=True,
+    )
+    return Process(record, tensors)
+
+
+def sight(num_ranks: int, change: Change, *, seed: int = 0, norm: float | None = 1.0) -> Sight:
+    """What is seen of ranks whose gradients are `change(name, gradient of all batches, rank)`."""
+    random = torch.Generator().manual_seed(seed)
+    shares = [{name: torch.randn(4, 3, generator=random) for name in NAMES} for _ in range(num_ranks)]
+    whole = {name: torch.stack([share[name] for share in shares]).mean(0) for name in NAMES}
+    start = {f"start/{name}": torch.ones(4, 3) for name in NAMES}
+    noise = {name: 1 + 1e-7 * torch.randn(4, 3, generator=random) for name in NAMES}
+
+    def of(gradients: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        made = {f"gradient/1/{name}": value for name, value in gradients.items() if value is not None}
+        after = {f"parameter/1/{name}": 1 - 0.1 * value for name, value in gradients.items() if value is not None}
+        return start | made | after
+
+    ranks = [
+        process(rank, num_ranks, of({name: change(name, whole[name], rank) for name in NAMES}), norm)
+        for rank in range(num_ranks)
+    ]
+    alone = process(0, 1, of(dict(whole)))
+    shaken = process(0, 1, of({name: whole[name] * noise[name] for name in NAMES}))
+    alones = [process(0, 1, of(dict(share))) for share in shares]
+    return Sight(ranks, alone, shaken, alones, [[rank] for rank in range(num_ranks)])
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 999), num_ranks=st.integers(2, 5))
+def test_rounding_is_no_difference(seed: int, num_ranks: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    noisy = sight(num_ranks, lambda _, whole, __: whole * (1 + 3e-7 * torch.randn(4, 3, generator=random)), seed=seed)
+    found, error, _ = first_difference(noisy)
+    assert found is None
+    assert 0 < error < 1e-5
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 999), num_ranks=st.integers(2, 5), is_over=st.booleans())
+def test_a_gradient_that_is_summed_or_divided_once_too_often_is_told_with_its_factor(
+    seed: int, num_ranks: int, is_over: bool
+) -> None:
+    factor = num_ranks if is_over else 1 / num_ranks
+    found, _, _ = first_difference(sight(num_ranks, lambda _, whole, __: whole * factor, seed=seed))
+    assert found is not None
+    assert (found.kind, found.name, found.num_alike) == ("scaled", NAMES[0], 3)
+    assert found.factor == pytest.approx(factor)
+    assert "the number of ranks" in found.cause
+    assert ("summed" in found.cause) == is_over
+
+
+def _own_share(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    if name != "layer.weight":
+        return whole
+    other = torch.full_like(whole, 3.0)
+    return whole + (other if rank else -other)
+
+
+FAULTS: dict[str, tuple[Change, str, str]] = {
+    "a layer whose gradient is never reduced": (_own_share, "not reduced", "their mean is the gradient of all batches"),
+    "no gradient on one rank": (
+        lambda name, whole, rank: None if name == "head.bias" and rank == 1 else whole,
+        "no gradient",
+        "none on rank 1",
+    ),
+    "a gradient that is lost": (lambda name, whole, _: whole * (name != "head.bias"), "zero", "zero on all ranks"),
+    "a gradient that overflows": (lambda _, whole, rank: whole / (1 - rank), "not finite", "finite in one process"),
+    "a gradient that is scaled": (lambda _, whole, __: whole * 1.3, "scaled", "1.3 times its size"),
+    "noise in the gradient": (
+        lambda _, whole, __: whole + torch.tensor([[1.0, -1.0, 0.5]] * 4),
+        "another direction",
+        "cosine",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kinds_of_faults_are_told_apart(fault: str) -> None:
+    change, kind, words = FAULTS[fault]
+    found, _, _ = first_difference(sight(2, change))
+    assert found is not None
+    assert (found.kind, found.quantity) == (kind, "gradient")
+    assert words in found.cause
+
+
+def test_the_gradient_of_one_rank_and_the_mean_of_all_shares_are_known_by_what_each_batch_gives() -> None:
+    plain = sight(2, lambda _, whole, __: whole)
+    first, second = (share.of("gradient/1") for share in plain.shares)
+
+    def told(change: Change) -> str:
+        seen = sight(2, change)
+        uneven = {
+            key: value * 1.7 if key.startswith("gradient") else value for key, value in seen.alone.tensors.items()
+        }
+        uneven["gradient/1/layer.weight"] = first["layer.weight"] * 0.3 + second["layer.weight"] * 0.7
+        uneven["gradient/1/embedding.weight"] = first["embedding.weight"] * 0.3 + second["embedding.weight"] * 0.7
+        found, _, _ = first_difference(
+            Sight(
+                seen.ranks,
+                Process(seen.alone.record, uneven),
+                Process(seen.shaken.record, uneven),
+                seen.shares,
+                seen.groups,
+            )
+        )
+        assert found is not None
+        return found.kind
+
+    assert told(lambda name, _, __: second[name]) == "one rank's share"
+    assert told(lambda name, _, __: (first[name] + second[name]) / 2) == "mean of shares"
+
+
+def test_a_norm_that_is_another_is_told_where_gradients_are_right() -> None:
+    found, _, _ = first_difference(sight(4, lambda _, whole, __: whole, norm=2.0))
+    assert found is not None
+    assert (found.kind, found.quantity, found.factor) == ("norm", "gradient norm", pytest.approx(2.0))
+
+
+def test_parts_that_torch_knows_nothing_of_are_put_together_in_the_order_of_ranks() -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    ranks = [
+        process(rank, 4, {"start/layer.weight": part, "gradient/1/layer.weight": part + 1})
+        for rank, part in enumerate([*whole.chunk(2), *whole.chunk(2)])
+    ]
+    made, num_names, num_parts = put_together(ranks, process(0, 1, {"start/layer.weight": whole}))
+    assert (num_names, num_parts) == (1, 2)
+    for one in made:
+        assert torch.equal(one.tensors["start/layer.weight"], whole)
+        assert torch.equal(one.tensors["gradient/1/layer.weight"], whole + 1)
+
+
+def reads(rank: int, **prints: tuple[str, ...]) -> Process:
+    """A process that read `rows` first, and made `targets` of them."""
+    one = process(rank, 2, {})
+    sources = tuple(
+        SourceRecord(
+            number=number,
+            place=place,
+            prints=found,
+            is_used=(True,) * len(found),
+            is_end=(False,) * len(found),
+            made_of=tuple((("rows", time),) if place == "targets" else () for time in range(len(found))),
+        )
+        for number, (place, found) in enumerate(prints.items())
+    )
+    return Process(one.record.replace(sources=sources), {})
+
+
+def test_one_process_is_given_what_ranks_read_first_and_computes_the_rest() -> None:
+    ranks = [
+        reads(rank, table=("same", "same"), rows=(f"{rank}a", f"{rank}b"), targets=(f"{rank}c", f"{rank}d"))
+        for rank in (0, 1)
+    ]
+    read = origins(ranks)
+    assert read == [("rows", 0), ("rows", 1)]
+    assert groups_of(ranks, read) == [[0], [1]]
+    same = [reads(rank, rows=("a", "b")) for rank in (0, 1)]
+    assert groups_of(same, origins(same)) == [[0, 1]]

@@ -1,0 +1,97 @@
+"""What a script reads is found where it comes from, and one process reads the ranks' batches there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from paraplan.errors import UsageError
+from paraplan.script_check.batches import joined, tensors_in, with_tensors
+from paraplan.script_check.sources import FollowSources, Replay, Sources
+
+
+@dataclass
+class Pair:
+    inputs: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_batches_of_any_structure_keep_it() -> None:
+    batch = {
+        "x": torch.ones(2),
+        "more": [torch.zeros(1), ("text", torch.ones(3))],
+        "pair": Pair(torch.ones(1), torch.ones(1)),
+    }
+    assert [name for name, _ in tensors_in(batch)] == ["x", "more", "more", "inputs", "labels"]
+    made = with_tensors(batch, (torch.full_like(tensor, 7) for _, tensor in tensors_in(batch)))
+    assert all(bool((tensor == 7).all()) for _, tensor in tensors_in(made))
+    assert made["more"][1][0] == "text"
+    assert isinstance(made["pair"], Pair)
+    assert bool((batch["x"] == 1).all())  # what it was made of stays
+
+
+def test_rows_of_unlike_lengths_are_filled_by_what_their_key_says() -> None:
+    parts = [torch.ones(1, 2, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)]
+    assert joined(parts, "labels").tolist() == [[1, 1, -100], [1, 1, 1], [1, 1, 1]]
+    assert joined(parts, "input_ids")[0].tolist() == [1, 1, 0]
+    with pytest.raises(UsageError, match="no common batch"):
+        joined([torch.ones(1), torch.ones(1, 1)])
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def train(sources: Sources, model: nn.Module) -> Iterator[torch.Tensor]:
+    """Two batches of rows drawn from a table, as a script would; yields their losses."""
+    table, targets = torch.arange(30.0).view(10, 3), torch.arange(10)
+    for _ in range(2):
+        rows = torch.randint(0, 10, (4,))
+        inputs = torch.stack([table[row] for row in rows])
+        wanted = targets[rows] % 2
+        with sources.inside():
+            output = model(inputs)
+        sources.use(inputs, "model")
+        yield nn.functional.cross_entropy(output, wanted)
+
+
+def test_what_a_loss_takes_is_followed_to_where_it_was_drawn(model: nn.Module) -> None:
+    sources = Sources()
+    with FollowSources(sources):
+        list(train(sources, model))
+    (drawn,) = [readings for place, readings in sources.readings.items() if place.endswith("randint")]
+    assert [reading.is_used for reading in drawn] == [True, True]
+    taken = [readings for place, readings in sources.readings.items() if place.endswith("stack")]
+    places = {place for readings in taken for reading in readings for place in reading.places()}
+    assert places  # stacked of rows of the table, which are known by the draw
+
+
+def test_one_process_that_is_given_the_rows_computes_inputs_and_targets_of_all_ranks(model: nn.Module) -> None:
+    first = Sources()
+    with FollowSources(first):
+        list(train(first, model))
+    (place,) = [place for place in first.readings if place.endswith("randint")]
+    rows = [torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 7, 8])]
+    replay = Replay({(place, time): [[("", one)] for one in rows] for time in (0, 1)}, set(), width=2)
+    sources = Sources(replay=replay)
+    with FollowSources(sources):
+        losses = list(train(sources, model))
+    table = torch.arange(30.0).view(10, 3)
+    expected = nn.functional.cross_entropy(model(table[torch.cat(rows)]), torch.cat(rows) % 2)
+    assert torch.allclose(torch.stack(losses), expected.expand(2))
+
+
+def test_batches_one_after_another_are_those_of_one_rank_and_then_the_next(model: nn.Module) -> None:
+    replay = Replay(
+        {("draw", time): [[("", torch.tensor([10 * time + rank]))] for rank in (0, 1)] for time in (0, 1, 2, 3)},
+        set(),
+        width=2,
+        times_a_batch={"draw": 2},
+    )
+    read = [int(replay.at(("draw", number), torch.zeros(1))) for number in range(8)]
+    assert read == [0, 10, 1, 11, 20, 30, 21, 31]
