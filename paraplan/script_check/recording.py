@@ -156,13 +156,20 @@ class Recorder:
         if self._given is None or step >= len(self._given.rates):
             return
         for group, rates in zip(optimizer.param_groups, self._given.rates[step], strict=False):
-            for name, value in rates.items():
-                if name in group and not isinstance(group[name], torch.Tensor) and group[name] != value:
-                    self._note(
-                        f"the optimizer's {name} is {value:g} on ranks and {group[name]:g} in one process, where "
-                        "theirs was used"
-                    )
-                    group[name] = value
+            for name, value in _rates_of(group).items():
+                theirs = rates.get(name, value)
+                if theirs == value:
+                    continue
+                self._note(
+                    f"the optimizer's {name} is {theirs:g} on ranks, and {value:g} in one process, which took theirs"
+                )
+                key, _, place = name.partition(" ")
+                if place:
+                    group[key] = tuple(theirs if str(number) == place else one for number, one in enumerate(group[key]))
+                elif isinstance(group[key], torch.Tensor):
+                    group[key].fill_(theirs)
+                else:
+                    group[key] = type(group[key])(theirs)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._num_nested -= 1
@@ -250,11 +257,16 @@ def _source_record(number: int, place: str, readings: list[Any]) -> SourceRecord
 
 
 def _rates_of(group: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in group.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and name != "initial_lr"
-    }
+    """Return the numbers of an optimizer's group; those of a tuple, as Adam's betas, with their places."""
+    found: dict[str, float] = {}
+    for name, value in group.items():
+        if name in ("params", "initial_lr", "max_lr", "min_lr"):
+            continue
+        for place, one in enumerate(value) if isinstance(value, tuple) else (("", value),):
+            is_number = isinstance(one, torch.Tensor) and one.numel() == 1
+            if is_number or (isinstance(one, int | float) and not isinstance(one, bool)):
+                found[f"{name} {place}".strip()] = float(one)
+    return found
 
 
 def _ids_of(optimizer: Any) -> set[int]:
