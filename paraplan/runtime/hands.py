@@ -112,7 +112,10 @@ class Hands:
 
     def _written(self) -> list[int]:
         """Return how often each weight was written in place."""
-        return versions_of([local_shard(one) for one in self._part.parameters.values()])
+        weights = self._part.parameters.values()
+        return versions_of(
+            [one.to_local() if isinstance(one := weight.detach(), DTensor) else one for weight in weights]
+        )
 
     def check_weights(self) -> None:
         """Raise `UsageError` where a script has written weights that ranks hold alike otherwise on each.

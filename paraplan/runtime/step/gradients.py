@@ -73,7 +73,7 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, shardings: Sh
 
     def square_of(*, is_split: bool, is_sharded: bool, is_expert: bool) -> torch.Tensor:
         chosen = [
-            local_shard(gradient)
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient
             for name, gradient in gradients.items()
             if (name in shardings.tensor, isinstance(gradient, DTensor), name in shardings.expert)
             == (is_split, is_sharded, is_expert)
