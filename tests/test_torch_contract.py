@@ -52,6 +52,8 @@ CONTRACTS = (
     Contract("torch.autograd.profiler:profile._prepare_trace", "that a script begins to profile itself", ("self",)),
     Contract("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", "time in data loaders", ("self",)),
     Contract("torch.distributed:_broadcast_coalesced", "waits of DDP for buffers"),
+    Contract("torch.nn.modules.batchnorm:_BatchNorm", "layers whose statistics a checked script leaves as they are"),
+    Contract("torch.nn.modules.dropout:_DropoutNd", "layers that a checked script leaves out"),
     Contract("torch.distributed:Work.wait", "waits in collectives"),
     Contract("torch.distributed._functional_collectives:wait_tensor", "waits in collectives of DTensors", ("tensor",)),
     Contract("torch._dynamo.compiled_autograd:compiled_autograd_enabled", "backward passes that are compiled"),
@@ -236,7 +238,14 @@ CONTRACTS = (
     Contract("torch.distributed.run:get_args_parser", "torchrun's options", ()),
 )
 
+_FLAT = "torch.distributed.fsdp._flat_param"
 OF_OBJECTS = {
+    "_handle": ("torch.distributed.fsdp.fully_sharded_data_parallel", "self._handle"),
+    "_fqns": (_FLAT, "self._fqns = "),
+    "_shapes": (_FLAT, "self._shapes = "),
+    "_params": (_FLAT, "self._params = "),
+    "_numels_with_padding": (_FLAT, "self._numels_with_padding = "),
+    "_is_padding_mask": (_FLAT, "self._is_padding_mask = "),
     "_optimizer_step_pre_hooks": ("torch.optim.optimizer", "self._optimizer_step_pre_hooks = "),
     "_optimizer_step_post_hooks": ("torch.optim.optimizer", "self._optimizer_step_post_hooks = "),
     "_remaining_restarts": (f"{_ELASTIC}.agent.server.api", "self._remaining_restarts = "),
@@ -409,7 +418,7 @@ def test_writes_are_counted_and_views_known() -> None:
     assert door.version_of(tensor) == before + 1
     assert door.is_view(tensor[:2])
     assert not door.is_view(tensor)
-    assert not door.is_view(door.without_base(tensor[:2]))
+    assert not door.is_view(door.without_base(tensor[:2], tensor[:2].shape))
     assert door.storage_key(tensor) == door.storage_key(tensor[1:]) == door.storage_key(tensor.untyped_storage())
     assert door.storage_key(torch.zeros(4, device="meta")) != door.storage_key(tensor)
 

@@ -28,6 +28,7 @@ TOPICS = (
         "training",
         "fine-tuning",
         "runtime",
+        "checking",
         "memory",
     ),
     *("cost-model", "accuracy", "recommendations", "reports", "launch", "submit", "faq", "glossary"),

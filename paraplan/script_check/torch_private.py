@@ -95,42 +95,42 @@ class FlatParameters:
     """The parameters of one FSDP module, which lie in one vector of which every rank has a part."""
 
     def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._flat = handle.flat_param
+        self.handle = handle
+        self.vector = handle.flat_param
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks among which the vector is divided."""
-        return int(self._handle.process_group.size())
+        return int(self.handle.process_group.size())
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield what an optimizer may hold of it: the vector, or its parameters."""
-        yield self._flat
-        yield from self._flat._params or ()
+        yield self.vector
+        yield from self.vector._params or ()
 
     def whole(self, *, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names below the module with whole values. Collective."""
-        shard = self._handle.sharded_grad if gradients else self._flat.data
+        shard = self.handle.sharded_grad if gradients else self.vector.data
         if shard is None:
             return
         whole = shard.detach().flatten()
-        if self._handle.uses_sharded_strategy:
+        if self.handle.uses_sharded_strategy:
             parts = [torch.empty_like(whole) for _ in range(self.num_ranks)]
-            dist.all_gather(parts, whole.contiguous(), group=self._handle.process_group)
+            dist.all_gather(parts, whole.contiguous(), group=self.handle.process_group)
             whole = torch.cat(parts)
-        for name, start, shape in self._places():
+        for name, start, shape in self.places():
             yield name, whole[start : start + shape.numel()].view(shape).clone()
 
     def load(self, prefix: str, values: dict[str, torch.Tensor]) -> None:
         """Set its parameters to `values`; one rank holds the whole vector."""
         with torch.no_grad():
-            for name, start, shape in self._places():
+            for name, start, shape in self.places():
                 value = values.get(f"{prefix}.{name}" if prefix else name)
                 if value is not None:
-                    self._flat.data[start : start + shape.numel()].copy_(value.flatten())
+                    self.vector.data[start : start + shape.numel()].copy_(value.flatten())
 
-    def _places(self) -> Iterator[tuple[str, int, torch.Size]]:
-        flat, start = self._flat, 0
+    def places(self) -> Iterator[tuple[str, int, torch.Size]]:
+        flat, start = self.vector, 0
         own = iter(zip(flat._fqns, flat._shapes, strict=True))
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:

@@ -77,7 +77,7 @@ def priced(path: Path) -> list[tuple[MeasuredRun, Workload, ParallelPlan]]:
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_every_row_is_priced_as_its_parts_are_by_workload_of(path: Path) -> None:
     rows = priced(path)
-    assert len(rows) > 5
+    assert len(rows) >= 5
     for run, theirs, plan in rows:
         # What a plan file keeps of a training is all that there is.
         kept = PlanFile.from_json(PlanFile(plan=plan, training=theirs.training).to_json(), source=run.id)

@@ -233,7 +233,18 @@ def test_experts_over_ranks_are_written_for_megatron() -> None:
     ]
 
 
-@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"megatron-lm", "megatron-bridge", "deepspeed"}))
+STARTS_OUR_RUNTIME = {"jobset", "pytorchjob", "ray", "skypilot", "slurm", "torchrun", "trainjob"}
+
+
+@pytest.mark.parametrize("target", sorted(STARTS_OUR_RUNTIME))
+def test_what_starts_our_runtime_takes_experts_over_ranks(target: str) -> None:
+    exported = export_plan(subject({"dp": 8, "ep": 4}), target, partial=True)
+    assert "ep=4" not in [gap.part for gap in exported.gaps]
+
+
+@pytest.mark.parametrize(
+    "target", sorted(set(TARGETS) - STARTS_OUR_RUNTIME - {"megatron-lm", "megatron-bridge", "deepspeed"})
+)
 def test_experts_over_ranks_are_a_gap_elsewhere(target: str) -> None:
     exported = export_plan(subject({"dp": 8, "ep": 4}), target, partial=True)
     assert "ep=4" in [gap.part for gap in exported.gaps]
