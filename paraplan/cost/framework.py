@@ -112,6 +112,8 @@ class KernelProfile(_Group):
     ring_attention: bool = False
     """Context parallelism passes keys and values around a ring beside the attention core, as Transformer Engine does;
     else it exchanges tokens for heads (Ulysses)."""
+    gathers_keys: bool = False
+    """Ranks of context parallelism beyond those that the heads divide over gather keys and values."""
     uses_tf32: bool = False
     """Matmuls of fp32 training run on TF32 tensor cores."""
     fused_softmax_heads: int = 1
@@ -271,7 +273,7 @@ class FrameworkProfile(Record):
     def split_rules(self) -> SplitRules:
         """What it may divide that others may not."""
         return SplitRules(
-            rings_context=self.kernels.ring_attention,
+            any_context=self.kernels.ring_attention or self.kernels.gathers_keys,
             whole_experts=self.experts.over_tensor_ranks,
             shares_key_heads=self.tensor_parallel.shares_key_heads,
         )

@@ -190,7 +190,7 @@ def why_degrees_incompatible(
         why_tp(model, tp, shares_key_heads=rules.shares_key_heads),
         _quantized_tp(training, tp),
         _parts_of_gradients(training, tp=tp),
-        None if rules.rings_context else _context_heads(model, tp=tp, cp=cp),
+        None if rules.any_context else _context_heads(model, tp=tp, cp=cp),
         why_pp(model, degrees["pp"]),
         _share("global_batch", degrees["dp"], training.global_batch_size),
         _share("cp", cp, training.seq_length),

@@ -1,9 +1,10 @@
-"""How context parallelism exchanges tokens for attention heads: one rule for runtime, estimate and search."""
+"""How context parallelism shares out attention, by heads and by tokens: one rule for runtime, estimate and search."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
+from typing import NamedTuple
 
 from paraplan.model.spec import Attention, ModelSpec
 
@@ -20,6 +21,44 @@ def divides_heads(query_heads: int, key_heads: int, num_ranks: int) -> bool:
     """Return whether `num_ranks` can exchange tokens for these heads, those of keys repeated where they must be."""
     shared = key_heads * key_copies(key_heads, num_ranks)
     return query_heads % num_ranks == 0 and query_heads % shared == 0
+
+
+class ContextShares(NamedTuple):
+    """How the ranks of `cp` share out an attention: `heads` parts of its heads, each of which `tokens` ranks have.
+
+    A rank attends with the queries of its share of the tokens, and those of its part of the heads, to all keys of
+    these heads: tokens are exchanged for heads, and keys and values gathered.
+    """
+
+    heads: int
+    tokens: int
+
+    def members(self, share: int) -> tuple[int, ...]:
+        """Return the ranks whose tokens are those of `share`: early and late ones alike, and one of the middle.
+
+        Under a causal mask the shares then have about as many pairs of queries and keys.
+        """
+        half, middle = divmod(self.heads, 2)
+        end, between = self.heads * self.tokens, half * self.tokens
+        early = range(share * half, (share + 1) * half)
+        late = range(end - (share + 1) * half, end - share * half)
+        return (*early, *range(between + share, between + share + middle), *late)
+
+    @property
+    def causal_load(self) -> float:
+        """The pairs of queries and keys of the rank with the most of them under a causal mask, over the mean."""
+        return 1.0 + (self.heads % 2) * (self.tokens - 1) / (self.heads**2 * self.tokens)
+
+
+def context_shares(query_heads: int, key_heads: int, num_ranks: int) -> ContextShares:
+    """Return the shares of an attention for `num_ranks`: as many parts of its heads as divide them and the ranks."""
+    parts = (
+        size
+        for size in range(num_ranks, 0, -1)
+        if num_ranks % size == 0 and divides_heads(query_heads, key_heads, size)
+    )
+    heads = next(parts)
+    return ContextShares(heads, num_ranks // heads)
 
 
 def context_reason(model: ModelSpec, *, tp: int, cp: int) -> str | None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 class SplitRules(NamedTuple):
     """How a framework splits a model, as far as that decides which degrees suit it."""
 
-    rings_context: bool = False
-    """Context parallelism passes keys and values around a ring, and so need not divide heads."""
+    any_context: bool = False
+    """Context parallelism passes keys and values around a ring or gathers them, and so need not divide heads."""
     whole_experts: bool = False
     """Ranks of tp have experts of their own."""
     shares_key_heads: bool = False

@@ -38,11 +38,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from paraplan.model.trace_torch_private import FLASH_ATTENTION as FLASH_ATTENTION
 from paraplan.model.trace_torch_private import GROUPED_MM as GROUPED_MM
 from paraplan.model.trace_torch_private import TorchDispatchMode as TorchDispatchMode
 from paraplan.model.trace_torch_private import storage_key as storage_key
 
 __all__ = [  # of what is imported; names of this module's own are offered as they are
+    "FLASH_ATTENTION",
     "GROUPED_MM",
     "FakeTensor",
     "HigherOrderOperator",
@@ -62,6 +64,7 @@ local_shape_and_offset = compute_local_shape_and_global_offset
 RE_EXPORTED = {
     "BatchNorm": "the base of all batch norms, those of a user too; the public classes have no other in common",
     "FakeTensor": "the tensors of a run without values; torch documents the class under this path",
+    "FLASH_ATTENTION": "see paraplan.model.trace_torch_private",
     "GROUPED_MM": "see paraplan.model.trace_torch_private",
     "HigherOrderOperator": "what a mode is shown of calls that take functions; no public name for the type",
     "OpOverload": "the type of torch.ops.aten.mm.default, which a mode is shown; no public name for it",

@@ -150,7 +150,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
         bought=_bought(workload, question, result, goodput),
         price_source=question.price_source,
         offers=offers,
-        levers=_rings(workload, question, result) + _levers(whole, workload, question, result),
+        levers=_levers(whole, workload, question, result),
         helps=_helps(workload, question, result),
     )
 
@@ -177,16 +177,6 @@ def _levers(
         found = LeverTrials(workload, executor, fixed, without=best, most_slowdown=-MUCH_BUBBLE).offers()
         return found if any(one.fits for one in found) else ()
     return LeverTrials(workload, executor, fixed, without=best, leaves_room=True).offers()
-
-
-def _rings(workload: Workload, question: SearchRequest, result: SearchResult) -> tuple[LeverOffer, ...]:
-    if result.is_partial or question.find is not None:
-        return ()
-    from paraplan.search.ring_context import ring_offers
-
-    return ring_offers(
-        workload, result.best, executor=question.executor, executors=question.executors, fixed=question.fixed
-    )
 
 
 def _find_levers(

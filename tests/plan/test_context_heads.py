@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paraplan.model.reader import read_model
-from paraplan.plan.context_heads import context_reason, divides_heads, key_copies
+from paraplan.plan.context_heads import context_reason, context_shares, divides_heads, key_copies
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,28 @@ def test_a_reason_names_the_heads_and_the_degree_beside() -> None:
     assert reason is not None
     assert "cp=8 beside tp=8" in reason
     assert "32 attention and 8 key-value heads of llama-3-8b" in reason
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "ranks", "parts"),
+    [
+        (64, 8, 36, (4, 9)),
+        (32, 8, 8, (8, 1)),
+        (8, 1, 16, (8, 2)),
+        (3, 3, 4, (1, 4)),
+        (6, 2, 12, (6, 2)),
+        (9, 3, 6, (3, 2)),
+    ],
+)
+def test_ranks_beyond_the_heads_share_out_tokens_evenly(
+    queries: int, keys: int, ranks: int, parts: tuple[int, int]
+) -> None:
+    shares = context_shares(queries, keys, ranks)
+    assert shares == parts
+    members = [shares.members(share) for share in range(shares.tokens)]
+    assert sorted(rank for each in members for rank in each) == list(range(ranks))
+    assert all(list(each) == sorted(each) for each in members)
+    # Under a causal mask the tokens of a rank attend to those of all ranks before it, and to half of its own.
+    work = [sum(rank + 0.5 for rank in each) for each in members]
+    assert max(work) / (sum(work) / len(work)) == pytest.approx(shares.causal_load)
+    assert shares.causal_load == 1 or shares.heads % 2

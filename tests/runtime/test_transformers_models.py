@@ -31,17 +31,17 @@ def loss_fn(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
 
 
-def compare(families: list[str], plan: ParallelPlan) -> dict[str, tuple[float, str, float]]:
+def compare(families: list[str], plan: ParallelPlan, more: dict[str, Any]) -> dict[str, tuple[float, str, float]]:
     """Return for each family the largest relative error, where it lies, and the share of the parameters held here."""
     logging.disable()
     job = runtime.init(plan)
-    return {family: _compare_one(family, job) for family in families}
+    return {family: _compare_one(family, job, more) for family in families}
 
 
-def _compare_one(family: str, job: runtime.Job) -> tuple[float, str, float]:
+def _compare_one(family: str, job: runtime.Job, more: dict[str, Any]) -> tuple[float, str, float]:
     plan = job.plan
     torch.manual_seed(0)
-    model = build(family)
+    model = build(family, **more)
     with torch.no_grad():
         for parameter in model.parameters():  # so that biases and norms take part too
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -72,8 +72,8 @@ def _compare_one(family: str, job: runtime.Job) -> tuple[float, str, float]:
     return errors[worst], worst, held / sum(parameter.numel() for parameter in reference.parameters())
 
 
-def assert_equal(families: list[str], plan: ParallelPlan, ranks: RankHarness) -> list[dict[str, Any]]:
-    by_rank = ranks.run(compare, families, plan, size=plan.world_size, timeout_s=200.0)
+def assert_equal(families: list[str], plan: ParallelPlan, ranks: RankHarness, **more: Any) -> list[dict[str, Any]]:
+    by_rank = ranks.run(compare, families, plan, more, size=plan.world_size, timeout_s=200.0)
     for found in by_rank:
         for family, (error, where, _) in found.items():
             assert error < 1e-5, f"{family}: {where}"
@@ -113,13 +113,17 @@ def test_unmodified_models_compute_the_same_in_three_dimensions(ranks: RankHarne
 def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks: RankHarness) -> None:
     """Rotary and learned positions, two heads of keys to four of queries, and experts that see tokens one by one.
 
-    Four ranks for keys that ranks repeat; the kinds of positions, and masks of both directions, with two.
+    Four ranks for two heads of queries to one of keys, which ranks repeat and then gather; the kinds of positions, and
+    masks of both directions, with two ranks.
     """
     options = {"micro_batch_size": BATCH}
     families = ["llama", "gemma3_text", "olmo2", "phi3", "stablelm", "gpt_neox", "gpt2", "falcon", "olmoe", "bert"]
     # Learned positions are bert's too, and gpt2 is checked with split tokens in test_check_rank.
     four, two = ["gemma3_text"], ["bert", "olmoe", *with_all(["gpt2", "olmo2"])]
-    assert_equal([*four, *with_all([one for one in families if one not in four])], ParallelPlan(cp=4, **options), ranks)
+    few = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    assert_equal(four, ParallelPlan(cp=4, recompute="selective", **options), ranks, **few)
+    for family in with_all([one for one in families if one not in four]):
+        assert_equal([family], ParallelPlan(cp=4, **options), ranks)
     assert_equal(two, ParallelPlan(cp=2, **options), ranks)
     plan = ParallelPlan(cp=2, tp=2, sequence_parallel=True, recompute="full", **options)
     beside = ["phi3"]  # experts stand there in test_plan_equality

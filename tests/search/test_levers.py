@@ -306,20 +306,6 @@ def test_what_saves_gpus_is_joined_with_other_gpus(workload: MakeWorkload) -> No
     assert "--quantizer axolotl --profile 1xrtx-4090" in _by_options(one for one in caught.value.offers if one.fits)
 
 
-@pytest.mark.parametrize(("model", "is_told"), [("qwen2.5-7b", True), ("llama-3-8b", False)])  # 28 and 32 heads
-def test_heads_that_the_runtime_cannot_exchange_name_the_framework_that_rings_keys(
-    workload: MakeWorkload, model: str, *, is_told: bool
-) -> None:
-    made = workload(model, profile="8xa100", seq_length=131072, global_batch_size=1)
-    answer = recommendation(made, SearchRequest(executors=executor_of))
-    offer = _by_options(answer.levers).get("--framework fsdp")
-    assert (offer is not None) == is_told
-    if offer is not None:
-        assert offer.is_free
-        assert "cp8" in (offer.plan or "")
-        assert "does not divide the 28 attention" in offer.in_words
-
-
 @pytest.mark.parametrize("fields", [{}, {"train": "lora:r=16"}])
 def test_a_lever_is_set_beside_the_memory_that_its_own_plan_may_use(
     workload: MakeWorkload, fields: dict[str, str]

@@ -379,3 +379,10 @@ def test_what_fits_is_found_with_nothing_larger_that_does(workload: MakeWorkload
     assert length is not None
     assert length > 4096
     assert longest_sequence(workload("gpt2", global_batch_size=8)) == 1024
+
+
+def test_one_long_sequence_goes_over_more_ranks_than_its_heads_divide(workload: MakeWorkload) -> None:
+    made = workload("qwen2.5-7b", profile="8xa100", seq_length=131072, global_batch_size=1)  # 28 heads
+    best = search(made).best.plan
+    assert best.cp * best.tp == 8
+    assert best.cp > 4

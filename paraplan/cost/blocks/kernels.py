@@ -12,6 +12,7 @@ from paraplan.cost.blocks.matmuls import MatmulTimes
 from paraplan.cost.blocks.module_traffic import module_traffic, num_kernels
 from paraplan.cost.blocks.routing import expert_ranks
 from paraplan.cost.blocks.saved_tensors import saved_bytes
+from paraplan.cost.context_parts import context_parts
 from paraplan.cost.plan_table import Floats
 from paraplan.cost.stack import fuses_experts, stack_values
 from paraplan.model.spec import Attention, BlockSpec, Matmul
@@ -230,7 +231,8 @@ class KernelTimes(MatmulTimes):
     def _attention_s(self, attention: Attention, *, backward: bool) -> Floats:
         length = self.training.attended_length
         ranks = np.ones_like(self.shardings.tp) if attention.is_whole else self.shardings.tp
-        flops = self.shardings.tokens * attention.flops_per_token(length) / ranks
+        parts = context_parts(attention, self.shardings.tp, self.shardings.context_ranks)
+        flops = self.shardings.tokens * attention.flops_per_token(length) / ranks * parts.causal_load
         constants = self.constants
         if self.training.attention == "eager":
             flops = flops * (2.0 if backward else 1.0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from paraplan.cost.context_parts import context_parts
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, first_rows
 from paraplan.model.saved_role import SavedRole
@@ -46,8 +47,8 @@ class Shardings:
     """Ranks that share out the experts: each has as many rows for fewer experts."""
     expert_load: Floats
     """Rows of the busiest rank of experts over the mean."""
-    head_ranks: Ints
-    """Ranks of context parallelism that exchange tokens for heads: each attends with all tokens of few heads."""
+    context_ranks: Ints
+    """Ranks of context parallelism that exchange tokens for heads or gather keys: 1 for those of a ring."""
     products: tuple[Ints, Ints]
     """The first sharding of each shape of matrix products on a rank, and which of these each sharding has."""
     has_fp32_residual: bool = False
@@ -91,7 +92,7 @@ class Shardings:
             has_8bit_inputs=inputs_in_8bit,
             ep=ep.astype(float),
             expert_load=np.ones(len(ep)) if expert_load is None else expert_load,
-            head_ranks=np.ones_like(cp) if rings_context else cp,
+            context_ranks=np.ones_like(cp) if rings_context else cp,
             products=first_rows(tp, cp, micro_batch_size, ep, sharded),
         )
 
@@ -109,7 +110,7 @@ class Shardings:
             has_fp32_weights=self.has_fp32_weights[rows],
             ep=self.ep[rows],
             expert_load=self.expert_load[rows],
-            head_ranks=self.head_ranks[rows],
+            context_ranks=self.context_ranks[rows],
             products=(np.arange(len(rows)), np.arange(len(rows))),
         )
 
@@ -319,13 +320,12 @@ def _8bit_share(tensor: SavedTensor) -> float:
 
 
 def _key_copies(block: BlockSpec, tensor: SavedTensor, shardings: Shardings) -> Floats | float:
-    """Return how often the heads of kept keys and values are repeated for the ranks of context parallelism."""
+    """Return how often a rank of context parallelism keeps keys and values, over those of its own tokens."""
     core = block.attention
-    if core is None or tensor.role not in ("key", "value") or (shardings.head_ranks == 1).all():
+    if core is None or tensor.role not in ("key", "value") or (shardings.context_ranks == 1).all():
         return 1.0
     heads = tensor.elements_per_token / (core.qk_head_dim if tensor.role == "key" else core.v_head_dim)
-    own = np.maximum(heads // shardings.tp, 1).astype(np.int64)
-    return np.asarray(shardings.head_ranks / np.gcd(own, shardings.head_ranks))
+    return context_parts(core, shardings.tp, shardings.context_ranks).key_copies(heads // shardings.tp)
 
 
 def _element_bytes(

@@ -10,6 +10,7 @@ import numpy as np
 from paraplan.cost.blocks.module_traffic import KERNEL_START_S
 from paraplan.cost.blocks.routing import busiest_load, expert_ranks
 from paraplan.cost.communication.collectives import GroupLinks, expert_links, group_links, inside_links
+from paraplan.cost.context_parts import context_parts
 from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, RecomputeCode
 from paraplan.cost.stack import hidden_share
 from paraplan.cost.workload import Workload
@@ -64,21 +65,26 @@ def run_again(workload: Workload, table: PlanTable) -> Mask:
 def _width(attention: Attention, table: PlanTable, *, keys_alone: bool) -> Floats | float:
     """Return the elements of queries, keys, values and outputs of one token, or of keys and values alone.
 
-    Where there are fewer heads of keys than ranks, each is sent to several of them, and by several of tp.
+    Where there are fewer heads of keys than ranks, each is sent to several of them, and by several of tp. Queries and
+    outputs go to the ranks that have the same tokens, `(h - 1) / h` of them over h parts of the heads.
     """
     width = attention.qk_head_dim + attention.v_head_dim
     keys = np.maximum(attention.num_kv_heads, table.tp) * width
     if keys_alone:
         return keys
-    own = np.maximum(attention.num_kv_heads // table.tp, 1)
-    return np.asarray(attention.num_heads * width + keys * table.cp / np.gcd(own, table.cp))
+    parts = context_parts(attention, table.tp, table.cp)
+    copies = parts.key_copies(np.maximum(attention.num_kv_heads // table.tp, 1))
+    leaving = (1.0 - 1.0 / parts.heads) / np.maximum(1.0 - 1.0 / table.cp, 0.5)
+    return np.asarray(attention.num_heads * width * leaving + keys * copies)
 
 
 def context_parallel_s(workload: Workload, table: PlanTable, links: GroupLinks | None = None) -> tuple[Floats, Floats]:
     """Return the seconds of the exchanges of one block, averaged over the blocks, in a forward and a backward pass.
 
     Queries, keys, values and outputs cross once in each pass, all-to-all (DeepSpeed-Ulysses, Jacobs et al. 2023,
-    section 3.1); recomputation repeats the forward pass's. Nothing hides them. Frameworks that pass keys and values
+    section 3.1); beyond the ranks that heads divide over, keys and values go to all that have the same heads, as if
+    they were gathered (Llama 3, Grattafiori et al. 2024, section 3.3.2). Recomputation repeats the forward pass's.
+    Nothing hides them. Frameworks that pass keys and values
     around a ring do so beside the attention core, which they slow down. `links` replaces those of the plans' orders.
     """
     zeros = np.zeros(len(table))

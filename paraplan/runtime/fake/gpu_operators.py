@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from torch.distributed.tensor import DTensor
 
 from paraplan.model.trace_on_gpu import CHECKS, AsOnGpu
+from paraplan.runtime.split.context_attention import EarlierKeys
 from paraplan.runtime.torch_private import (
     GROUPED_MM,
     FakeTensor,
@@ -52,6 +53,8 @@ class GpuOperators(AsOnGpu):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(kwargs.get("attn_mask"), EarlierKeys):
+            kwargs = kwargs | {"attn_mask": None, "is_causal": True}
         if torch.is_autocast_enabled("cpu"):
             if func in _IN_FP32 and kwargs.get("dtype") is None:
                 args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))

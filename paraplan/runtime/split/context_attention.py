@@ -1,9 +1,9 @@
 """Attention under context parallelism: the one place where the ranks of a `cp` group exchange what they hold.
 
-Ranks hand out tokens for heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1). Where the heads do not
-divide, keys and values are gathered, and each rank attends with its own queries (Llama 3, Grattafiori et al. 2024,
-section 3.3.2). While a block runs, `torch.nn.functional.scaled_dot_product_attention` and the attention functions of
-transformers are the ones made here.
+Ranks hand out tokens for heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023, section 3.1). Where they are more than
+the heads divide over, several have the same heads: keys and values of these are gathered, and each attends with the
+queries of its share of the tokens (Llama 3, Grattafiori et al. 2024, section 3.3.2). While a block runs,
+`torch.nn.functional.scaled_dot_product_attention` and the attention functions of transformers are the ones made here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,16 +19,38 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.shards.group import TensorGroup, all_gather
-from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.torch_private import attention_replaced
+from paraplan.plan.context_heads import ContextShares, context_shares, key_copies
+from paraplan.runtime.shards.group import TensorGroup
+from paraplan.runtime.torch_private import FLASH_ATTENTION, attention_replaced
 
 SDPA = F.scaled_dot_product_attention
 """torch's own attention, whatever stands in its place while a block runs."""
 _HEADS = 1  # their dimension, in [batch, heads, tokens, size]
+_TOKENS = -2
 _IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_GROUPS = "num_key_value_groups"  # in transformers' modules: heads of queries to one of keys
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank attends with: `part` of `num_parts` of the heads, and queries of `rows` of the tokens.
+
+    `of_tokens` has for each rank what part of the heads it has of the same tokens, None where it has others, and
+    `of_heads` what part it has.
+    """
+
+    num_parts: int
+    part: int
+    rows: tuple[tuple[int, int], ...]
+    of_tokens: tuple[int | None, ...]
+    of_heads: tuple[int, ...]
+
+    @property
+    def has_all_tokens(self) -> bool:
+        return None not in self.of_tokens
 
 
 class ContextAttention:
@@ -39,6 +62,8 @@ class ContextAttention:
         self.positions: torch.Tensor | None = None
         """The positions of all tokens, where blocks are given them."""
         self._interfaces = {name: partial(self._by_interface, name) for name in _IMPLEMENTATIONS}
+        self._causal_rows: Sequence[tuple[int, int]] = ()
+        """The tokens of the queries with which a function of transformers attends causally, where these are not all."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -58,17 +83,13 @@ class ContextAttention:
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         options = dict(zip(names, args, strict=False)) | kwargs
         if not self._are_own(query, key):
-            return SDPA(query, key, value, **options)
-        mask, is_causal = options.pop("attn_mask", None), options.pop("is_causal", False)
-
-        def attend(query: Any, key: Any, value: Any, mask: Any, *, is_causal: bool) -> torch.Tensor:
-            return SDPA(query, key, value, attn_mask=mask, is_causal=is_causal, **options)
-
-        if self._exchanges(query, key):
-            query, key, value = self._to_heads(query, key, value)
-            return self._to_tokens(attend(query, key, value, self._mask_of_heads(mask), is_causal=is_causal))
-        key, value = (self._gathered(one) for one in (key, value))
-        return attend(query, key, value, self._mask_of_rows(mask, query, is_causal=is_causal), is_causal=False)
+            return _attend(query, key, value, options, self._causal_rows)
+        share = self._share(query, key)
+        options["attn_mask"] = self._own_mask(options.get("attn_mask"), share)
+        rows = self._rows_of(share) if options.get("is_causal") else ()
+        query, key, value = self._to_heads(query, key, value, share)
+        attended = _attend(query, key, value, options, rows)
+        return _exchange(attended, share.of_tokens, attended.ndim + _TOKENS, _HEADS, self.group)
 
     def _by_interface(
         self, name: str, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
@@ -80,72 +101,169 @@ class ContextAttention:
             return base(module, query, key, value, mask, *args, **kwargs)
         if kwargs.get("position_ids") is not None and self.positions is not None:
             kwargs["position_ids"] = self.positions
-        given = kwargs.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if given is None else given
-        if self._exchanges(query, key):
-            own = {
-                key: self._own_heads(one, 0)
-                for key, one in kwargs.items()
-                if isinstance(one, torch.Tensor) and one.ndim == 1 and one.shape[0] == query.shape[_HEADS]
-            }
-            operands = self._to_heads(query, key, value)
-            output, *_ = base(module, *operands, self._mask_of_heads(mask), *args, **(kwargs | own))
-            return _exchange(output, 1, 2, self.group), None
-        if name not in ("sdpa", "eager"):
+        share = self._share(query, key)
+        rows = self._rows_of(share)
+        if rows and name not in ("sdpa", "eager"):
             raise UnsupportedPlanError(
                 f"cp={self.group.size} does not divide the {query.shape[_HEADS]} heads of queries and "
                 f"{key.shape[_HEADS]} of keys, which {name} needs",
                 hint="use attn_implementation='sdpa', or degrees of tp and cp whose product divides the heads",
             )
-        rows = self._mask_of_rows(mask, query, is_causal=is_causal, added=name == "eager")
-        key, value = (self._gathered(one) for one in (key, value))
-        return base(module, query, key, value, rows, *args, **(kwargs | {"is_causal": False}))
+        own = {key: self._own_option(one, query.shape[_HEADS], share) for key, one in kwargs.items()}
+        mask = self._own_mask(mask, share)
+        given = kwargs.get("is_causal")
+        is_causal = mask is None and (getattr(module, "is_causal", True) if given is None else given)
+        if rows and name == "sdpa":
+            own["is_causal"] = False  # it takes more keys than queries for room of a cache
+        if rows and is_causal and (name == "eager" or len(range(*rows[0])) == 1 or "position_bias" in own):
+            mask, is_causal = _causal_mask(rows, query, self.num_own * self.group.size), False
+        operands = self._to_heads(query, key, value, share)
+        self._causal_rows = rows if is_causal else ()
+        try:
+            with _groups_of(module, operands[0].shape[_HEADS] // operands[1].shape[_HEADS]):
+                output, *_ = base(module, *operands, mask, *args, **own)
+        finally:
+            self._causal_rows = ()
+        return _exchange(output, share.of_tokens, 1, 2, self.group), None
 
     def _are_own(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        return query.shape[-2] == key.shape[-2] == self.num_own
+        return query.shape[_TOKENS] == key.shape[_TOKENS] == self.num_own
 
-    def _exchanges(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        size = self.group.size
-        return query.ndim == 4 and not query.shape[_HEADS] % size and not key.shape[_HEADS] % size
+    def _share(self, query: torch.Tensor, key: torch.Tensor) -> _Share:
+        """Return this rank's share of an attention with these heads, or without heads."""
+        size, index = self.group.size, self.group.index
+        shares = ContextShares(1, size)
+        if query.ndim == 4:
+            shares = context_shares(query.shape[_HEADS], key.shape[_HEADS], size)
+        members: tuple[int, ...] = ()
+        of_heads = [0] * size
+        for each in map(shares.members, range(shares.tokens)):
+            members = each if index in each else members
+            for part, rank in enumerate(each):
+                of_heads[rank] = part
+        rows: list[tuple[int, int]] = []
+        for rank in members:
+            start = rows.pop()[0] if rows and rows[-1][1] == rank * self.num_own else rank * self.num_own
+            rows.append((start, (rank + 1) * self.num_own))
+        of_tokens = (of_heads[rank] if rank in members else None for rank in range(size))
+        return _Share(shares.heads, of_heads[index], tuple(rows), tuple(of_tokens), tuple(of_heads))
 
-    def _to_heads(self, *own: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the tokens of all ranks of some heads of each of `own`, which travel together where they can."""
-        if len({one.shape[-1] for one in own}) > 1:
-            return [_exchange(one, _HEADS, 2, self.group) for one in own]
-        size = self.group.size
-        parts = zip(*(one.chunk(size, _HEADS) for one in own), strict=True)  # of each rank those of all
-        joined = torch.cat([one for part in parts for one in part], _HEADS)
-        return torch.split(_exchange(joined, _HEADS, 2, self.group), [one.shape[_HEADS] // size for one in own], _HEADS)
+    def _rows_of(self, share: _Share) -> Sequence[tuple[int, int]]:
+        return () if share.has_all_tokens else share.rows
 
-    def _to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
-        return _exchange(attended, 2, _HEADS, self.group)
+    def _to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: _Share
+    ) -> Sequence[torch.Tensor]:
+        """Return queries of the share's tokens, and keys and values of all, of its heads; together where they can."""
+        if query.ndim == 4 and (copies := key_copies(key.shape[_HEADS], share.num_parts)) > 1:
+            key, value = (one.repeat_interleave(copies, _HEADS) for one in (key, value))
+        travels: list[tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]] = [
+            ((query, key, value), share.of_tokens)
+        ]
+        if not share.has_all_tokens:
+            travels = [((query,), share.of_tokens), ((key, value), share.of_heads)]
+        found: list[torch.Tensor] = []
+        for own, parts in travels:
+            if query.ndim != 4 or len({one.shape[-1] for one in own}) > 1:
+                found += [_exchange(one, parts, _HEADS, one.ndim + _TOKENS, self.group) for one in own]
+                continue
+            chunks = zip(*(one.chunk(share.num_parts, _HEADS) for one in own), strict=True)  # of each part those of all
+            joined = torch.cat([one for chunk in chunks for one in chunk], _HEADS)
+            sizes = [one.shape[_HEADS] // share.num_parts for one in own]
+            found += torch.split(_exchange(joined, parts, _HEADS, 2, self.group), sizes, _HEADS)
+        return found
 
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
-        dim = own.ndim - 2
-        return all_gather(own, Sharding(dim, (own.shape[dim] * self.group.size,), self.group.size), self.group)
+    def _own_option(self, option: Any, num_heads: int, share: _Share) -> Any:
+        """Return what else attention is given as this rank has it: of its heads, or for its pairs of tokens."""
+        if isinstance(option, torch.Tensor) and option.ndim == 1 and option.shape[0] == num_heads:
+            return option.chunk(share.num_parts)[share.part]
+        total = self.group.size * self.num_own
+        is_of_pairs = isinstance(option, torch.Tensor) and option.ndim == 4 and option.shape[_TOKENS:] == (total, total)
+        return self._own_mask(option, share) if is_of_pairs else option
 
-    def _own_heads(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        return whole.chunk(self.group.size, dim)[self.group.index]
-
-    def _mask_of_heads(self, mask: Any) -> Any:
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[_HEADS] > 1:
-            return self._own_heads(mask, _HEADS)
-        return mask
-
-    def _mask_of_rows(self, mask: Any, query: torch.Tensor, *, is_causal: bool, added: bool = False) -> Any:
+    def _own_mask(self, mask: Any, share: _Share) -> Any:
         """Return what this rank's queries may attend to among the keys of all tokens."""
-        first, total = self.group.index * self.num_own, self.group.size * self.num_own
-        if mask is not None:
-            return mask.narrow(-2, first, self.num_own) if mask.shape[-2] == total else mask
-        if not is_causal:
-            return None
-        places = torch.arange(total, device=query.device)
-        allowed = places[first : first + self.num_own, None] >= places
-        if not added:
-            return allowed
-        return torch.zeros(allowed.shape, dtype=query.dtype, device=query.device).masked_fill(
-            ~allowed, torch.finfo(query.dtype).min
-        )[None, None]
+        if not isinstance(mask, torch.Tensor):
+            return mask
+        if mask.ndim == 4 and mask.shape[_HEADS] > 1:
+            mask = mask.chunk(share.num_parts, _HEADS)[share.part]
+        if share.has_all_tokens or mask.shape[_TOKENS] != self.group.size * self.num_own:
+            return mask
+        return torch.cat([mask.narrow(_TOKENS, start, end - start) for start, end in share.rows], _TOKENS)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any], rows: Sequence[Any]
+) -> torch.Tensor:
+    """Return torch's attention, a causal one where queries are of some `rows` of the tokens.
+
+    Each run of rows attends to the keys before its end, which needs no mask in memory.
+    """
+    if not rows:
+        return SDPA(query, key, value, **options)
+    options = options | {"is_causal": False}
+    lengths = [end - start for start, end in rows]
+    attended = []
+    for (_, end), length, part in zip(rows, lengths, torch.split(query, lengths, _TOKENS), strict=True):
+        options["attn_mask"] = EarlierKeys(length, end)
+        keys, values = key.narrow(_TOKENS, 0, end), value.narrow(_TOKENS, 0, end)
+        attended.append(SDPA(part, keys, values, **options))
+    return torch.cat(attended, _TOKENS)
+
+
+class EarlierKeys:
+    """A causal mask for queries of the last `num_queries` of `num_keys` tokens, which flash attention needs not hold.
+
+    `torch.nn.attention.bias.causal_lower_right` is such a mask, and a tensor that cannot be made where a mode has
+    tensors of its own.
+    """
+
+    def __init__(self, num_queries: int, num_keys: int) -> None:
+        self.num_queries = num_queries
+        self.num_keys = num_keys
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Attend: this is what torch calls for a mask that is no tensor."""
+        (query, key, value), options = args, dict(kwargs)
+        mask, is_causal = options.pop("attn_mask"), options.pop("is_causal", False)
+        assert func is SDPA
+        assert not is_causal
+        dropout, scale, groups = options.get("dropout_p", 0.0), options.get("scale"), options.get("enable_gqa", False)
+        # The operator takes head sizes of whole 16 bytes, and its is_causal lets the last query attend to the last key.
+        if not query.shape[-1] % 8 and can_use_flash_attention(
+            SDPAParams(query, key, value, None, dropout, False, groups)
+        ):
+            return FLASH_ATTENTION(query, key, value, dropout, True, False, scale=scale)[0]
+        rows = [(mask.num_keys - mask.num_queries, mask.num_keys)]
+        return func(query, key, value, attn_mask=_seen(rows, mask.num_keys, query.device), **options)
+
+
+def _seen(rows: Sequence[tuple[int, int]], num_keys: int, device: torch.device) -> torch.Tensor:
+    """Return which of the keys each query of `rows` attends to."""
+    places = torch.arange(num_keys, device=device)
+    return torch.cat([places[start:end, None] >= places for start, end in rows])
+
+
+def _causal_mask(rows: Sequence[tuple[int, int]], query: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return a mask to add to the scores of queries of `rows`."""
+    hidden = ~_seen(rows, num_keys, query.device)
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+    return mask.masked_fill(hidden, torch.finfo(query.dtype).min)[None, None]
+
+
+@contextmanager
+def _groups_of(module: nn.Module, num_queries: int) -> Iterator[None]:
+    """Have the code of `module` take `num_queries` heads of queries to one of keys in this context."""
+    before = getattr(module, _GROUPS, None)
+    if before in (None, num_queries):
+        yield
+        return
+    setattr(module, _GROUPS, num_queries)
+    try:
+        yield
+    finally:
+        setattr(module, _GROUPS, before)
 
 
 def _written_out(module: nn.Module) -> Callable[..., Any]:
@@ -154,27 +272,48 @@ def _written_out(module: nn.Module) -> Callable[..., Any]:
     return found
 
 
-def _exchange(local: torch.Tensor, scatter: int, gather: int, group: TensorGroup) -> torch.Tensor:
-    result: torch.Tensor = _Exchange.apply(local, scatter, gather, group)  # type: ignore[no-untyped-call]
+def _exchange(
+    local: torch.Tensor, parts: Sequence[int | None], scatter: int, gather: int, group: TensorGroup
+) -> torch.Tensor:
+    """Return what the ranks that have one of `parts` send, along `gather`; each is sent its part along `scatter`."""
+    if sum(part is not None for part in parts) == 1:
+        return local
+    result: torch.Tensor = _Exchange.apply(local, tuple(parts), scatter, gather, group)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all: a rank hands out its parts along one dimension, and gets what the others have along another."""
+    """All-to-all: a rank hands out its parts along one dimension, and gets what the others have along another.
+
+    A part may go to several ranks: its gradient is the sum of theirs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, scatter: int, gather: int, group: TensorGroup) -> torch.Tensor:
-        ctx.scatter, ctx.gather, ctx.group = scatter, gather, group
-        return _exchanged(local, scatter, gather, group)
+    def forward(
+        ctx: Any, local: torch.Tensor, parts: tuple[int | None, ...], scatter: int, gather: int, group: TensorGroup
+    ) -> torch.Tensor:
+        ctx.parts, ctx.scatter, ctx.gather, ctx.group = parts, scatter, gather, group
+        known = [part for part in parts if part is not None]
+        chunks = local.chunk(max(known) + 1, dim=scatter)
+        return torch.cat(_all_to_all([chunks[part] for part in known], parts, group), dim=gather)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _exchanged(gradients[0], ctx.gather, ctx.scatter, ctx.group), None, None, None
+        known = [part for part in ctx.parts if part is not None]
+        received = _all_to_all(gradients[0].chunk(len(known), dim=ctx.gather), ctx.parts, ctx.group)
+        sums: dict[int, torch.Tensor] = {}
+        for part, one in zip(known, received, strict=True):
+            sums[part] = sums[part].add_(one) if part in sums else one
+        return torch.cat([sums[part] for part in sorted(sums)], dim=ctx.scatter), None, None, None, None
 
 
-def _exchanged(local: torch.Tensor, scatter: int, gather: int, group: TensorGroup) -> torch.Tensor:
-    parts = torch.stack(local.chunk(group.size, dim=scatter))
-    received = torch.empty_like(parts)
+def _all_to_all(
+    sent: Sequence[torch.Tensor], parts: Sequence[int | None], group: TensorGroup
+) -> tuple[torch.Tensor, ...]:
+    """Return what the ranks that have one of `parts` sent to this one, each of which gets one of `sent`."""
+    packed = torch.stack(list(sent))
+    received = torch.empty_like(packed)
     if group.handle is not None:
-        dist.all_to_all_single(received, parts, group=group.handle)
-    return torch.cat(received.unbind(0), dim=gather)
+        sizes = None if None not in parts else [int(part is not None) for part in parts]
+        dist.all_to_all_single(received, packed, sizes, sizes, group=group.handle)
+    return received.unbind(0)

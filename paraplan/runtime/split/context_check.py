@@ -200,8 +200,11 @@ def _try_model(structure: ModelStructure, split: ContextSplit, *, size: int) -> 
         with torch.no_grad():
             call_model(structure.meta_model, tried)  # inputs that it does not run on without values are not meant here
             try:
+                dtype = next(structure.meta_model.parameters()).dtype
+                if next(meta_model.parameters()).dtype != dtype:
+                    meta_model.to(dtype)
                 with TokensApart(size, lambda: context.own_outside), context.passing():
-                    call_model(meta_model.to(next(structure.meta_model.parameters()).dtype), tried)
+                    call_model(meta_model, tried)
             except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
                 raise UnsupportedPlanError(
                     f"cp={size}: {type(structure.model).__name__} does not run where its blocks have some of the "

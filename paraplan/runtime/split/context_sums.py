@@ -8,6 +8,7 @@ gradient with respect to its own tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -66,14 +67,12 @@ class SumsOverRanks(TorchFunctionMode):
 
     def _own_sizes(self, operand: torch.Tensor, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `sizes` that code has noted of whole sequences as they are of this rank's tokens."""
-        if self.num_tokens // self._group.size not in operand.shape or self.num_tokens in operand.shape:
+        numbers = tuple(sizes[0]) if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+        is_of_own = self.num_tokens // self._group.size in operand.shape and self.num_tokens not in operand.shape
+        # Several sequences may have as many own tokens as a whole one has, and sizes that fit are those of these.
+        if not is_of_own or not all(isinstance(one, int) for one in numbers) or prod(numbers) == operand.numel():
             return sizes
-        return tuple(
-            self._own_sizes(operand, tuple(size))
-            if isinstance(size, (tuple, list))
-            else (size // self._group.size if size == self.num_tokens else size)
-            for size in sizes
-        )
+        return tuple(one // self._group.size if one == self.num_tokens else one for one in numbers)
 
     def _sum(self, own: torch.Tensor) -> torch.Tensor:
         return reduce_from_region(own, self._group)
