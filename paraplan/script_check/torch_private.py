@@ -130,6 +130,7 @@ class FlatParameters:
                     self.vector.data[start : start + shape.numel()].copy_(value.flatten())
 
     def places(self) -> Iterator[tuple[str, int, torch.Size]]:
+        """Yield the names of its parameters with where they begin in the vector, and their shapes."""
         flat, start = self.vector, 0
         own = iter(zip(flat._fqns, flat._shapes, strict=True))
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
