@@ -140,7 +140,8 @@ class _Runs:
         folder = self.folder / f"{self._num_runs}-{role}"
         folder.mkdir()
         self.last_folder = folder
-        request = self.request.replace(folder=str(folder), role=role, inputs=inputs)
+        shake = max((process.record.rounding for process in self.ranks), default=0.0)
+        request = self.request.replace(folder=str(folder), role=role, inputs=inputs, shake=shake)
         path = folder / "request.json"
         path.write_text(request.to_json(), encoding="utf-8")
         words = ["--nproc-per-node", str(num_ranks), "--nnodes", "1", "--no-logs"]

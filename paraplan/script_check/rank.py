@@ -52,7 +52,7 @@ def _given(request: ScriptRequest) -> Given:
         for name, value in start.items():
             if value.is_floating_point():
                 sign = torch.randint(0, 2, value.shape, generator=signs).to(value.dtype).mul_(2).sub_(1)
-                start[name] = value * (1 + sign * torch.finfo(value.dtype).eps)
+                start[name] = value * (1 + sign * max(torch.finfo(value.dtype).eps, request.shake))
     tensors = load_file(folder / READ_FILE)
     read: dict[tuple[str, int], list[list[tuple[str, torch.Tensor]]]] = {}
     for number, (place, time, rank) in enumerate(inputs.read):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +57,7 @@ class Recorder:
         self._norm: float | None = None
         self._has_gradients = False
         self._num_nested = 0
+        self._rounding = 0.0
 
     def follow(self) -> None:
         """Start to follow: calls of models, backward passes, clipping, steps of optimizers."""
@@ -71,6 +72,7 @@ class Recorder:
         sources = self.sources
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._note_rounding(args)
             if not sources.is_watching or not any(True for _ in module.parameters()):
                 return plain(module, *args, **kwargs)
             self._meet(module)
@@ -79,6 +81,13 @@ class Recorder:
                 return plain(module, *args, **kwargs)
 
         return call
+
+    def _note_rounding(self, values: Iterable[Any]) -> None:
+        """Note how coarse the types are in which models compute: of what modules are given, and of autocast."""
+        types = [value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        if torch.is_autocast_enabled("cpu"):
+            types.append(torch.get_autocast_dtype("cpu"))
+        self._rounding = max([self._rounding, *(torch.finfo(kind).eps for kind in types)])
 
     def _follow_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -238,6 +247,7 @@ class Recorder:
                 steps=tuple(self._steps),
                 sources=tuple(sources),
                 notes=tuple(self._notes),
+                rounding=self._rounding,
                 is_whole=is_whole,
             )
             path = Path(self.request.folder) / f"{rank}"

@@ -42,6 +42,8 @@ class ScriptRequest(Record):
     """Where its record goes."""
     num_steps: int
     role: Role
+    shake: float = 0.0
+    """By how much of their values weights are shaken at least, with the role `shaken`."""
     inputs: str = ""
     """The folder with what one process starts with and reads; "" for ranks."""
 
@@ -107,6 +109,8 @@ class ProcessRecord(Record):
     steps: tuple[StepRecord, ...]
     sources: tuple[SourceRecord, ...]
     notes: tuple[str, ...]
+    rounding: float
+    """The unit of the last place, relative to a value, of the coarsest type in which its models computed."""
     is_whole: bool
     """Whether all steps that were asked for were made."""
 

@@ -163,8 +163,13 @@ class Sources:
 
 
 def is_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can hold samples: it has dimensions, and is nothing that is trained."""
-    return tensor.ndim > 0 and not tensor.requires_grad and not isinstance(tensor, nn.Parameter | nn.Buffer)
+    """Whether a tensor can hold samples: it has dimensions, and is nothing that is trained, or that ranks share."""
+    return tensor.ndim > 0 and not tensor.requires_grad and _is_plain(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no parameter, DTensor or other kind of its own, and has values in memory."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _print_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
@@ -220,7 +225,7 @@ class FollowSources(TorchFunctionMode):
 
     def _noted(self, result: Any, name: str, made_of: Sequence[Reading]) -> Any:
         tensors = [tensor for _, tensor in tensors_in(result)]
-        if not isinstance(result, torch.Tensor | tuple | list) or not tensors:
+        if not isinstance(result, torch.Tensor | tuple | list) or not tensors or not all(map(_is_plain, tensors)):
             return result
         if not any(map(is_data, tensors)):  # numbers are noted with what is made of them
             if made_of:

@@ -28,6 +28,7 @@ def process(rank: int, num_ranks: int, tensors: dict[str, torch.Tensor], norm: f
         steps=(StepRecord(optimizer=0, losses=(1.0,), norm=norm, rates=({"lr": 0.1},)),),
         sources=(),
         notes=(),
+        rounding=1.2e-7,
         is_whole=True,
     )
     return Process(record, tensors)

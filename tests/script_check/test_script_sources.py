@@ -11,7 +11,7 @@ from torch import nn
 
 from paraplan.errors import UsageError
 from paraplan.script_check.batches import joined, tensors_in, with_tensors
-from paraplan.script_check.sources import FollowSources, Replay, Sources
+from paraplan.script_check.sources import FollowSources, Replay, Sources, is_data
 
 
 @dataclass
@@ -40,6 +40,13 @@ def test_rows_of_unlike_lengths_are_filled_by_what_their_key_says() -> None:
     assert joined(parts, "input_ids")[0].tolist() == [1, 1, 0]
     with pytest.raises(UsageError, match="no common batch"):
         joined([torch.ones(1), torch.ones(1, 1)])
+
+
+def test_parameters_and_tensors_that_have_no_values_here_are_no_samples() -> None:
+    plain = torch.ones(2)
+    assert is_data(plain)
+    others = (plain[0], nn.Parameter(plain), torch.ones(2, requires_grad=True), plain.to_sparse(), plain.to("meta"))
+    assert not any(map(is_data, others))
 
 
 @pytest.fixture
