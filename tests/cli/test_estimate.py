@@ -152,7 +152,7 @@ def test_a_plan_file_brings_its_training_and_options_come_first(tmp_path: Path) 
     [
         (["--tp", "3"], "tp=3: 3 does not divide the 32 attention and 8 key-value heads of llama-3-8b"),
         (["--pp", "33"], "33 pipeline stages for the 32 blocks"),
-        (["--cp", "7"], "cp=7, which exchanges tokens for heads, does not divide the 32 attention and 8 key-value"),
+        (["--cp", "7"], "cp=7 does not divide the 8192 tokens of a sequence"),
         (["--cp", "32", "--seq-len", "8200"], "cp=32 does not divide the 8200 tokens"),
         (["--tp", "2", "--sequence-parallel", "--seq-len", "8191"], "tp=2 does not divide the 8191 tokens of a rank"),
         (["--zero", "1"], "zero_stage=1 has nothing to shard over with dp=1"),
