@@ -119,11 +119,11 @@ class Recorder:
         self._still(model)
         with self.sources.inside(), torch.no_grad():
             if self._given is not None:
-                self._names.load(self._given.start)
+                self._names.load({name: value for name, value in self._given.start.items() if name not in self._order})
             values = self._names.values(gradients=False)
+        self._tensors |= {f"start/{name}": value for name, value in values.of.items() if name not in self._order}
         self._order |= dict.fromkeys(values.of)
         self._split |= set(values.split)
-        self._tensors |= {f"start/{name}": value for name, value in values.of.items()}
 
     def _still(self, model: nn.Module) -> None:
         """Switch off what makes a batch's parts unlike its whole: random numbers of dropout, batch statistics."""
