@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,14 +30,9 @@ def check_script(
     `arguments` are the script's, `is_module` runs it as `python -m` does, `say` is told what is run. Raises
     `UsageError` for a script that is not there, and `CheckRunError` where it fails, or never steps an optimizer.
     """
+    from paraplan.launch.checking import launch_on_cpu
     from paraplan.script_check.checking import check_script
+    from paraplan.script_check.records import ScriptRequest
 
-    return check_script(
-        script,
-        arguments,
-        num_ranks=num_ranks,
-        num_steps=num_steps,
-        is_module=is_module,
-        timeout_s=timeout_s,
-        say=say,
-    )
+    request = ScriptRequest(script=script, is_module=is_module, arguments=tuple(arguments), num_steps=num_steps)
+    return check_script(request, num_ranks=num_ranks, launch=partial(launch_on_cpu, timeout_s=timeout_s), say=say)

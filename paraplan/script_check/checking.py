@@ -11,47 +11,30 @@ from pathlib import Path
 import torch
 
 from paraplan.errors import UsageError
-from paraplan.launch.checking import CheckRunError, launch_on_cpu
+from paraplan.launch.checking import CheckRunError, LaunchRanks
 from paraplan.script_check.findings import Process, Sight, first_difference
 from paraplan.script_check.reading_plan import groups_of, origins, put_together, read_by_rank, write_inputs
 from paraplan.script_check.records import Role, ScriptReport, ScriptRequest
 
 
 def check_script(
-    script: str,
-    arguments: Sequence[str] = (),
-    *,
-    num_ranks: int = 4,
-    num_steps: int = 2,
-    is_module: bool = False,
-    timeout_s: float = 600.0,
-    say: Callable[[str], None] = lambda text: None,
+    request: ScriptRequest, *, num_ranks: int, launch: LaunchRanks, say: Callable[[str], None] = lambda text: None
 ) -> ScriptReport:
-    """Return whether `script`, started on CPU ranks as it is, trains what one process trains on all of their batches.
+    """Return whether the script of `request` trains on ranks what one process trains, as `paraplan.check_script` says.
 
-    Compared are every gradient after its last reduction and before it is clipped, the norm that clipping is told, and
-    every parameter after each of `num_steps` optimizer steps. One process starts with the ranks' parameters, and where
-    ranks read unlike values it is given all of them. What rounding explains is found by a second run whose weights are
-    shaken by it. Raises `UsageError` for a script that is not there, `CheckRunError` where it fails or never steps.
+    `launch` starts ranks, and the one process, with the launcher's words.
     """
-    if not is_module and not Path(script).is_file():
+    if not request.is_module and not Path(request.script).is_file():
         raise UsageError(
-            f"there is no script {script}", hint="give the path of a file, or --module with a module's name"
+            f"there is no script {request.script}", hint="give the path of a file, or --module with a module's name"
         )
     if num_ranks < 2:
         raise UsageError(f"--ranks {num_ranks} compares one process with itself", hint="use 2 ranks or more")
     began = time.monotonic()
+    num_steps = request.num_steps
     with tempfile.TemporaryDirectory(prefix="paraplan_") as name:
-        request = ScriptRequest(
-            script=script,
-            is_module=is_module,
-            arguments=tuple(arguments),
-            folder=name,
-            num_steps=num_steps,
-            role="ranks",
-        )
-        runs = _Runs(Path(name), request, timeout_s, say)
-        say(f"{script} on {num_ranks} CPU ranks")
+        runs = _Runs(Path(name), request, launch, say)
+        say(f"{request.script} on {num_ranks} CPU ranks")
         ranks = runs.run("ranks", num_ranks)
         sight, notes = _sight(runs, ranks)
         difference, gradient_error, parameter_error = first_difference(sight)
@@ -63,7 +46,7 @@ def check_script(
     if num_done < num_steps:
         notes.append(f"the script made {num_done} of {num_steps} steps")
     return ScriptReport(
-        script=script,
+        script=request.script,
         num_ranks=num_ranks,
         num_steps=num_done,
         num_parameters=len(record.names),
@@ -108,8 +91,8 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
 class _Runs:
     """Starts processes of a check, and reads what they wrote."""
 
-    def __init__(self, folder: Path, request: ScriptRequest, timeout_s: float, say: Callable[[str], None]) -> None:
-        self.folder, self.request, self.timeout_s, self.say = folder, request, timeout_s, say
+    def __init__(self, folder: Path, request: ScriptRequest, launch: LaunchRanks, say: Callable[[str], None]) -> None:
+        self.folder, self.request, self.launch, self.say = folder, request, launch, say
         self.ranks: Sequence[Process] = ()
         self.read: list[tuple[str, int]] = []
         self.start: dict[str, torch.Tensor] = {}
@@ -145,7 +128,7 @@ class _Runs:
         path = folder / "request.json"
         path.write_text(request.to_json(), encoding="utf-8")
         words = ["--nproc-per-node", str(num_ranks), "--nnodes", "1", "--no-logs"]
-        status, said = launch_on_cpu([*words, "-m", "paraplan.script_check.rank", str(path)], timeout_s=self.timeout_s)
+        status, said = self.launch([*words, "-m", "paraplan.script_check.rank", str(path)])
         found = [Process.read(folder, rank) for rank in range(num_ranks)]
         processes = [process for process in found if process is not None]
         where = f"on {num_ranks} CPU ranks" if role == "ranks" else "as one process"

@@ -38,10 +38,10 @@ class ScriptRequest(Record):
     script: str
     is_module: bool
     arguments: tuple[str, ...]
-    folder: str
-    """Where its record goes."""
     num_steps: int
-    role: Role
+    folder: str = ""
+    """Where its record goes."""
+    role: Role = "ranks"
     shake: float = 0.0
     """By how much of their values weights are shaken at least, with the role `shaken`."""
     inputs: str = ""
