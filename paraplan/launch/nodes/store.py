@@ -60,7 +60,6 @@ class NodeStore:
         node: int,
         num_nodes: int,
         seal: Seal,
-        clock_offset_s: float | None = None,
         is_elastic: bool = False,
         min_nodes: int = 1,
         has_lost_node: Callable[[], bool] = lambda: False,
@@ -69,7 +68,7 @@ class NodeStore:
     ) -> None:
         self.node = node
         self.num_nodes = num_nodes
-        self.clock_offset_s = clock_offset_s
+        self.clock_offset_s: float | None = None
         """How far the clock of node 0 is ahead of this one's; None until the nodes have exchanged facts."""
         self.is_elastic = is_elastic
         self.min_nodes = min_nodes
@@ -112,8 +111,7 @@ class NodeStore:
         else:
             told = self._await("facts")
             facts = told["facts"]
-            if self.clock_offset_s is None:
-                self.clock_offset_s = (int(told["time_ns"]) - time.time_ns()) / 1e9
+            self.clock_offset_s = (int(told["time_ns"]) - time.time_ns()) / 1e9
         self.facts = [_known(NodeFacts, values) for values in facts]
         return self.facts
 
@@ -300,6 +298,11 @@ class NodeStore:
         """Whether a node has said that its ranks have ended well."""
         self.look()
         return bool(self._told.get("done"))
+
+    def restart_elsewhere(self) -> str | None:
+        """Return why another node starts the ranks again, as far as has been looked; None where none does."""
+        told = self._told.get("restart", {})
+        return next((f"host {self.host_of(node)}: {why}" for node, why in told.items() if node != self.node), None)
 
     def has_failure_elsewhere(self) -> bool:
         """Whether another node has said that its ranks have failed for good, as far as has been looked."""

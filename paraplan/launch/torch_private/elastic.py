@@ -178,7 +178,7 @@ def has_own_agent() -> bool:
 def made_of(
     *,
     open_store: Callable[..., Any],
-    open_static_store: Callable[..., Any],
+    static: Callable[..., Any],
     backend: Callable[..., Any],
     start_processes: Callable[..., PContext],
     open_store_of_ranks: Callable[[str], Any],
@@ -195,7 +195,7 @@ def made_of(
     with (
         _bound(c10d_rendezvous, "TCPStore", open_store),
         _bound(c10d_rendezvous, "C10dRendezvousBackend", backend),
-        _bound(static_rendezvous, "TCPStore", open_static_store),
+        _bound(static_rendezvous, "StaticTCPRendezvous", static),
         _bound(
             dynamic_rendezvous.DynamicRendezvousHandler,
             "_create_tcp_store_server",
