@@ -138,7 +138,7 @@ class Engine(TrainingState):
         if self._part.loads and has_values:
             self.metrics |= load_metrics(self._part.loads, self._mesh)
         own = loss.tally.loss
-        self._losses.add(totals, step=self.num_steps + 1, own=own, is_read=has_values)
+        self._losses.add(totals, step=self._sync.num_steps + 1, own=own, is_read=has_values)
         self._last_loss = totals.loss.detach()
         self._loss, self._tokens = totals.loss, count_tokens(inputs) * self._mesh.size("dp")
         return totals
@@ -163,8 +163,8 @@ class Engine(TrainingState):
                 self._guarded(self.optimizer.step)
             if self.scheduler is not None:
                 self.scheduler.step()
-        self._hands.end_step(self.num_steps + 1)
         self._sync.num_steps += 1
+        self._hands.end_step(self._sync.num_steps)
         if self._average is not None:
             self._average.update()
         if watch is not None and self._loss is not None and self._tokens is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,11 @@ class Mesh:
 
     def coordinate(self, axis: Axis) -> int:
         """Return this rank's place along `axis`."""
-        return self.grid.coordinates(self.world.rank)[axis]
+        return self._place[axis]
+
+    @cached_property
+    def _place(self) -> dict[Axis, int]:
+        return self.grid.coordinates(self.world.rank)
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
         """Return the process group of `axis` that holds this rank, None where the axis has one rank."""

@@ -24,7 +24,7 @@ class PartialGradients:
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in self.parameters:
             if parameter.grad is not None:
-                local = local_shard(parameter.grad)
+                local = parameter.grad if type(parameter.grad) is torch.Tensor else local_shard(parameter.grad)
                 by_type.setdefault(local.dtype, []).append(local)
         for gradients in by_type.values():
             flat = torch.cat([one.reshape(-1) for one in gradients])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.plan.context_heads import ContextShares, context_shares, key_copies
+from paraplan.plan.context_heads import ContextShares, context_shares, divides_heads, key_copies
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.torch_private import FLASH_ATTENTION, attention_replaced
 
@@ -36,7 +37,7 @@ _GROUPS = "num_key_value_groups"  # in transformers' modules: heads of queries t
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank attends with: `part` of `num_parts` of the heads, and queries of `rows` of the tokens.
+    """What one rank attends with: `part` of `num_parts` of the heads, and queries of `rows` of the tokens, or of all.
 
     `of_tokens` has for each rank what part of the heads it has of the same tokens, None where it has others, and
     `of_heads` what part it has.
@@ -47,10 +48,7 @@ class _Share:
     rows: tuple[tuple[int, int], ...]
     of_tokens: tuple[int | None, ...]
     of_heads: tuple[int, ...]
-
-    @property
-    def has_all_tokens(self) -> bool:
-        return None not in self.of_tokens
+    has_all_tokens: bool
 
 
 class ContextAttention:
@@ -61,6 +59,8 @@ class ContextAttention:
         self.num_own = 0
         self.positions: torch.Tensor | None = None
         """The positions of all tokens, where blocks are given them."""
+        ranks = tuple(range(group.size))
+        self._of_heads = _Share(group.size, group.index, (), ranks, ranks, has_all_tokens=True)
         self._interfaces = {name: partial(self._by_interface, name) for name in _IMPLEMENTATIONS}
         self._causal_rows: Sequence[tuple[int, int]] = ()
         """The tokens of the queries with which a function of transformers attends causally, where these are not all."""
@@ -86,7 +86,7 @@ class ContextAttention:
             return _attend(query, key, value, options, self._causal_rows)
         share = self._share(query, key)
         options["attn_mask"] = self._own_mask(options.get("attn_mask"), share)
-        rows = self._rows_of(share) if options.get("is_causal") else ()
+        rows = share.rows if options.get("is_causal") else ()
         query, key, value = self._to_heads(query, key, value, share)
         attended = _attend(query, key, value, options, rows)
         return _exchange(attended, share.of_tokens, attended.ndim + _TOKENS, _HEADS, self.group)
@@ -102,14 +102,17 @@ class ContextAttention:
         if kwargs.get("position_ids") is not None and self.positions is not None:
             kwargs["position_ids"] = self.positions
         share = self._share(query, key)
-        rows = self._rows_of(share)
+        rows = share.rows
         if rows and name not in ("sdpa", "eager"):
             raise UnsupportedPlanError(
                 f"cp={self.group.size} does not divide the {query.shape[_HEADS]} heads of queries and "
                 f"{key.shape[_HEADS]} of keys, which {name} needs",
                 hint="use attn_implementation='sdpa', or degrees of tp and cp whose product divides the heads",
             )
-        own = {key: self._own_option(one, query.shape[_HEADS], share) for key, one in kwargs.items()}
+        own = {
+            key: self._own_option(one, query.shape[_HEADS], share) if isinstance(one, torch.Tensor) else one
+            for key, one in kwargs.items()
+        }
         mask = self._own_mask(mask, share)
         given = kwargs.get("is_causal")
         is_causal = mask is None and (getattr(module, "is_causal", True) if given is None else given)
@@ -119,11 +122,16 @@ class ContextAttention:
             mask, is_causal = _causal_mask(rows, query, self.num_own * self.group.size), False
         operands = self._to_heads(query, key, value, share)
         self._causal_rows = rows if is_causal else ()
+        groups, own_groups = getattr(module, _GROUPS, None), operands[0].shape[_HEADS] // operands[1].shape[_HEADS]
+        has_others = groups not in (None, own_groups)
+        if has_others:
+            setattr(module, _GROUPS, own_groups)
         try:
-            with _groups_of(module, operands[0].shape[_HEADS] // operands[1].shape[_HEADS]):
-                output, *_ = base(module, *operands, mask, *args, **own)
+            output, *_ = base(module, *operands, mask, *args, **own)
         finally:
             self._causal_rows = ()
+            if has_others:
+                setattr(module, _GROUPS, groups)
         return _exchange(output, share.of_tokens, 1, 2, self.group), None
 
     def _are_own(self, query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -134,6 +142,8 @@ class ContextAttention:
         size, index = self.group.size, self.group.index
         shares = ContextShares(1, size)
         if query.ndim == 4:
+            if divides_heads(query.shape[_HEADS], key.shape[_HEADS], size):
+                return self._of_heads
             shares = context_shares(query.shape[_HEADS], key.shape[_HEADS], size)
         members: tuple[int, ...] = ()
         of_heads = [0] * size
@@ -145,11 +155,16 @@ class ContextAttention:
         for rank in members:
             start = rows.pop()[0] if rows and rows[-1][1] == rank * self.num_own else rank * self.num_own
             rows.append((start, (rank + 1) * self.num_own))
-        of_tokens = (of_heads[rank] if rank in members else None for rank in range(size))
-        return _Share(shares.heads, of_heads[index], tuple(rows), tuple(of_tokens), tuple(of_heads))
-
-    def _rows_of(self, share: _Share) -> Sequence[tuple[int, int]]:
-        return () if share.has_all_tokens else share.rows
+        of_tokens = tuple(of_heads[rank] if rank in members else None for rank in range(size))
+        has_all = None not in of_tokens
+        return _Share(
+            shares.heads,
+            of_heads[index],
+            () if has_all else tuple(rows),
+            of_tokens,
+            tuple(of_heads),
+            has_all_tokens=has_all,
+        )
 
     def _to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: _Share
@@ -167,18 +182,18 @@ class ContextAttention:
             if query.ndim != 4 or len({one.shape[-1] for one in own}) > 1:
                 found += [_exchange(one, parts, _HEADS, one.ndim + _TOKENS, self.group) for one in own]
                 continue
-            chunks = zip(*(one.chunk(share.num_parts, _HEADS) for one in own), strict=True)  # of each part those of all
-            joined = torch.cat([one for chunk in chunks for one in chunk], _HEADS)
+            chunks = zip(*[one.chunk(share.num_parts, _HEADS) for one in own], strict=True)  # of each part those of all
+            joined = torch.cat(tuple(chain.from_iterable(chunks)), _HEADS)
             sizes = [one.shape[_HEADS] // share.num_parts for one in own]
             found += torch.split(_exchange(joined, parts, _HEADS, 2, self.group), sizes, _HEADS)
         return found
 
-    def _own_option(self, option: Any, num_heads: int, share: _Share) -> Any:
+    def _own_option(self, option: torch.Tensor, num_heads: int, share: _Share) -> Any:
         """Return what else attention is given as this rank has it: of its heads, or for its pairs of tokens."""
-        if isinstance(option, torch.Tensor) and option.ndim == 1 and option.shape[0] == num_heads:
+        if option.ndim == 1 and option.shape[0] == num_heads:
             return option.chunk(share.num_parts)[share.part]
         total = self.group.size * self.num_own
-        is_of_pairs = isinstance(option, torch.Tensor) and option.ndim == 4 and option.shape[_TOKENS:] == (total, total)
+        is_of_pairs = option.ndim == 4 and option.shape[_TOKENS:] == (total, total)
         return self._own_mask(option, share) if is_of_pairs else option
 
     def _own_mask(self, mask: Any, share: _Share) -> Any:
@@ -252,20 +267,6 @@ def _causal_mask(rows: Sequence[tuple[int, int]], query: torch.Tensor, num_keys:
     return mask.masked_fill(hidden, torch.finfo(query.dtype).min)[None, None]
 
 
-@contextmanager
-def _groups_of(module: nn.Module, num_queries: int) -> Iterator[None]:
-    """Have the code of `module` take `num_queries` heads of queries to one of keys in this context."""
-    before = getattr(module, _GROUPS, None)
-    if before in (None, num_queries):
-        yield
-        return
-    setattr(module, _GROUPS, num_queries)
-    try:
-        yield
-    finally:
-        setattr(module, _GROUPS, before)
-
-
 def _written_out(module: nn.Module) -> Callable[..., Any]:
     """Return the eager attention of the file that `module` is from."""
     found: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
@@ -273,12 +274,12 @@ def _written_out(module: nn.Module) -> Callable[..., Any]:
 
 
 def _exchange(
-    local: torch.Tensor, parts: Sequence[int | None], scatter: int, gather: int, group: TensorGroup
+    local: torch.Tensor, parts: tuple[int | None, ...], scatter: int, gather: int, group: TensorGroup
 ) -> torch.Tensor:
     """Return what the ranks that have one of `parts` send, along `gather`; each is sent its part along `scatter`."""
-    if sum(part is not None for part in parts) == 1:
+    if len(parts) - parts.count(None) == 1:
         return local
-    result: torch.Tensor = _Exchange.apply(local, tuple(parts), scatter, gather, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Exchange.apply(local, parts, scatter, gather, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -293,14 +294,16 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, parts: tuple[int | None, ...], scatter: int, gather: int, group: TensorGroup
     ) -> torch.Tensor:
         ctx.parts, ctx.scatter, ctx.gather, ctx.group = parts, scatter, gather, group
-        known = [part for part in parts if part is not None]
+        known: Sequence[Any] = parts if None not in parts else [part for part in parts if part is not None]
         chunks = local.chunk(max(known) + 1, dim=scatter)
-        return torch.cat(_all_to_all([chunks[part] for part in known], parts, group), dim=gather)
+        return torch.cat(_all_to_all(list(map(chunks.__getitem__, known)), parts, group), dim=gather)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        known = [part for part in ctx.parts if part is not None]
+        known: Sequence[Any] = ctx.parts if None not in ctx.parts else [one for one in ctx.parts if one is not None]
         received = _all_to_all(gradients[0].chunk(len(known), dim=ctx.gather), ctx.parts, ctx.group)
+        if len(known) == len(set(known)):  # in the order of the ranks
+            return torch.cat(received, dim=ctx.scatter), None, None, None, None
         sums: dict[int, torch.Tensor] = {}
         for part, one in zip(known, received, strict=True):
             sums[part] = sums[part].add_(one) if part in sums else one
@@ -308,10 +311,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(
-    sent: Sequence[torch.Tensor], parts: Sequence[int | None], group: TensorGroup
+    sent: Sequence[torch.Tensor], parts: tuple[int | None, ...], group: TensorGroup
 ) -> tuple[torch.Tensor, ...]:
     """Return what the ranks that have one of `parts` sent to this one, each of which gets one of `sent`."""
-    packed = torch.stack(list(sent))
+    packed = torch.stack(tuple(sent))
     received = torch.empty_like(packed)
     if group.handle is not None:
         sizes = None if None not in parts else [int(part is not None) for part in parts]
