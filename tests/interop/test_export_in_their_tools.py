@@ -1,4 +1,4 @@
-"""Exports read by the tools that they are written for, as far as those run without a GPU (scripts/check_exports.py)."""
+"""Exports read by the tools that they are written for, as far as those run without a GPU (tools/check_exports.py)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rank_harness import RankHarness
 
 from paraplan.interop.export import export_plan
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+TOOLS = Path(__file__).parent / "tools"
 STARTED = ("slurm", "pytorchjob", "trainjob", "jobset")
 
 
 def checked(*targets: str) -> dict[str, dict[str, Any]]:
     named = [word for target in targets for word in ("--target", target)]
-    command = [sys.executable, "-W", "ignore", str(SCRIPTS / "check_exports.py"), "--json", *named]
+    command = [sys.executable, "-W", "ignore", str(TOOLS / "check_exports.py"), "--json", *named]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.stdout, finished.stderr
     rows = {row["target"]: row for row in json.loads(finished.stdout)}
@@ -35,7 +35,7 @@ def checked(*targets: str) -> dict[str, dict[str, Any]]:
 
 def rows_of_forks(targets: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return what the script finds, whose readers are forked: those of torch's users import for seconds otherwise."""
-    sys.path.insert(0, str(SCRIPTS))
+    sys.path.insert(0, str(TOOLS))
     check = importlib.import_module("check_exports").check
     return [check(target, [sys.executable], [], run=run_forked) for target in targets]
 
@@ -83,7 +83,7 @@ def test_a_broken_document_is_refused(target: str, right: str, wrong: str, compl
     assert right in text
     path = tmp_path / "job-8.txt"
     path.write_text(text.replace(right, wrong))
-    command = [sys.executable, str(SCRIPTS / "export_readers.py"), target, str(path)]
+    command = [sys.executable, str(TOOLS / "export_readers.py"), target, str(path)]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     _, line = map(json.loads, finished.stdout.splitlines())
     assert complaint in line["refused"]

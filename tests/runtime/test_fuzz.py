@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from case_selection import with_all
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fuzz"))
 
 from fuzz_models import words_of
 from fuzz_plans import PLANS_PER_MODEL, Case, make_case
@@ -79,6 +79,6 @@ def test_a_case_is_the_same_whenever_it_is_made() -> None:
 def described(verdict: Verdict) -> str:
     case = verdict.case
     return (
-        f"{verdict.status} (scripts/fuzz_models.py --seed {case.seed} --case {case.number}), "
+        f"{verdict.status} (tests/fuzz/fuzz_models.py --seed {case.seed} --case {case.number}), "
         f"{case.plan.describe()}: {verdict.message}\n  {case.recipe!r}"
     )

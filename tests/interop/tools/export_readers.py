@@ -1,6 +1,6 @@
 """Reads exported files with the parsers of the tools that they are written for. Started by check_exports.py.
 
-    python scripts/export_readers.py TARGET FILE...
+    python tests/interop/tools/export_readers.py TARGET FILE...
 
 Imports nothing of paraplan, so that any interpreter that has the tool can run it. Prints one JSON object a line: first
 `{"tool": "accelerate 1.15.0"}` or `{"missing": "..."}`, then for each file `{"file", "says"}`, what the tool understood

@@ -1,6 +1,6 @@
 """Exports plans of many kinds to every target and has each file read by the parser of the tool that it is for.
 
-    python scripts/check_exports.py [--target NAME]... [--python INTERPRETER]... [--path FOLDER]... [--json]
+    python tests/interop/tools/check_exports.py [--target NAME]... [--python INTERPRETER]... [--path FOLDER]... [--json]
 
 Tools are looked for in this interpreter and in those of --python, since some exclude each other (torchtitan 0.2 and
 0.3). --path names checkouts, such as one of Megatron-LM, whose parser is in no package. What a tool reads is laid
