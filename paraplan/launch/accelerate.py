@@ -62,6 +62,4 @@ def _flag(value: bool) -> str:
 
 def drives_accelerate(request: LaunchRequest) -> bool:
     """Whether the plan goes into the variables of accelerate: not for a script that runs it by paraplan.runtime."""
-    if request.plan is None and request.planner is None:
-        return False
     return bool(request.spec.module) or not read_traits(Path(request.spec.training_script)).uses_runtime

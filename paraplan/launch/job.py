@@ -27,10 +27,9 @@ from paraplan.launch.faults.failures import RankFailure, read_failure
 from paraplan.launch.faults.report import (
     say,
 )
-from paraplan.launch.job_failure import report_elsewhere, report_failure, shown_path
-from paraplan.launch.measured import note_measured
+from paraplan.launch.job_failure import report_elsewhere, report_failure
+from paraplan.launch.measured import Noted, note_measured
 from paraplan.launch.nodes.job_token import ForgedTextError, job_seal
-from paraplan.launch.nodes.native_calls import silence_torch_log
 from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.preemption import PreemptedError, requeue
@@ -52,6 +51,7 @@ from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostE
 from paraplan.launch.request import LaunchRequest, check_request
 from paraplan.launch.run import count_gpus, run_job
 from paraplan.launch.spec import ArgumentError, LaunchSpec
+from paraplan.launch.torch_private.native_log import silence_torch_log
 from paraplan.launch.torch_private.texts import SAID_IN_WORDS
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ def _run_and_note(
             goodput = job.clock.measure(job.page, is_done=status in (0, PREEMPTED_EXIT_STATUS))
             told = None if goodput is None else goodput.to_dict()
             late = [case.to_json() for case in job.late]
-            noted = note_measured(job.folder.path, job.plan, has_ended_well=status == 0)
+            noted = (
+                Noted() if job.plan is None else note_measured(job.folder.path, job.plan, has_ended_well=status == 0)
+            )
             job.folder.note_end(
                 exit_status=status,
                 elapsed_s=elapsed_s,
@@ -134,7 +136,7 @@ def _is_news(texts: tuple[str, ...], record: logging.LogRecord) -> bool:
 
 def _say_summary(job: JobRecord, elapsed_s: float) -> None:
     again = f", started {job.attempts} times" if job.attempts > 1 else ""
-    say(f"all ranks ended after {elapsed_s:.1f} s{again}; logs: {shown_path(job.folder)}")
+    say(f"all ranks ended after {elapsed_s:.1f} s{again}; logs: {job.folder}")
 
 
 def _run(
@@ -252,7 +254,7 @@ def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
         check_cores(ranks, num_cores=usable_cores(), of_machine=machine_cores(), system=system),
         _check_limits(ranks, ranks * request.nodes.min),
         check_disks(needs, folder=Path.cwd()),
-        Findings(warnings=rendezvous_warnings(request.spec, request.nodes)),
+        Findings(warnings=rendezvous_warnings(request.spec) if request.nodes.max > 1 else ()),
     ]
     if node is not None:
         view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})

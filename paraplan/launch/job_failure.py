@@ -7,7 +7,6 @@ import shutil
 import socket
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from paraplan.errors import PlanError
 from paraplan.launch.elastic.ending import FailedElsewhereError
@@ -40,7 +39,7 @@ def report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
         say(f"the job ends: {error.reason}; the ranks of this node {error.became}")
         return 1
     first = first_node_failure(error.failures)
-    folder = shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None
+    folder = _shown_logs(job)
     context = ReportContext(hostname=socket.gethostname(), log_folder=folder, became=error.became)
     write_report(render_failure_elsewhere(first, [], context))
     return first.exit_status
@@ -64,7 +63,7 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
         hostname=socket.gethostname(),
         elapsed_s=max(0.0, (first.time_ns - (job.started_ns or time.time_ns())) / 1e9),
         coordinates=_coordinates(job, first.global_rank),
-        log_folder=shown_path(job.folder) if job.folder is not None and not job.folder.is_temporary else None,
+        log_folder=_shown_logs(job),
         memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
         predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
         num_nodes=request.nodes.max,
@@ -78,7 +77,7 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
         context = replace(context, smaller_plan=_smaller_plan(request, job))
     mine = as_node_failure(job.failures, context)
     of_all = [mine]
-    if job.store is not None and job.store.num_nodes > 1:
+    if job.store is not None:
         # by the clock of the node that hosts the rendezvous, as the other nodes' times are
         mine = replace(mine, time_ns=mine.time_ns + int((job.store.clock_offset_s or 0.0) * 1e9))
         of_all = job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
@@ -126,11 +125,9 @@ def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:
     return f"the plan '{other.plan.describe()}' would need {format_bytes(after)} (recommend --objective memory)"
 
 
-def shown_path(folder: RunFolder | None) -> str:
-    """Return the path of a run's folder as a user would type it here."""
-    if folder is None:
-        return ""
-    return os.path.relpath(folder.path) if folder.path.is_relative_to(Path.cwd()) else str(folder.path)
+def _shown_logs(job: JobRecord) -> str | None:
+    """Return the folder of the logs as a user would type it here; None where none is kept."""
+    return str(job.folder) if job.folder is not None and not job.folder.is_temporary else None
 
 
 def _coordinates(job: JobRecord, rank: int) -> dict[str, int]:

@@ -33,16 +33,16 @@ _PARTS = ("wait_s", "loader_s", "backward_s", "optimizer_s")
 class Noted:
     """What is to be written about a run, and said."""
 
-    record: dict[str, Any] | None
+    record: dict[str, Any] | None = None
     """For run.json; None where nothing was measured."""
-    sentence: str | None
+    sentence: str | None = None
 
 
-def note_measured(folder: Path, file: PlanFile | None, *, has_ended_well: bool) -> Noted:
+def note_measured(folder: Path, file: PlanFile, *, has_ended_well: bool) -> Noted:
     """Take what rank 0 left in the folder of a run, and keep it for later estimates where it ran what was planned."""
     path = folder / MEASURED_FILE
-    if file is None or not path.exists():
-        return Noted(None, None)
+    if not path.exists():
+        return Noted()
     from paraplan.plan.kept_runs import MeasuredRun
 
     try:

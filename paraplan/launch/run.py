@@ -270,7 +270,7 @@ def _preparation(
         folder=folder.path,
         plan_variable=PLAN_VARIABLE,
         environment=environment,
-        drives_accelerate=drives_accelerate(request),
+        drives_accelerate=_is_planned(request) and drives_accelerate(request),
     )
 
 
@@ -284,10 +284,13 @@ def _note_start(
         folder.note_topology(node.to_json())
 
 
+def _is_planned(request: LaunchRequest) -> bool:
+    return request.file is not None or request.planner is not None
+
+
 def _cpus_of_ranks(request: LaunchRequest, node: NodeTopology | None, num_ranks: int) -> dict[int, tuple[int, ...]]:
     """Return the CPUs that a plan keeps each local rank on; none where the user has bound them or nothing is gained."""
-    is_planned = request.plan is not None or request.planner is not None
-    if node is None or not is_planned or request.spec.numa_binding or request.spec.no_cpu_binding:
+    if node is None or not _is_planned(request) or request.spec.numa_binding or request.spec.no_cpu_binding:
         return {}
     allowed = os.sched_getaffinity(0)
     if len(allowed) < (os.cpu_count() or 1):  # the user, or a batch system, has chosen CPUs
@@ -313,7 +316,7 @@ def _say_whether_planned(environment: dict[str, str], *, has_bootstrap: bool) ->
 
 def _extra_environment(request: LaunchRequest, folder: RunFolder) -> dict[str, str]:
     extra = {PLAN_VARIABLE: request.plan_path} if request.plan_path else {}
-    if request.plan is not None or request.planner is not None:
+    if _is_planned(request):
         extra[PLAN_READ_VARIABLE] = str(folder.path.absolute() / "plan-read")
         if not folder.is_temporary:
             extra[MEASURED_VARIABLE] = str(folder.path.absolute() / MEASURED_FILE)

@@ -31,6 +31,10 @@ class RunFolder:
     path: Path
     is_temporary: bool = False
 
+    def __str__(self) -> str:
+        """Return the path as a user would type it here."""
+        return os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path)
+
     def note_start(self, words: list[str], *, environment: dict[str, str]) -> None:
         """Write the command, the versions and the environment that the launcher adds, as run.json."""
         self._write(

@@ -37,7 +37,7 @@ def test_local_ranks_of_two_digits_reach_torchs_logs(tmp_path: Path) -> None:
 
 def test_one_node_without_an_endpoint_has_a_rendezvous_of_its_own_on_a_free_port() -> None:
     spec = parse_arguments(["train.py"], {})
-    assert with_rendezvous(spec, ONE_NODE).rdzv_endpoint == "localhost:0"
+    assert with_rendezvous(spec, ONE_NODE).rdzv_endpoint == "127.0.0.1:0"
     assert with_rendezvous(spec, NodeRange(2, 2)).rdzv_backend == "static"
 
 

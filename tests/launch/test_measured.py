@@ -76,9 +76,8 @@ def test_tokens_that_labels_took_and_inputs_that_are_no_tokens_are_as_planned(tm
     assert noted(tmp_path, MEASURED.replace(tokens_of_steps=(2,))).startswith("kept")
 
 
-def test_nothing_is_kept_of_a_failed_run_nor_without_a_plan_or_a_prediction(tmp_path: Path, kept: Path) -> None:
+def test_nothing_is_kept_of_a_failed_run_nor_without_a_prediction(tmp_path: Path, kept: Path) -> None:
     assert noted(tmp_path, ended=False) == ""
-    assert noted(tmp_path, file=None) == ""
     assert noted(tmp_path, file=PLAN.replace(estimate=None)) == ""
     assert not kept.exists()
     assert note_measured(tmp_path / "none", PLAN, has_ended_well=True).record is None

@@ -62,7 +62,7 @@ class NodeAgent(ElasticAgent):
         self._before_start = before_start
         self._job = job
         self._seal, self._nodes, self._endpoint = seal, nodes, endpoint
-        self._is_restart_told = self._is_spare = self._is_restarting = self._is_meeting = False
+        self._is_restart_told = self._is_spare = self._is_meeting = False
         job.waits_for_ended = lambda: self._is_meeting and self._is_anyone_done()
         self._failed: RunResult | None = None
         self._store_of_nodes: NodeStore | None = None
@@ -138,11 +138,7 @@ class NodeAgent(ElasticAgent):
                 return
             say("a node joined: restarting all ranks")
         self._is_restart_told = False
-        self._is_restarting = True
-        try:
-            super().restart_workers(group)
-        finally:
-            self._is_restarting = False
+        super().restart_workers(group)
 
     def _has_lost_nodes(self) -> bool:
         """Whether a node of an elastic job has stopped to give signs of life, and has not ended its work before.
@@ -223,7 +219,6 @@ class NodeAgent(ElasticAgent):
             try:
                 super().rendezvous(group)
                 if isinstance(self._handler, StaticRendezvous):
-                    assert self._next_store is not None
                     port = self._handler.port_of_ranks(self._next_store)
                     group.master_port = port  # type: ignore[assignment]  # torch declares it as None
             except NodeLostError:
@@ -237,8 +232,8 @@ class NodeAgent(ElasticAgent):
 
     def assign_ranks(self, store: Any, node: int, num_nodes: int, spec: WorkerSpec) -> list[Worker]:
         """Return the ranks of this node once all nodes are here: torch waits for a lost one, and then ends the job."""
-        self._next_store = nodes = self._make_store(store, node, num_nodes)
-        if num_nodes > 1:
+        self._next_store = nodes = self._make_store(store, node, num_nodes) if num_nodes > 1 else None
+        if nodes is not None:
             nodes.meet()
             self._stop_heartbeat()
             if participants(self._handler) is None:
@@ -286,11 +281,9 @@ class NodeAgent(ElasticAgent):
     def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, after what is done before each start; the nodes meet again where one is lost meanwhile."""
         while True:
-            store = self._next_store
-            assert store is not None
-            self._store_of_nodes = store if store.num_nodes > 1 else None
+            self._store_of_nodes = self._next_store
             this_round = Round(
-                store=store,
+                store=self._store_of_nodes,
                 world_size=group.workers[0].world_size,
                 ranks_per_node=group.spec.local_world_size,
                 master_addr=str(group.master_addr),

@@ -1,17 +1,15 @@
-"""The end of a job on a node: what it waits for, and what it says of ranks that run on and of the other nodes."""
+"""The end of a job on a node: how it waits for the other nodes."""
 
 from __future__ import annotations
 
-import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from paraplan.launch.faults.failures import NodeFailure
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S
 from paraplan.launch.nodes.store import NodeEndedError, NodeStore
-from paraplan.units import ranks_in_words
 
 _LOOK_S = (0.05, 1.0)  # at first, and later
 _OTHER_NODES_S = 15.0
@@ -52,19 +50,6 @@ def require_all_nodes(stores: Sequence[NodeStore]) -> None:
             reason = "; ".join(store.stops.values()) or "ranks of another node have failed"
             failures = [] if store.stops else store.failures_of_others(timeout_s=_FAILURES_S)
             raise FailedElsewhereError(reason, failures, became="wait to start")
-
-
-def say_who_is_waited_for(ranks: Sequence[int], number: signal.Signals, grace_s: float) -> None:
-    """Say which ranks have not ended yet after a signal, and what a second one does."""
-    them = "it" if len(ranks) == 1 else "them"
-    say(f"waiting up to {grace_s:g} s for {ranks_in_words(ranks)} to end after {number.name}; Ctrl-C kills {them}")
-
-
-def say_what_stays(left: Mapping[int, str]) -> None:
-    """Say which processes, by id, go on after ranks that have ended well: they may be wanted, as an upload is."""
-    if left:
-        named = ", ".join(f"{pid} ({command})" for pid, command in left.items())
-        say(f"the ranks have ended and leave running what they started in the background: {named}")
 
 
 def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time.sleep) -> None:

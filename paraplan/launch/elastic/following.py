@@ -1,10 +1,11 @@
-"""What follows the ranks of one attempt: the watch over their steps, the files beside their error files."""
+"""What follows the ranks of one attempt: the watch over their steps, the files beside their error files, their end."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from paraplan.launch.live.ranks import LiveRank
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE
 from paraplan.launch.ranks.step_marks import MARKS_FILE, MARKS_VARIABLE
 from paraplan.launch.stragglers.watch import StragglerWatch
+from paraplan.units import ranks_in_words
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.plan.files import PlanFile
@@ -67,8 +69,8 @@ def live_ranks(
 def watch_steps(
     settings: AttemptSettings, job: JobRecord, *, envs: Mapping[int, Mapping[str, str]], folders: Mapping[int, Path]
 ) -> StragglerWatch | None:
-    """Return what follows the ranks of this node; None where they are not followed. Both maps are by local rank."""
-    if not folders or not any(marks_variables(settings, environment) for environment in envs.values()):
+    """Return what follows the ranks of this node, None while none notes its steps. Both maps are by local rank."""
+    if not any((folder / MARKS_FILE).exists() for folder in folders.values()):
         return None
     ranks = {local: int(environment["RANK"]) for local, environment in envs.items()}
     num_ranks = int(envs[0]["WORLD_SIZE"])
@@ -102,3 +104,16 @@ def peers_of_plan(file: PlanFile | None, num_ranks: int) -> list[list[int]]:
             rank
         )
     return list(stages.values())
+
+
+def say_who_is_waited_for(ranks: Sequence[int], number: signal.Signals, grace_s: float) -> None:
+    """Say which ranks have not ended yet after a signal, and what a second one does."""
+    them = "it" if len(ranks) == 1 else "them"
+    say(f"waiting up to {grace_s:g} s for {ranks_in_words(ranks)} to end after {number.name}; Ctrl-C kills {them}")
+
+
+def say_what_stays(left: Mapping[int, str]) -> None:
+    """Say which processes, by id, go on after ranks that have ended well: they may be wanted, as an upload is."""
+    if left:
+        named = ", ".join(f"{pid} ({command})" for pid, command in left.items())
+        say(f"the ranks have ended and leave running what they started in the background: {named}")

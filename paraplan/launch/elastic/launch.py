@@ -48,13 +48,11 @@ def with_rendezvous(spec: LaunchSpec, nodes: NodeRange) -> LaunchSpec:
     """
     is_unasked = spec.rdzv_backend == "static" and not spec.rdzv_endpoint and spec.master_port is None
     chosen = replace(spec, master_port=DEFAULT_MASTER_PORT if spec.master_port is None else spec.master_port)
-    has_address = bool(addresses_of(socket.gethostname()))
-    if spec.standalone or (is_unasked and nodes.max == 1):
-        # torch would look for this host by its name, and ranks would find their store on the network
-        local = spec.local_addr or _LOOPBACK
-        endpoint, run_id = "localhost:0", str(uuid.uuid4())
-        return replace(chosen, rdzv_backend="c10d", rdzv_endpoint=endpoint, rdzv_id=run_id, local_addr=local)
-    if spec.rdzv_backend == "c10d" and not has_address:
+    if nodes.max == 1 and (spec.standalone or is_unasked):  # which meets nobody: torch has a c10d rendezvous for it
+        endpoint, run_id = f"{spec.local_addr or _LOOPBACK}:0", str(uuid.uuid4())
+        alone = replace(chosen, rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_id=run_id, node_rank=0)
+        return replace(alone, standalone=False)  # with which torch's launcher asks for c10d
+    if spec.rdzv_backend == "c10d" and not addresses_of(socket.gethostname()):
         return _named_by_address(chosen)
     return chosen
 

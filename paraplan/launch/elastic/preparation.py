@@ -28,7 +28,8 @@ _LARGE_SKEW_S = 1.0
 class Round:
     """The nodes of one rendezvous, which start ranks together, and this node's place among them."""
 
-    store: NodeStore
+    store: NodeStore | None
+    """What the nodes tell each other; None where there is one."""
     world_size: int
     ranks_per_node: int
     master_addr: str
@@ -63,14 +64,14 @@ class RoundPreparation:
             raise failure from None
 
     def _prepare(self, this_round: Round) -> None:
-        self.job.store = this_round.store
-        if this_round.store.num_nodes > 1:
-            facts = this_round.store.exchange_facts(node_facts(self.script, first_node=this_round.master_addr))
-            skew_s = -(this_round.store.clock_offset_s or 0.0)
+        self.job.store = store = this_round.store
+        if store is not None:
+            facts = store.exchange_facts(node_facts(self.script, first_node=this_round.master_addr))
+            skew_s = -(store.clock_offset_s or 0.0)
             if abs(skew_s) > _LARGE_SKEW_S and self.num_rounds == 0:
                 words = "ahead of" if skew_s > 0 else "behind"
                 say(f"the clock of this node is {abs(skew_s):.1f} s {words} that of host {facts[0].host}")
-            for sentence in differences(facts) if this_round.store.node == 0 else []:
+            for sentence in differences(facts) if store.node == 0 else []:
                 say(f"the nodes differ: {sentence}")
             # the first node may know itself by a loopback address, but not the others
             hosts = [this_round.master_addr, *(fact.address for fact in facts if fact.address)]
@@ -92,17 +93,17 @@ class RoundPreparation:
     def _plan(self, this_round: Round, planner: PlannerRequest) -> None:
         from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan
 
-        before = self.job.plan
+        before, store = self.job.plan, this_round.store
         fits = before is not None and before.plan.world_size == this_round.world_size
 
         def make() -> str:
             if fits:  # a new node may still wait for it
                 return self._text
-            num_nodes = this_round.store.num_nodes
+            num_nodes = 1 if store is None else store.num_nodes
             ranks = this_round.ranks_per_node
             return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
 
-        text = this_round.store.share_text(f"plan/{this_round.world_size}", make)
+        text = make() if store is None else store.share_text("plan", make)
         self._text = text
         if fits:
             return
@@ -111,7 +112,7 @@ class RoundPreparation:
         path.write_text(text, encoding="utf-8")
         self.job.plan = PlanFile.from_json(text, source=str(path))
         self.environment[self.plan_variable] = str(path)
-        if this_round.store.node == 0:
+        if store is None or store.node == 0:
             num_ranks = this_round.world_size
             again = "" if before is None else f", made anew for {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
             say(f"plan: {self.job.plan.plan.describe()}{again}")

@@ -15,12 +15,13 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paraplan.launch.elastic.ending import say_what_stays, say_who_is_waited_for
 from paraplan.launch.elastic.following import (
     dump_variables,
     live_ranks,
     marks_variables,
     remove_empty_files,
+    say_what_stays,
+    say_who_is_waited_for,
     watch_steps,
 )
 from paraplan.launch.elastic.health import HealthCheck
@@ -36,6 +37,7 @@ from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
+from paraplan.launch.stragglers.watch import StragglerWatch
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
 
@@ -85,7 +87,8 @@ class RankProcesses(ProcessContext):
         self._is_closed = False
         self._looks_at = 0.0
         self._alone_since: float | None = None
-        self._steps = watch_steps(settings, job, envs=envs, folders=self._folders())
+        self._steps: StragglerWatch | None = None
+        self._follows_steps = settings.follows_steps is not None
         self._watch = self._make_watch() if settings.hang_timeout_s is not None else None
 
     def _make_watch(self) -> HangWatch:
@@ -174,8 +177,8 @@ class RankProcesses(ProcessContext):
 
     def _environment(self, rank: int) -> dict[str, str]:
         own = {**self.envs[rank], **self._settings.extra_environment}
-        folder = self._folders().get(rank)
-        return own | dump_variables(self._settings, folder) | marks_variables(self._settings, own)
+        dumps = dump_variables(self._settings, self._folders().get(rank))
+        return own | dumps | marks_variables(self._settings, own)
 
     def _log_file(self, rank: int, name: str) -> str:
         """Return the file that a rank's stream is copied to, where torchrun has it with --redirects; '' for none."""
@@ -209,22 +212,22 @@ class RankProcesses(ProcessContext):
     def _follow_steps(self) -> None:
         """Look for slow ranks. What ranks and other nodes have noted may be anything, and ends no job."""
         try:
+            if self._steps is None and self._follows_steps:
+                self._steps = watch_steps(self._settings, self._job, envs=self.envs, folders=self._folders())
             if self._steps is not None:
                 self._steps.look()
         except SignalException:
             raise
         except Exception as error:
             say(f"slow ranks are looked for no more: {type(error).__name__}: {error}")
-            self._steps = None
+            self._steps, self._follows_steps = None, False
 
     def _end_saved_ranks(self) -> None:
         """Raise `PreemptedError` where the ranks have saved and ended because the job was to end."""
-        codes = {rank: end.code for rank, end in self._exits.items()}
         deadline = time.monotonic() + _SAVED_S
-        while self._job.stop.are_saving(codes) and self._is_running() and time.monotonic() < deadline:
+        while self._job.stop.are_saving(self._codes()) and self._is_running() and time.monotonic() < deadline:
             self._collect(0.05)
-            codes = {rank: end.code for rank, end in self._exits.items()}
-        end = self._job.stop.check(codes, num_running=len(self._running()))
+        end = self._job.stop.check(self._codes(), num_running=len(self._running()))
         if end is not None:
             self._job.clock.end_attempt(self._job.page)
             if end.reason is not None and self._job.store is not None:
@@ -240,20 +243,20 @@ class RankProcesses(ProcessContext):
         running = self._running()
         if not running or any(failure.cause is Cause.OWN_ERROR for failure in self._read_failures()):
             return
-        stopped = self._stopped_ranks(running)
+        stopped = self._stopped_ranks()
         self._job.stopped = tuple(map(self._global_rank, stopped))
         running = [rank for rank in running if rank not in stopped]
         files = {rank: folder / STACK_FILE for rank, folder in self._folders().items()}
         stacks = ask_for_stacks(running, stack_files=files, request_stacks=self._request_stacks, timeout_s=_ANSWER_S)
         self._job.stacks = {self._global_rank(rank): stack for rank, stack in stacks.items()}
 
-    def _stopped_ranks(self, running: Sequence[int]) -> list[int]:
-        return [rank for rank in running if is_stopped(self._pids[rank])]
+    def _stopped_ranks(self) -> list[int]:
+        return [rank for rank in self._running() if is_stopped(self._pids[rank])]
 
     def _lost_other_nodes(self) -> bool:
         """Whether another node has failed for good, and the ranks of this one have not noticed for a while."""
         store, now = self._job.store, time.monotonic()
-        if store is None or store.num_nodes == 1 or now < self._looks_at:
+        if store is None or now < self._looks_at:
             return False
         self._looks_at = now + _BOARD_INTERVAL_S
         store.look()
@@ -280,14 +283,12 @@ class RankProcesses(ProcessContext):
         if verdict is None:
             return False
         calls = self._ask_for_calls(running)
+        stacks = {rank: stack or stack_by_py_spy(self._pids[rank]) for rank, stack in verdict.stacks.items()}
         hang = replace(
             verdict,
-            stacks={
-                self._global_rank(rank): stack or stack_by_py_spy(self._pids[rank])
-                for rank, stack in verdict.stacks.items()
-            },
+            stacks={self._global_rank(rank): stack for rank, stack in stacks.items()},
             calls={self._global_rank(rank): found for rank, found in calls.items()},
-            stopped=tuple(map(self._global_rank, self._stopped_ranks(running))),
+            stopped=tuple(map(self._global_rank, self._stopped_ranks())),
         )
         self._job.hang = replace(hang, elsewhere=self._hang_elsewhere(hang))
         return True
@@ -295,7 +296,7 @@ class RankProcesses(ProcessContext):
     def _hang_elsewhere(self, hang: HangVerdict) -> tuple[str, ...]:
         """Tell the other nodes how the ranks of this one stand, and return what they say of theirs."""
         store = self._job.store
-        if store is None or store.num_nodes == 1:
+        if store is None:
             return ()
         mine = hang.note(socket.gethostname())
         return describe_elsewhere(mine, store.exchange_notes("hang", mine, timeout_s=_HANG_NOTES_S))
@@ -303,8 +304,11 @@ class RankProcesses(ProcessContext):
     def _is_running(self) -> bool:
         return len(self._exits) < len(self._pids)
 
+    def _codes(self) -> dict[int, int]:
+        return {rank: end.code for rank, end in self._exits.items()}
+
     def _failed(self) -> bool:
-        return any(end.code != 0 for end in self._exits.values())
+        return any(self._codes().values())
 
     def _collect(self, timeout_s: float = 0.0) -> None:
         with self._signals.held():
@@ -376,7 +380,7 @@ class RankProcesses(ProcessContext):
         if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks
             with self._signals.held():
                 self._spawner.signal(death_sig)
-                stopped = self._stopped_ranks(self._running())
+                stopped = self._stopped_ranks()
                 if stopped:  # these act on no other signal
                     self._spawner.signal(signal.SIGKILL, only_leaders_of=stopped)
             self._wait_for_exits(min(_SILENT_S, self._settings.grace_s))

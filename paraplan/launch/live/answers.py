@@ -78,7 +78,7 @@ def _status(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
         "elapsed_s": time.time() - job.started_s,
         "attempt": job.attempts(),
         "node": store.node if store is not None else 0,
-        "num_nodes": store.num_nodes if store is not None else job.max_nodes,
+        "num_nodes": store.num_nodes if store is not None else 1 if ranks else job.max_nodes,
         "world_size": job.ranks.world_size,
         "ranks": ranks,
     }

@@ -119,4 +119,4 @@ class LiveServer:
 
     def _store_of_nodes(self) -> NodeStore | None:
         store = self._job.store()
-        return store if store is not None and store.num_nodes > 1 and not store.is_lost else None
+        return store if store is not None and not store.is_lost else None

@@ -48,6 +48,8 @@ def addresses_of(host: str) -> list[str]:
 
     Ctrl-C ends the wait for a name service that does not answer.
     """
+    with suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
     try:
         found = run_interruptibly(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError):  # the latter for an invalid name, as one with a label of 64 characters

@@ -1,22 +1,17 @@
-"""Calls that stay in C, where a signal cannot reach them, and what torch writes from there on the launcher's stderr."""
+"""Calls that stay in C, where a signal cannot reach them."""
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
-
-from paraplan.launch.torch_private.native_log import silence_native_log
 
 ResultT = TypeVar("ResultT")
 
 WAIT_S = 10.0
 """How long an answer may take before it is said that it is waited for."""
 
-_LOG_VARIABLES = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES")
 _Calls = SimpleQueue[tuple[Callable[[], Any], SimpleQueue[tuple[Any, BaseException | None]]] | None]
 
 
@@ -98,15 +93,3 @@ def run_interruptibly(
         return threads.run(call, timeout_s=timeout_s, on_wait=on_wait)
     finally:
         threads.close()
-
-
-def silence_torch_log(environment: Mapping[str, str] = os.environ) -> None:
-    """Have this process, and none that it has forked, write nothing of torch's C++ log but what ends it.
-
-    A store that is gone makes torch's agent write its C++ frames for every message; the launcher says it in a sentence.
-    A user who asks torch for more in the environment gets it. A torch without this flag writes as ever.
-    """
-    if any(name in environment for name in _LOG_VARIABLES):
-        return
-    with suppress(OSError, ValueError):
-        silence_native_log()

@@ -226,10 +226,10 @@ def _nodes_in_words(ranks: Sequence[int]) -> str:
     return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, ranks))}"
 
 
-def rendezvous_warnings(spec: LaunchSpec, nodes: NodeRange) -> tuple[str, ...]:
+def rendezvous_warnings(spec: LaunchSpec) -> tuple[str, ...]:
     """Return what may make a rendezvous of several nodes fail."""
     host = host_of(_endpoint(spec))
-    if nodes.max == 1 or spec.rdzv_backend not in ("static", "c10d") or not host:
+    if spec.rdzv_backend not in ("static", "c10d") or not host:
         return ()
     addresses = addresses_of(host)
     if any(map(is_loopback, addresses)):

@@ -33,10 +33,13 @@ class StaticRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store of the next round; the first one begins once all nodes have come, each of which is named.
 
-        torch waits for their number alone. Raises `NoRendezvousError` with the nodes that are missing and those that
-        are here, and for a rank that two nodes have.
+        torch waits for their number alone. A node that is alone takes a free port for port 0. Raises
+        `NoRendezvousError` with the nodes that are missing and those that are here, and for a rank that two nodes have.
         """
-        if self._store is None:
+        if self._store is None and self.world_size == 1:
+            self._store = host_store(self.master_addr, self.master_port, timeout=self.timeout)
+            self.master_port = self._store.port
+        elif self._store is None:
             patience = max(self.timeout, _OWN_STORE) if self.rank == 0 else self.timeout
             store = open_store(self.master_addr, self.master_port, is_master=self.rank == 0, timeout=patience)
             arrival = Arrival(
@@ -53,14 +56,15 @@ class StaticRendezvous(StaticTCPRendezvous):
             RendezvousStoreInfo(self.master_addr, self.master_port),
         )
 
-    def port_of_ranks(self, nodes: NodeStore) -> int:
+    def port_of_ranks(self, nodes: NodeStore | None) -> int:
         """Return the port of the first node at which the ranks of this round find their store.
 
         That is the port of the rendezvous, as torch has it, and a free one after a restart.
         """
         if self._num_rounds == 1:
             return self.master_port
-        return int(nodes.share_text("port of ranks", self._host_store_of_ranks))
+        host = self._host_store_of_ranks
+        return int(host() if nodes is None else nodes.share_text("port of ranks", host))
 
     def _host_store_of_ranks(self) -> str:
         self._store_of_ranks = host_store(self.master_addr, 0, timeout=self.timeout)

@@ -248,10 +248,9 @@ class NodeStore:
 
     def note_stop(self, signal_name: str) -> None:
         """Say that a signal ends this node's launcher, and with it its ranks."""
-        if self.num_nodes > 1:
-            reason = f"{signal_name} ended its launcher and its ranks"
-            with contextlib.suppress(TimeoutError):
-                run_interruptibly(partial(self.publish, "stop", reason), timeout_s=_STOP_S)
+        reason = f"{signal_name} ended its launcher and its ranks"
+        with contextlib.suppress(TimeoutError):
+            run_interruptibly(partial(self.publish, "stop", reason), timeout_s=_STOP_S)
 
     def note_silent(self, node: int) -> None:
         """Say that a node gives no signs of life. Raises RuntimeError where the store is gone."""

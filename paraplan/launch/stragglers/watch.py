@@ -104,7 +104,7 @@ class StragglerWatch:
     ) -> None:
         self._readers = {rank: StepReader(folder) for rank, folder in folders.items()}
         self._host, self._gpus, self._num_ranks, self._peers = host, dict(gpus), num_ranks, peers
-        self._store = store if store is not None and store.num_nodes > 1 else None
+        self._store = store
         self.cases = cases
         self._open: dict[tuple[str, tuple[int, ...]], Case] = {}
         self._say, self._explain, self._read_state, self._clock = say, explain, read_state, clock
