@@ -34,10 +34,10 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def noted(folder: Path, measured: MeasuredRun = MEASURED, file: PlanFile | None = PLAN, *, ended: bool = True) -> str:
+def noted(folder: Path, measured: MeasuredRun = MEASURED, file: PlanFile = PLAN, *, ended: bool = True) -> str:
     (folder / MEASURED_FILE).write_text(measured.to_json())
     found = note_measured(folder, file, has_ended_well=ended)
-    assert file is None or found.record is not None
+    assert found.record is not None
     return found.sentence or ""
 
 

@@ -126,8 +126,7 @@ class RankProcesses(ProcessContext):
         self._job.stop.begin_attempt()
         self._job.attempts += 1
         self._job.clock.begin_attempt(self._job.page)
-        self._job.failures = []
-        self._job.hang = None
+        self._job.failures, self._job.hang = [], None
         self._job.stacks, self._job.stopped, self._job.calls = {}, (), {}
         self._job.started_ns = time.time_ns()
         self._job.kills_before = count_memory_kills()
