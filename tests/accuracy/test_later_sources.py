@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import paraplan
+from paraplan.accuracy.measured_runs import MeasuredRun, read_runs
 from paraplan.api.validation import validate
 from paraplan.resources import profiles_folder
 
@@ -25,57 +26,6 @@ SIXTH = profiles_folder() / "runs" / "sixth_blind_sources.csv"
 SEVENTH = profiles_folder() / "runs" / "seventh_blind_sources.csv"
 FIRST = profiles_folder() / "first_predictions.csv"
 LOCATOR = re.compile(r"[\w.-]+/[\w.-]+(@[0-9a-f]{7})?:\S+\.(md|rst|log|out|json|yaml)$|https://\S+$")
-
-
-def without_guesses(runs: Path) -> str:
-    lines = runs.read_text().splitlines()
-    header, *rows = csv.reader(lines)
-    quality = header.index("quality")
-    return "\n".join([lines[0], *(line for line, row in zip(lines[1:], rows, strict=True) if row[quality] != "C")])
-
-
-@pytest.mark.parametrize(
-    ("title", "runs"),
-    [
-        ("Sources that came later", RUNS),
-        ("Sources predicted blind", NEWEST),
-        ("Sources written down first", BLIND),
-        ("Sources written down later", SECOND),
-    ],
-)
-def test_their_errors_are_those_that_the_page_tells(title: str, runs: Path) -> None:
-    page = PAGE.read_text()
-    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| [^*|]+ \| (\d+) \| ([\d.]+) % \|", section, re.MULTILINE)
-    told = [(int(count), float(error)) for count, error in rows]
-    score = validate({runs.name: runs.read_text()}, everything=True).scored.to_dict()["step_time"]
-    found = [(source["rows"], round(source["mape"] * 100, 1)) for source in score["by_source"].values()]
-    assert sorted(told) == sorted(found)
-    mean = float(re.search(r"\*\* \| \| \*\*([\d.]+) %\*\*", section)[1])  # type: ignore[index]
-    assert round(score["mean_of_sources"] * 100, 1) == mean
-
-
-def test_errors_of_the_source_written_last_are_those_that_the_page_tells() -> None:
-    page = PAGE.read_text()
-    section = page.partition("## The source written last\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| [^*|]+ \| (\d+) \| ([\d.]+) % \|", section, re.MULTILINE)
-    score = validate({THIRD.name: THIRD.read_text()}, everything=True).scored.to_dict()["step_time"]
-    (source,) = score["by_source"].values()
-    assert sum(int(count) for count, _ in rows) == source["rows"]
-    mean = sum(int(count) * float(error) for count, error in rows) / source["rows"]
-    assert mean == pytest.approx(source["mape"] * 100, abs=0.1)
-    assert f"{source['mape']:.1%} now".replace("%", " %") in section
-
-
-def test_errors_without_guesses_are_those_that_the_page_tells() -> None:
-    page = PAGE.read_text()
-    section = page.partition("## Sources predicted blind\n")[2].partition("\n## ")[0]
-    told = re.findall(r"^\| [^*|]+ \|(?:[^|]+\|){5} ([\d.]+) % \|", section, re.MULTILINE)
-    score = validate({NEWEST.name: without_guesses(NEWEST)}, everything=True).scored.to_dict()["step_time"]
-    found = [round(source["mape"] * 100, 1) for source in score["by_source"].values()]
-    assert sorted(map(float, told)) == sorted(found)
-    mean, count = re.search(r"\*\*([\d.]+) %\*\* \| (\d+) rows", section).groups()  # type: ignore[union-attr]
-    assert (round(score["mean_of_sources"] * 100, 1), score["rows"]) == (float(mean), int(count))
 
 
 def test_errors_of_later_fine_tuning_are_those_that_the_page_tells() -> None:
@@ -102,8 +52,8 @@ def test_first_errors_are_those_that_the_page_tells(title: str, runs: Path) -> N
     with FIRST.open(newline="") as lines:
         first = {row["id"]: float(row["step_time_s"] or 0) for row in csv.DictReader(lines)}
     errors = dict[str, list[float]]()
-    for _, run in validate({runs.name: runs.read_text()}, everything=True).rows:
-        if run.measured_step_time_s and first.get(run.id):
+    for run in read_runs(runs.read_text(), source=runs.name):
+        if isinstance(run, MeasuredRun) and run.measured_step_time_s and first.get(run.id):
             errors.setdefault(run.source, []).append(abs(first[run.id] / run.measured_step_time_s - 1))
     told = re.findall(r"^\| (\S+) \| (\d+) \| ([\d.]+) % \|", section, re.MULTILINE)
     found = {source: (len(each), sum(each) / len(each)) for source, each in errors.items()}
