@@ -1,4 +1,4 @@
-"""Where the bundled data lies: `profiles/` in a wheel, in an editable install and in a checkout."""
+"""Where the bundled files lie in a wheel, in an editable install and in a checkout."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from paraplan.errors import ParaplanError
 
 @cache
 def profiles_folder() -> Path:
-    """Return the folder that holds `gpus`, `machines`, `models` and `networks`.
+    """Return the folder that holds `gpus`, `machines`, `models` and `networks`; raise as `bundled` does."""
+    return bundled("profiles", "profiles")
 
-    A wheel carries it inside the package; an editable install and a checkout keep it beside the package.
-    Raises ParaplanError where neither is there (a damaged installation).
+
+def bundled(in_package: str, in_checkout: str) -> Path:
+    """Return a file or folder that a wheel carries in the package, and a checkout keeps beside it.
+
+    Raises `ParaplanError` where neither is there: a damaged installation.
     """
     package = Path(str(importlib.resources.files("paraplan")))
-    for candidate in (package / "profiles", package.parent / "profiles"):
-        if candidate.is_dir():
+    for candidate in (package / in_package, package.parent / in_checkout):
+        if candidate.exists():
             return candidate
     raise ParaplanError(
-        f"the bundled profiles are neither in {package} nor beside it",
+        f"the bundled {in_package} is neither in {package} nor beside it",
         hint="install paraplan again: pip install . in a clone of its repository",
     )

@@ -64,9 +64,10 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_count(count: float | None) -> str:
-    """Return a count scaled by thousands: `8.03 B` parameters, `12.4 k` tokens."""
+    """Return a count with three significant digits, scaled by thousands: `8.03 B` parameters, `12.4 k` tokens."""
     if count is None:
         return "?"
+    count = float(f"{count:.3g}")
     for unit, factor in ((" T", 1e12), (" B", 1e9), (" M", 1e6), (" k", 1e3)):
         if abs(count) >= factor:
             return f"{_three_digits(count / factor)}{unit}"

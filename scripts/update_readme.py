@@ -1,6 +1,6 @@
 """Run the commands that the README shows and put their output below them, up to the line that says `...`; draw one.
 
-`scripts/pages.py` writes them. The picture is a terminal with the output of the first command, as rich draws it.
+`scripts/pages.py` writes them. The picture is a terminal with the output of its first command, as rich draws it.
 A block starts with `    $ paraplan ...`; if it ends with `    ...`, only its lines before that are kept.
 """
 
@@ -21,7 +21,9 @@ README = Path(__file__).parent.parent / "README.md"
 PROMPT = "    $ paraplan "
 WIDTH = 120
 PICTURE = README.parent / "paraplan" / "docs" / "recommend.svg"
-PICTURE_WIDTH, PICTURE_LINES = 100, 31
+PICTURE_WIDTH, PICTURE_LINES = 100, 22
+DRAWN = "    paraplan recommend "
+"""How the line begins whose output is the picture."""
 SEARCHED = re.compile(r"in&#160;[\d.]+&#160;s\.")
 """The seconds of a search, which are those of a machine and a moment."""
 
@@ -82,7 +84,7 @@ def picture(command: str) -> str:
 def pages(text_of: TextOf) -> dict[Path, str]:
     """Return the README with the output of today, and the picture."""
     text = updated(text_of(README))
-    first = next(line for line in text.splitlines() if line.startswith(PROMPT))
-    before, now = text_of(PICTURE), picture(first.removeprefix(PROMPT))
+    first = next(line for line in text.splitlines() if line.startswith(DRAWN))
+    before, now = text_of(PICTURE), picture(first.removeprefix("    paraplan "))
     same = SEARCHED.sub("", before) == SEARCHED.sub("", now)
     return {README: text, PICTURE: before if same else now}

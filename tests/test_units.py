@@ -47,6 +47,7 @@ def test_seconds_are_shown_in_the_unit_that_suits_them(seconds: float, text: str
 def test_counts_and_rates_are_scaled_by_thousands() -> None:
     assert format_count(8_030_261_248) == "8.03 B"
     assert format_count(999) == "999"
+    assert format_count(548.189) == "548"
     assert format_flops(989e12) == "989 TFLOP/s"
 
 

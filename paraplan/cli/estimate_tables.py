@@ -33,12 +33,17 @@ TONES = {"good": "bold green", "bad": "bold red", "caution": "yellow", "dim": "d
 
 def print_lines(console: Console, lines: Sequence[Line]) -> None:
     """Print labelled lines, each in its column also where it goes on."""
+    console.print(lines_table(lines))
+
+
+def lines_table(lines: Sequence[Line]) -> Table:
+    """Return labelled lines as they are printed."""
     table = Table.grid(padding=(0, 0))
     table.add_column(width=LABEL_WIDTH, no_wrap=True)
     table.add_column()
     for line in lines:
         table.add_row(Text(line.label, style="bold"), Text(line.text, style=TONES[line.tone]))
-    console.print(table)
+    return table
 
 
 def print_heading(estimate: Estimate) -> None:
@@ -171,7 +176,7 @@ def _print_step(console: Console, estimate: Estimate) -> None:
     step = estimate.step
     console.print(
         f"\n[bold]Step[/bold] {'at least ' if estimate.is_lower_bound else ''}{format_seconds(step.step_time_s)}, "
-        f"{format_count(float(f'{step.tokens_per_s_per_gpu:.3g}'))} tokens/s per GPU, "
+        f"{format_count(step.tokens_per_s_per_gpu)} tokens/s per GPU, "
         f"{format_flops(step.model_flops_per_s_per_gpu)} per GPU (MFU {step.mfu:.1%})",
         markup=True,
     )

@@ -83,7 +83,8 @@ def find_topic(name: str) -> Topic:
     Raises `UsageError` for a word that no page has.
     """
     wanted = name.lower().removesuffix(".md").replace("_", "-").replace(" ", "-")
-    found = [topic for topic in TOPICS if topic == wanted] or [topic for topic in TOPICS if wanted and wanted in topic]
+    begin = [topic for topic in TOPICS if wanted and f"-{topic}".find(f"-{wanted}") >= 0]
+    found = [topic for topic in TOPICS if topic == wanted] or begin
     is_word = any(wanted in topic.split("-") for topic in found)
     sections = [] if is_word else _sections(name.lower(), only_headed=bool(found))
     if len(found) == 1 and not sections:

@@ -197,7 +197,7 @@ def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
     rows = {f"now, {imported.setup.tool}": now} | compared.others
     width = max(map(len, rows))
     for name, estimate in rows.items():
-        rate = format_count(float(f"{estimate.step.tokens_per_s_per_gpu:.3g}"))
+        rate = format_count(estimate.step.tokens_per_s_per_gpu)
         typer.echo(
             f"  {name:{width}}  {format_seconds(estimate.step.step_time_s):>7}{' +'[estimate.is_lower_bound]} "
             f"{rate:>6} tokens/s/GPU  "

@@ -26,6 +26,7 @@ COMMANDS = (
     "verify",
     "check",
     "launch",
+    "demo",
     "submit",
     "jobs",
     "status",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from paraplan.api.explanations import part_words
-from paraplan.cli.estimate_tables import print_estimate, print_lines
+from paraplan.cli.estimate_tables import lines_table, print_estimate, print_lines
 from paraplan.cli.money_tables import print_money
-from paraplan.cli.terminal import make_console
+from paraplan.cli.terminal import command_in_lines, make_console
 from paraplan.report.ranked_rows import table_rows, words_of
-from paraplan.report.short_text import Line
+from paraplan.report.short_text import Line, lever_lines
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -28,28 +29,38 @@ if TYPE_CHECKING:
 _EQUAL = 1.02
 
 
-MOST_ROWS = 5
-"""Plans of the short table; all of `--top` with -v."""
+MOST_LINES = 22
+"""Of the short answer."""
+_ROWS = 5
+"""Plans of its table, where there is room for them; all of `--top` with -v."""
+_LEFT_OUT = ("Samples", "Loading", "", "Offload", "Mixed", "GPUs", "Roomier", "Why")
+"""Labels of lines that the short answer leaves to -v where it would be too long, in this order; "" is what goes on."""
 
 
 def print_answer(
     answer: Recommendation, *, plan_path: Path | None, seconds: float, verbose: bool, shown_rows: int | None
 ) -> None:
-    """Print the answer in a dozen lines and the first plans; `verbose` adds the tree, all plans, memory and step.
+    """Print the answer and the first plans in at most `MOST_LINES`; `verbose` adds the tree, all plans and all parts.
 
-    `shown_rows` is how many plans were asked for, None for as many as usual.
+    `shown_rows` is how many plans were asked for, None for as many as there is room for. Cautions are always printed.
     """
     console = make_console()
     beside = answer.answer
+    before = []
     if beside.framework is not None:
-        title = beside.workload.framework.title
-        console.print(f"Predicted for {title}, which paraplan does not launch.", style="yellow")
+        before = [Text(f"Predicted for {beside.workload.framework.title}, which paraplan does not launch.", "yellow")]
     notes = [Line("Note", words, "caution") for words in answer.notes]
-    details = _details(answer) if verbose else []
-    print_lines(console, [*answer.lines, *notes, *details])
+    end = _end(answer, plan_path, seconds, verbose=verbose)
+    console.print(*before, end="\n" * len(before))
     if verbose:
+        print_lines(console, [*answer.lines, *notes, *lever_lines(beside), *_details(answer)])
         _print_tree(console, answer.result)
-    _print_plans(console, answer, None if verbose else shown_rows or MOST_ROWS)
+        _print_plans(console, answer, None)
+    else:
+        with console.capture() as money:
+            print_money(console, answer)
+        room = MOST_LINES - (money.get() + end).count("\n") - 1 - _height(console, *before)
+        _print_short(console, answer, [*answer.lines, *notes], room, shown_rows)
     if verbose and answer.result.rejections:
         console.print("\n[bold]Ruled out[/bold]", markup=True)
         console.print(_rejections(answer.result))
@@ -68,7 +79,36 @@ def print_answer(
     print_money(console, answer)
     if verbose:
         print_estimate(answer.best, with_details=True)
-    _print_end(answer, plan_path, seconds, verbose=verbose)
+    typer.echo(end)
+
+
+def _print_short(
+    console: Console, answer: Recommendation, lines: list[Line], room: int, shown_rows: int | None
+) -> None:
+    """Print lines and the first plans in `room` lines: fewer plans, and what tells least is left out."""
+    result = answer.result
+    short = result.best.plan.describe()
+    lines = [line for line in lines if line.text != short]  # a row of the table
+    plans = [one for one in without_equals(result.candidates, result.best.plan) if one.fits]
+    rows = [
+        tuple(one for one in table_rows(plans[:most], result) if one.fits)
+        for most in ([shown_rows] if shown_rows else range(_ROWS, 0, -1))
+    ]
+    tables = [_short_plans(each, answer) for each in rows]
+    for label in _LEFT_OUT:
+        if _height(console, lines_table(lines), tables[-1]) < room:
+            break
+        lines = [line for line in lines if line.label != label or line.tone in ("bad", "caution")]
+    print_lines(console, lines)
+    table = next((each for each in tables if _height(console, lines_table(lines), each) < room), tables[-1])
+    console.print()
+    console.print(table)
+    if any(answer.is_lower_bound(one.plan) for one in rows[-1]):
+        console.print("   [dim]+ at least so long: see the caution[/dim]", markup=True)
+
+
+def _height(console: Console, *drawn: Any) -> int:
+    return sum(len(console.render_lines(each, pad=False)) for each in drawn)
 
 
 def _indented(text: str) -> Padding:
@@ -101,9 +141,8 @@ def _print_tree(console: Console, result: SearchResult) -> None:
 
 def _print_plans(console: Console, answer: Recommendation, most: int | None) -> None:
     result = answer.result
-    order = "least memory" if result.objective == "memory" else "fastest"
     marks = "> = recommended, * = suggested by Hugging Face's guide"
-    console.print(f"\n[bold]Plans[/bold], {order} first ({marks})", markup=True)
+    console.print(f"\n[bold]Plans[/bold], {_order(answer)} first ({marks})", markup=True)
     shown = without_equals(result.candidates, result.best.plan)
     rows = table_rows(shown[:most], result)
     console.print(_plans(rows, answer))
@@ -112,6 +151,10 @@ def _print_plans(console: Console, answer: Recommendation, most: int | None) -> 
     if most is None and (hidden := len(result.candidates) - len(shown)):
         plans = "similar plan" if hidden == 1 else "similar plans"
         console.print(f"   [dim]{hidden} {plans} with context parallelism not shown (--json)[/dim]", markup=True)
+
+
+def _order(answer: Recommendation) -> str:
+    return "least memory" if answer.result.objective == "memory" else "fastest"
 
 
 def _print_helps(console: Console, helps: tuple[Help, ...]) -> None:
@@ -177,18 +220,33 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
         console.print(_indented(sentence))
 
 
-def _print_end(answer: Recommendation, plan_path: Path | None, seconds: float, *, verbose: bool) -> None:
-    result, words = answer.result, answer.commands(plan_path)
-    typer.echo(
-        f"\n{result.plans_considered:,} plans in {seconds:.2f} s."
-        + ("" if verbose else " -v shows more plans, the decision tree, memory and step by parts.")
-    )
+def _end(answer: Recommendation, plan_path: Path | None, seconds: float, *, verbose: bool) -> str:
+    """Return how much was searched, and the command that runs the plan, on a terminal in lines that a shell takes."""
+    searched, words = f"\n{answer.result.plans_considered:,} plans in {seconds:.2f} s", answer.commands(plan_path)
     framework = "TRL" if answer.workload.training.task != "sft" else answer.answer.framework
     use, how = ("run it", "launch") if framework is None else (f"export it for {framework}", "export")
-    if plan_path is not None:
-        typer.echo(f"Plan written to {plan_path}. To {use}:\n  {words[how]}")
-    else:
-        typer.echo(f"Write the plan with -o plan.json, then {use}:\n  {words[how]}")
+    way = f"Written to {plan_path}; to {use}:" if plan_path is not None else f"Write it with -o plan.json, then {use}:"
+    more = "." if verbose else "; -v shows more, the decision tree and all parts."
+    return f"{searched}{more}\n{way}\n  {command_in_lines(words[how], sys.stdout)}"
+
+
+def _short_plans(candidates: tuple[Candidate, ...], answer: Recommendation) -> Table:
+    """Return plans by step time and memory: what a choice between them needs."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column(f"plans, {_order(answer)} first")
+    for title in ("step", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for candidate in candidates:
+        chosen = candidate.plan == answer.result.best.plan
+        table.add_row(
+            ">" if chosen else "",
+            words_of(candidate) + ("" if candidate.fits else ": too large"),
+            format_seconds(candidate.step_time_s) + "+" * answer.is_lower_bound(candidate.plan),
+            format_bytes(candidate.peak_memory_bytes),
+            style="bold green" if chosen else "" if candidate.fits else "dim",
+        )
+    return table
 
 
 def _plans(candidates: tuple[Candidate, ...], answer: Recommendation) -> Table:
@@ -202,7 +260,7 @@ def _plans(candidates: tuple[Candidate, ...], answer: Recommendation) -> Table:
             (">" if chosen else " ") + ("*" if candidate.in_tree else ""),
             words_of(candidate) + ("" if candidate.fits else ": too large"),
             format_seconds(candidate.step_time_s) + "+" * answer.is_lower_bound(candidate.plan),
-            format_count(float(f"{candidate.tokens_per_s_per_gpu:.3g}")),
+            format_count(candidate.tokens_per_s_per_gpu),
             f"{candidate.mfu:.1%}",
             format_bytes(candidate.peak_memory_bytes),
             style="bold green" if chosen else "" if candidate.fits else "dim",

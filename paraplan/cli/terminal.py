@@ -78,6 +78,14 @@ def in_lines(text: str, stream: IO[str], *, indent: int = 0, later_indent: int =
     return "\n".join(lines)
 
 
+def command_in_lines(command: str, stream: IO[str]) -> str:
+    """Return a command that is printed two columns in; on a narrow terminal in lines that a shell reads as one."""
+    text = in_lines(
+        command.replace(" --", "\0--").replace(" ", "\1").replace("\0", " "), stream, indent=4, later_indent=4
+    )
+    return text.replace("\n", " \\\n").replace("\1", " ")
+
+
 def show_note(text: str) -> None:
     """Write a remark on stderr."""
     sys.stderr.write(in_lines(f"note: {text}", sys.stderr, later_indent=2) + "\n")

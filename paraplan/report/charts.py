@@ -136,8 +136,7 @@ def throughput_chart(offers: Sequence[SizeOffer], *, tokens_per_step: int, now: 
             "gpus": offer.num_gpus,
             "rate": rates[offer.num_gpus],
             "kind": "predicted",
-            "words": f"{offer.num_gpus} GPUs: {format_count(float(f'{rates[offer.num_gpus]:.3g}'))} tokens/s, "
-            f"{offer.plan}",
+            "words": f"{offer.num_gpus} GPUs: {format_count(rates[offer.num_gpus])} tokens/s, {offer.plan}",
         }
         for offer in offers
     ]

@@ -66,7 +66,7 @@ def _cells(offer: MachineOffer, *, has_run: bool) -> tuple[str, ...]:
         name,
         f"{offer.plan}{used}",
         format_seconds(offer.step_time_s),
-        format_count(float(f"{offer.tokens_per_s or 0:.3g}")),
+        format_count(offer.tokens_per_s or 0),
         f"{offer.mfu or 0:.1%}",
         format_bytes(offer.peak_memory_bytes or 0),
         _money(offer.price_per_gpu_hour),

@@ -36,8 +36,8 @@ def plan_facts(workload: Workload, estimate: PlanEstimate) -> str:
     return facts(
         [
             ("step", format_seconds(step.step_time_s)),
-            ("tokens/s", format_count(float(f"{total:.3g}"))),
-            ("tokens/s per GPU", format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))),
+            ("tokens/s", format_count(total)),
+            ("tokens/s per GPU", format_count(step.tokens_per_s_per_gpu)),
             ("MFU", f"{step.mfu:.1%}"),
             ("peak memory", format_bytes(estimate.peak_memory_bytes)),
             ("of usable", format_share(estimate.peak_memory_bytes / estimate.usable_memory_bytes)),

@@ -195,7 +195,7 @@ def _plan_table(plans: Sequence[Candidate], result: SearchResult, anchors: dict[
                     f"{words} *" if each.in_tree else words,
                     format_seconds(each.step_time_s),
                     "recommended" if is_chosen else f"{difference:+.1%}",
-                    format_count(float(f"{each.tokens_per_s_per_gpu:.3g}")),
+                    format_count(each.tokens_per_s_per_gpu),
                     f"{each.mfu:.1%}",
                     format_bytes(each.peak_memory_bytes) + ("" if each.fits else " (does not fit)"),
                 ),

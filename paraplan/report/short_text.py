@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # the search, which an estimate does without
     from paraplan.search.offers import LeverOffer
     from paraplan.search.recommendation import Recommendation
     from paraplan.search.results import SearchResult
-    from paraplan.search.what_helps import Help
 
 LABEL_WIDTH = 10
 LOADING = "Loading"
@@ -28,6 +27,10 @@ ROOMY = 0.9
 """Of usable memory: a plan that takes less leaves room for fragmentation."""
 WORTH_SAYING = 0.02
 """A risk below this goes unsaid."""
+MOST_LEVERS = 3
+"""Changes of options that the short answer names."""
+MUCH_FASTER = 0.05
+"""Share of a step's time from which a change that trains otherwise is named."""
 MUCH_ATTENTION = 0.25
 """Share of the FLOPs from which it is said how attention is counted: some publish half of it."""
 
@@ -137,12 +140,12 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     verdict, tone = memory_verdict(workload, estimate)
     is_too_large = estimate.peak_memory_bytes > estimate.usable_memory_bytes
     fitting = what_lets_fit(workload, estimate) if is_too_large else None
-    rate = format_count(float(f"{step.tokens_per_s_per_gpu:.3g}"))
+    rate = format_count(step.tokens_per_s_per_gpu)
     likely = step_range(workload, estimate)
     own = history_in_words(effect_of_history(workload, estimate.plan))  # of CPUs, which have no range
     basis = own if likely is None else likely.in_words
     ends = f" ({format_seconds(likely.low_s)} to {format_seconds(likely.high_s)})" if likely is not None else ""
-    return (
+    lines = (
         Line("Plan", plan_in_words(workload, estimate.plan), "bad" if tone == "bad" else "good"),
         Line("", estimate.plan.describe(), "dim"),
         Line("Memory", verdict, tone),
@@ -159,6 +162,9 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
         *_loading(workload, estimate),
         *(Line("Caution", words, "caution") for words in cautions(workload, estimate)),
     )
+    if workload.cluster.gpu.vendor != "cpu":
+        return lines
+    return tuple(line._replace(text=line.text.replace("GPUs", "processes").replace("GPU", "process")) for line in lines)
 
 
 def _loading(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
@@ -195,8 +201,8 @@ def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
         return f"of {training.sample_length} tokens, packed: {own}"
     if not training.padding_share:
         return None
-    padded, packed = (format_count(float(f"{rate:.3g}")) for rate in samples_rates(workload, estimate))
-    together = format_count(float(f"{training.global_batch_size / (1.0 - training.padding_share):.3g}"))
+    padded, packed = (format_count(rate) for rate in samples_rates(workload, estimate))
+    together = format_count(training.global_batch_size / (1.0 - training.padding_share))
     return (
         f"of {training.sample_length} tokens: padded to {training.seq_length}, {padded} tokens of samples a second per "
         f"GPU; packed, {packed}, and a step has {together} samples in place of {training.global_batch_size}"
@@ -209,7 +215,7 @@ def estimate_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ..
 
 
 def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
-    """Return the recommended plan, its figures, and why it is recommended."""
+    """Return the recommended plan, its figures, why it is recommended, and the three changes that help most."""
     result = answer.result
     beside = (
         ("Found", answer.found),
@@ -218,17 +224,24 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
         ("Why", result.remark),
         ("Roomier", _roomier(result)),
         ("Offload", answer.offload),
-        ("Faster", _faster(answer.helps)),
     )
     of_plan = plan_lines(answer.workload, result.best)
     lacking = [line for line in of_plan if line.label == LOADING and line.tone == "bad"]
+    first = first_levers(answer)
+    levers = [Line("Lever", one.in_short, "good") for one in answer.levers if one.fits and not one.is_free]
+    faster = [Line("Faster", f"{one.options}: {one.in_words}", "good") for one in answer.helps if one.costs_nothing]
+    others = {
+        one.options.split()[0]: Line("Faster", f"{one.options}: {one.in_words}; trains otherwise", "good")
+        for one in reversed(answer.helps)
+        if one.share >= MUCH_FASTER and not one.keeps_training and not answer.levers
+    }
     return (
         *workload_lines(answer.workload),
         *(line._replace(label="First") for line in lacking),
-        *(Line("First", one.in_words, "good") for one in first_levers(answer)),
+        *(Line("First", one.in_short, "good") for one in first),
         *(line for line in of_plan if line not in lacking),
         *(Line(label, words) for label, words in beside if words is not None),
-        *lever_lines(answer),
+        *[*faster[:1], *levers, *faster[1:], *reversed(others.values())][: max(0, MOST_LEVERS - len(first))],
     )
 
 
@@ -238,7 +251,7 @@ def first_levers(answer: Recommendation) -> tuple[LeverOffer, ...]:
 
 
 def lever_lines(answer: Recommendation) -> tuple[Line, ...]:
-    """Return the levers that cost something, in their order, those that are not enough, and those that are lacking."""
+    """Return in full the levers that cost something, those that are not enough, and those that are lacking."""
     from paraplan.search.offers import offers_beside  # the search, which an estimate does without
 
     title = answer.workload.framework.title
@@ -246,11 +259,6 @@ def lever_lines(answer: Recommendation) -> tuple[Line, ...]:
         *(Line("Lever", one.in_words, "good") for one in answer.levers if one.fits and not one.is_free),
         *(Line("", words, "dim") for words in offers_beside(answer.levers, framework=title)),
     )
-
-
-def _faster(helps: tuple[Help, ...]) -> str | None:
-    """Return the largest gain in time that costs nothing but an option."""
-    return next((f"{one.options}: {one.in_words}" for one in helps if one.costs_nothing), None)
 
 
 def _roomier(result: SearchResult) -> str | None:

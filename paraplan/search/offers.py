@@ -72,14 +72,27 @@ class LeverOffer(Record):
             on_host = f"{format_bytes(self.host_bytes_per_node or 0)} on the host"
             return f"{self.options} (needs {format_bytes(peak) if peak > usable else on_host})"
         memory = f"{format_bytes(peak)} of {format_bytes(usable)}"
-        found = f"{self.found}; what is found without it takes " if self.found and self.slowdown is not None else ""
-        found = found or (f"{self.found}, " if self.found else "")
-        rate = format_count(float(f"{tokens_per_s:.3g}"))
+        rate = format_count(tokens_per_s)
         step = f"{format_seconds(step_s)} a step{self._change}, {rate} tokens/s per GPU"
-        few = self.fewest_gpus
-        also = f"; {gpus(few)} would do" if few is not None and few < self.num_gpus else ""
         note = f"; {self.note}" if self.note else ""
-        return f"{self.options}: {found}{memory}, {step} ({self.plan}){also}{note}"
+        return f"{self.options}: {self._found}{memory}, {step} ({self.plan}){self._fewer}{note}"
+
+    @property
+    def in_short(self) -> str:
+        """An offer that fits in a line: its options, memory and time."""
+        memory = format_bytes(self.peak_memory_bytes)
+        return f"{self.options}: {self._found}{memory}, {self.step_in_words.replace(' (', ' a step (')}{self._fewer}"
+
+    @property
+    def _found(self) -> str:
+        if not self.found:
+            return ""
+        return f"{self.found}, " if self.slowdown is None else f"{self.found}; what is found without it takes "
+
+    @property
+    def _fewer(self) -> str:
+        few = self.fewest_gpus
+        return f"; {gpus(few)} would do" if few is not None and few < self.num_gpus else ""
 
     @property
     def _fits_but_loading(self) -> bool:

@@ -153,7 +153,7 @@ def test_what_a_free_lever_finds_stands_before_everything(
     lines = recommendation_lines(answer)
     labels = [line.label for line in lines]
     assert labels.index("First") < labels.index("Plan")
-    assert lines[labels.index("First")].text == offer.in_words
+    assert lines[labels.index("First")].text == offer.in_short
 
 
 def test_fewer_gpus_are_found_with_a_lever(workload: MakeWorkload) -> None:

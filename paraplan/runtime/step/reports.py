@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import shutil
 import statistics
 import sys
 import time
@@ -22,7 +23,7 @@ from paraplan.plan.kept_runs import MeasuredRun
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
 from paraplan.runtime.torch_private import pytree
-from paraplan.units import format_bytes, format_count, format_seconds
+from paraplan.units import broken_between_words, format_bytes, format_count, format_seconds
 
 _SECONDS_BETWEEN_LINES = 0.25
 _BAR_WIDTH = 24
@@ -179,14 +180,27 @@ class RunWatch:
         if self._is_line_open and self.terminal is not None:
             self.terminal.write("\n")
             self._is_line_open = False
+        for name in ("stdout", "stderr"):
+            if isinstance(stream := getattr(sys, name), _BesideBar):
+                setattr(sys, name, stream.stream)
         line = self.comparison()
         if line is not None:
-            sys.stderr.write(f"paraplan: {line}\n")
+            text = f"paraplan: {line}"
+            if sys.stderr.isatty():
+                text = broken_between_words(text, width=shutil.get_terminal_size().columns, later_indent=4)
+            sys.stderr.write(f"{text}\n")
         found = None if self.measured is None else self.measured_run()
         if found is not None and self.measured is not None:
             with contextlib.suppress(OSError):  # the launcher then says that nothing was measured
                 self.measured.write_text(found.to_json(), encoding="utf-8")
         self.clock, self._num_read = None, 0
+
+    def hide_bar(self) -> None:
+        """Clear the line of the bar, for what the script prints; the next report draws it again."""
+        if self._is_line_open and self.terminal is not None:
+            self.terminal.write("\r\x1b[K")
+            self.terminal.flush()
+            self._is_line_open = False
 
     def comparison(self) -> str | None:
         """Return step time and memory, measured against predicted; None without a prediction or without a step."""
@@ -202,10 +216,11 @@ class RunWatch:
             return f"{said}, not compared: the plan's prediction is of {planned_gpu}"
         parts = []
         if estimate.step_time_s is not None:
-            waits = _waits_in_words(self.clock, predicted_s=estimate.step_time_s)
+            running_s, waits = _without_waits(self.clock)
+            compared_s = measured_s if running_s is None else running_s
             parts.append(
-                f"step time {format_seconds(measured_s)} (median of {len(times)}), predicted "
-                f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / measured_s - 1:+.0%}){waits}"
+                f"step time {format_seconds(measured_s)} (median of {len(times)}{waits}), predicted "
+                f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / compared_s - 1:+.0%})"
             )
         if estimate.peak_memory_bytes is not None and self.device.type == "cuda":
             measured_bytes = peak_memory_bytes(self.device)
@@ -246,8 +261,27 @@ class RunWatch:
         assert self.terminal is not None
         self._shown_s = time.perf_counter()
         self._is_line_open = True
+        for name in ("stdout", "stderr"):
+            if not isinstance(stream := getattr(sys, name), _BesideBar):
+                setattr(sys, name, _BesideBar(stream, self.hide_bar))
         self.terminal.write(f"\r\x1b[K{bar_text(report, self.total_steps, is_resident=self.device.type != 'cuda')}")
         self.terminal.flush()
+
+
+class _BesideBar:
+    """A standard stream while a bar is drawn: what the script writes gets a line of its own."""
+
+    def __init__(self, stream: TextIO, hide_bar: Callable[[], None]) -> None:
+        self.stream = stream
+        self._hide_bar = hide_bar
+
+    def write(self, text: str) -> int:
+        """Write a text where the bar was."""
+        self._hide_bar()
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def bar_text(report: StepReport, total_steps: int | None, *, is_resident: bool = False) -> str:
@@ -350,16 +384,15 @@ def _running_s(clock: StepClock | None) -> float | None:
     return running_s if running_s > 0 else None
 
 
-def _waits_in_words(clock: StepClock | None, *, predicted_s: float) -> str:
-    """Return how much of the steps went by without a CPU, and what they took without that, where it is worth a word."""
-    times, waits = (clock.times_s(), clock.waits_s()) if isinstance(clock, HostClock) else ([], [])
-    if not times or len(waits) != len(times) or sum(waits) < _WORTH_SAYING * sum(times):
-        return ""
-    running_s = _running_s(clock) or predicted_s
-    return (
-        f"; other processes had the CPU for {sum(waits) / sum(times):.0%} of it, without that "
-        f"{format_seconds(running_s)} ({predicted_s / running_s - 1:+.0%})"
-    )
+def _without_waits(clock: StepClock | None) -> tuple[float | None, str]:
+    """Return what a step takes while it has its CPU, and the words for it, where waits are worth a word."""
+    running_s = _running_s(clock)
+    if running_s is None or not isinstance(clock, HostClock):
+        return None, ""
+    share = sum(clock.waits_s()) / sum(clock.times_s())
+    if share < _WORTH_SAYING:
+        return None, ""
+    return running_s, f"; {format_seconds(running_s)} without the {share:.0%} in which other processes had the CPU"
 
 
 class DeviceClock:
