@@ -1,13 +1,21 @@
-"""Whether a training script trains on ranks what one process trains."""
+"""Training scripts: the example that comes with paraplan, and whether one trains on ranks what one process trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from paraplan.resources import bundled
 
 if TYPE_CHECKING:
     from paraplan.script_check.records import ScriptReport
+
+
+def example_script(name: str) -> Path:
+    """Return a training script that comes with paraplan. Raises `ParaplanError` in a damaged installation."""
+    return bundled(f"examples/{name}", f"scripts/{name}")
 
 
 def check_script(

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from paraplan.api.machines import probe_topology
+from paraplan.api.scripts import example_script
 from paraplan.cli.terminal import in_lines
 from paraplan.errors import NoGpuError, UsageError
-from paraplan.resources import bundled
 
 app = typer.Typer(add_completion=False)
 
@@ -64,7 +64,7 @@ def demo(
 
 def _copy_script(folder: Path) -> None:
     """Write the script. Raises `UsageError` where another one of that name is in the folder."""
-    text, path = bundled(f"examples/{_SCRIPT}", f"scripts/{_SCRIPT}").read_bytes(), folder / _SCRIPT
+    text, path = example_script(_SCRIPT).read_bytes(), folder / _SCRIPT
     try:
         if path.exists() and path.read_bytes() != text:
             raise UsageError(f"{path} was changed, and demo would overwrite it", hint="paraplan demo ANOTHER_FOLDER")

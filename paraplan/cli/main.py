@@ -45,6 +45,7 @@ COMMANDS = (
     "profiles",
     "explain",
     "config",
+    "mcp",
 )
 """Subcommands in the order of the help text; `paraplan.cli.<name>.app` holds each."""
 _MODULES = {"import": "import_config"}  # no module can have a keyword's name
@@ -146,10 +147,7 @@ class LazyGroup(TyperGroup):
         """Return the click command of a subcommand, None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
-        with _set(*_ONE_BLAS_THREAD):
-            module = import_module(f"paraplan.cli.{_MODULES.get(cmd_name, cmd_name)}")
-        command = typer.main.get_command(module.app)
-        command.name = cmd_name
+        command = command_of(cmd_name)
         _draw_help(command)
         _take_defaults(command)
         return command
@@ -169,6 +167,15 @@ class LazyGroup(TyperGroup):
             except ParaplanError as error:
                 print_error(error)
                 raise typer.Exit(error.exit_status) from None
+
+
+def command_of(name: str) -> Any:
+    """Return the click command of a subcommand."""
+    with _set(*_ONE_BLAS_THREAD):
+        module = import_module(f"paraplan.cli.{_MODULES.get(name, name)}")
+    command = typer.main.get_command(module.app)
+    command.name = name
+    return command
 
 
 def _draw_help(command: Any) -> None:

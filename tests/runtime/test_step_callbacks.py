@@ -15,7 +15,8 @@ from training_cases import loss_fn as cross_entropy
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.step.reports import HostClock, RunWatch, SpeedBaseline, StepReport
+from paraplan.runtime.step.clocks import HostClock
+from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, StepReport
 
 PIPELINE = ParallelPlan(dp=2, pp=2, pipeline_schedule="1f1b", micro_batch_size=3, num_microbatches=2)
 

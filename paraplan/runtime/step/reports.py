@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 from pydantic import Field
@@ -22,13 +22,12 @@ from paraplan.plan.files import PlannedEstimate
 from paraplan.plan.kept_runs import MeasuredRun
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
+from paraplan.runtime.step.clocks import WARM_STEPS, StepClock, clock_of, running_s, without_waits
 from paraplan.runtime.torch_private import pytree
 from paraplan.units import broken_between_words, format_bytes, format_count, format_seconds
 
 _SECONDS_BETWEEN_LINES = 0.25
 _BAR_WIDTH = 24
-_WARM_STEPS = 1  # the first step allocates, compiles and meets its peers
-_WORTH_SAYING = 0.05  # of the steps: less without a CPU goes unsaid
 
 
 class StepReport(Record):
@@ -206,7 +205,7 @@ class RunWatch:
         """Return step time and memory, measured against predicted; None without a prediction or without a step."""
         estimate = self.baseline.estimate
         measured = [] if self.clock is None or estimate is None else self.clock.times_s()
-        times = measured[_WARM_STEPS:] or measured
+        times = measured[WARM_STEPS:] or measured
         if estimate is None or not times:
             return None
         measured_s = statistics.median(times)
@@ -216,8 +215,8 @@ class RunWatch:
             return f"{said}, not compared: the plan's prediction is of {planned_gpu}"
         parts = []
         if estimate.step_time_s is not None:
-            running_s, waits = _without_waits(self.clock)
-            compared_s = measured_s if running_s is None else running_s
+            alone_s, waits = without_waits(self.clock)
+            compared_s = measured_s if alone_s is None else alone_s
             parts.append(
                 f"step time {format_seconds(measured_s)} (median of {len(times)}{waits}), predicted "
                 f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / compared_s - 1:+.0%})"
@@ -240,8 +239,8 @@ class RunWatch:
             return None
         on_gpu = self.device.type == "cuda"
         return MeasuredRun(
-            step_time_s=_running_s(self.clock) or statistics.median(measured[_WARM_STEPS:] or measured),
-            num_steps=len(measured) - _WARM_STEPS,
+            step_time_s=running_s(self.clock) or statistics.median(measured[WARM_STEPS:] or measured),
+            num_steps=len(measured) - WARM_STEPS,
             peak_memory_bytes=peak_memory_bytes(self.device) if on_gpu else None,
             device=self._device_name,
             tokens_of_steps=tuple(sorted(self._tokens))[:2],
@@ -311,122 +310,3 @@ def _append(path: Path, report: StepReport) -> None:
         raise UsageError(
             f"cannot write metrics to {path}: {error.strerror}", hint="choose a folder that exists and is yours"
         ) from None
-
-
-class StepClock(Protocol):
-    """Times steps one after another."""
-
-    def begin(self) -> None:
-        """Take note of the start of a step."""
-        ...
-
-    def end(self) -> None:
-        """Take note of the end of a step."""
-        ...
-
-    def times_s(self) -> list[float]:
-        """Return the times of all steps so far, in seconds; waits for the last one."""
-        ...
-
-
-def clock_of(device: torch.device) -> StepClock:
-    """Return a clock for steps on `device`."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
-
-
-class HostClock:
-    """The clock of the process, where a step is done when its call returns."""
-
-    def __init__(self) -> None:
-        self._started_s, self._waited_before_s = time.perf_counter(), waited_for_cpu_s()
-        self._times_s: list[float] = []
-        self._waits_s: list[float] = []
-
-    def begin(self) -> None:
-        """Take note of the start of a step."""
-        self._started_s, self._waited_before_s = time.perf_counter(), waited_for_cpu_s()
-
-    def end(self) -> None:
-        """Take note of the end of a step."""
-        self._times_s.append(time.perf_counter() - self._started_s)
-        waited_s = waited_for_cpu_s()
-        if waited_s is not None and self._waited_before_s is not None:
-            self._waits_s.append(waited_s - self._waited_before_s)
-
-    def times_s(self) -> list[float]:
-        """Return the times of all steps so far, in seconds."""
-        return list(self._times_s)
-
-    def waits_s(self) -> list[float]:
-        """Return how long this thread waited for a CPU in each step; nothing where the system does not say."""
-        return list(self._waits_s)
-
-
-def waited_for_cpu_s() -> float | None:
-    """Return how long this thread waited for a CPU so far, that others had; None where Linux does not say.
-
-    The second figure of schedstat (Documentation/scheduler/sched-stats.rst of Linux), in nanoseconds.
-    """
-    try:
-        words = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
-    except OSError:
-        return None
-    return int(words[1]) / 1e9 if len(words) > 1 else None
-
-
-def _running_s(clock: StepClock | None) -> float | None:
-    """Return the median of the steps without the time in which other processes had the CPU; None where nobody says."""
-    times, waits = (clock.times_s(), clock.waits_s()) if isinstance(clock, HostClock) else ([], [])
-    if not times or len(waits) != len(times):
-        return None
-    pairs = list(zip(times, waits, strict=True))
-    running_s = statistics.median(each - waited for each, waited in pairs[_WARM_STEPS:] or pairs)
-    return running_s if running_s > 0 else None
-
-
-def _without_waits(clock: StepClock | None) -> tuple[float | None, str]:
-    """Return what a step takes while it has its CPU, and the words for it, where waits are worth a word."""
-    running_s = _running_s(clock)
-    if running_s is None or not isinstance(clock, HostClock):
-        return None, ""
-    share = sum(clock.waits_s()) / sum(clock.times_s())
-    if share < _WORTH_SAYING:
-        return None, ""
-    return running_s, f"; {format_seconds(running_s)} without the {share:.0%} in which other processes had the CPU"
-
-
-class DeviceClock:
-    """Events on the current stream of the GPU, between which it works on a step or waits for the host."""
-
-    def __init__(self) -> None:
-        self._started: torch.cuda.Event | None = None
-        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._times_s: list[float] = []
-
-    def begin(self) -> None:
-        """Take note of the start of a step."""
-        self._started = _event()
-
-    def end(self) -> None:
-        """Take note of the end of a step."""
-        if self._started is not None:
-            self._open.append((self._started, _event()))
-        while self._open and self._open[0][1].query():  # type: ignore[no-untyped-call]
-            self._read()
-
-    def times_s(self) -> list[float]:
-        """Return the times of all steps so far, in seconds; waits for the last one."""
-        while self._open:
-            self._open[0][1].synchronize()
-            self._read()
-        return list(self._times_s)
-
-    def _read(self) -> None:
-        started, ended = self._open.pop(0)
-        self._times_s.append(started.elapsed_time(ended) / 1e3)
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
