@@ -12,9 +12,20 @@ import torch
 
 from paraplan.errors import UsageError
 from paraplan.launch.checking import CheckRunError, LaunchRanks
-from paraplan.script_check.findings import Process, Sight, first_difference
-from paraplan.script_check.reading_plan import groups_of, origins, put_together, read_by_rank, write_inputs
+from paraplan.script_check.evidence import Process, Sight
+from paraplan.script_check.findings import first_difference
+from paraplan.script_check.reading_plan import (
+    groups_of,
+    origins,
+    put_together,
+    read_by_rank,
+    rows_read_twice,
+    write_inputs,
+)
 from paraplan.script_check.records import Role, ScriptReport, ScriptRequest
+
+_NEEDING_SHARES = ("another direction", "scaled")
+"""Kinds of differences of which what each rank's batch gives alone may say more."""
 
 
 def check_script(
@@ -38,11 +49,11 @@ def check_script(
         ranks = runs.run("ranks", num_ranks)
         sight, notes = _sight(runs, ranks)
         difference, gradient_error, parameter_error = first_difference(sight)
-        if difference is not None and difference.kind == "another direction":
+        if difference is not None and difference.kind in _NEEDING_SHARES:
             sight = runs.with_shares(sight)
             difference, gradient_error, parameter_error = first_difference(sight)
     record = ranks[0].record
-    num_done = min(len(record.steps), len(sight.alone.record.steps))
+    num_done = min(len(process.record.steps) for process in (*ranks, sight.alone))
     if num_done < num_steps:
         notes.append(f"the script made {num_done} of {num_steps} steps")
     return ScriptReport(
@@ -81,10 +92,11 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
     if len(groups) > 1 and len(alone.record.steps[0].losses) == num_micro_batches * len(groups):
         runs.spreads = True
         alone, shaken = runs.alone(readers)
-    by_rank = [] if runs.spreads else read_by_rank(ranks, alone, runs.read, readers)
+    by_rank = [] if runs.spreads else read_by_rank(ranks, alone, runs.read, groups)
     if by_rank:
         runs.read = [*runs.read, *by_rank]
         alone, shaken = runs.alone(readers)
+    notes += rows_read_twice(ranks, readers)
     return Sight(ranks, alone, shaken, (), groups, num_micro_batches, num_parts), notes
 
 
@@ -132,7 +144,9 @@ class _Runs:
         found = [Process.read(folder, rank) for rank in range(num_ranks)]
         processes = [process for process in found if process is not None]
         where = f"on {num_ranks} CPU ranks" if role == "ranks" else "as one process"
-        if status != 0 or len(processes) < num_ranks:
+        # where some end because they made fewer steps than others, that is what is told
+        is_whole = any(process.record.is_whole for process in processes)
+        if len(processes) < num_ranks or (status != 0 and not is_whole):
             raise CheckRunError(
                 f"{request.script} failed {where}, status {status}:\n{said.strip()}",
                 hint="a script that needs a GPU, a download or more ranks than these is not checked here: give it what "

@@ -1,76 +1,46 @@
-"""What the records of ranks and of one process say together: where they part, by how much, and what that means."""
+"""Where the records of ranks and of one process part first, and by how much."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from paraplan.script_check.records import Difference, Kind, ProcessRecord, Quantity
+from paraplan.script_check.causes import (
+    Cause,
+    Parting,
+    gradient_cause,
+    is_of_known_size,
+    size_of,
+    update_cause,
+)
+from paraplan.script_check.evidence import Sight, distance, ranks_of
+from paraplan.script_check.records import Difference, Kind, Quantity
 
 _ROUNDING = 3e-5
 """Relative difference that sums of another order make of fp32, beyond what shaken weights show."""
 
 _NOISE_FACTOR = 16.0
 _SMALLEST = 1e-3
-_SAME_DIRECTION = 0.02
+_LOSS_TOLERANCE = 1e-3
 
-Cause = tuple[Kind, float | None, str]
-"""What a difference is, the ratio to one process's value where the direction is the same, and words."""
+_SKIPPING = (
+    "a step is skipped on some ranks alone, as where each decides by its own gradients or loss, or has fewer batches"
+)
 
-
-@dataclass(frozen=True)
-class Process:
-    """One process's record with its tensors."""
-
-    record: ProcessRecord
-    tensors: dict[str, torch.Tensor]
-
-    @classmethod
-    def read(cls, folder: Path, rank: int) -> Process | None:
-        """Return what the process of `rank` wrote into `folder`, None where it wrote nothing."""
-        path = folder / f"{rank}.json"
-        if not path.exists():
-            return None
-        record = ProcessRecord.model_validate_json(path.read_text(encoding="utf-8"))
-        return cls(record, load_file(path.with_suffix(".safetensors")))
-
-    def of(self, kind: str) -> dict[str, torch.Tensor]:
-        """Return tensors by parameter: of `start`, or `gradient/2`, say."""
-        return {key[len(kind) + 1 :]: value for key, value in self.tensors.items() if key.startswith(f"{kind}/")}
-
-    def reading(self, place: str, time: int) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that were read at `place` the `time`-th time, with the names of their keys."""
-        source = next(one for one in self.record.sources if one.place == place)
-        prefix = f"source/{source.number}/{time}/"
-        leaves = sorted((int(key[len(prefix) :].split("/")[0]), key) for key in self.tensors if key.startswith(prefix))
-        return [(key[len(prefix) :].split("/", 1)[1], self.tensors[key]) for _, key in leaves]
-
-
-@dataclass(frozen=True)
-class Sight:
-    """All that is known: the ranks, one process, the same shaken, and what each rank alone would make."""
-
-    ranks: Sequence[Process]
-    alone: Process
-    shaken: Process
-    shares: Sequence[Process] = ()
-    groups: Sequence[Sequence[int]] = ()
-    """Ranks that read the same, by group."""
-    num_micro_batches: int = 1
-    num_parts: int = 1
-    """Number of ranks that hold one whole of parameters of whose parts torch does not know."""
-
-
-def distance(one: torch.Tensor, other: torch.Tensor, floor: float) -> float:
-    """Return the size of a difference relative to that of `other`, which counts as `floor` where it is smaller."""
-    size = max(float(other.double().norm()), floor * math.sqrt(other.numel()), 1e-30)
-    return float(torch.dist(one.double(), other.double())) / size
+_TELLING: tuple[Kind, ...] = (
+    "not finite",
+    "no gradient",
+    "zero",
+    "one rank's share",
+    "not reduced",
+    "scaled",
+    "stale",
+    "mean of shares",
+    "16 bits",
+)
+"""Kinds of causes, the plainest first: what parts by another direction alone mostly follows from one of them."""
 
 
 def first_difference(sight: Sight) -> tuple[Difference | None, float, float]:
@@ -84,13 +54,13 @@ def first_difference(sight: Sight) -> tuple[Difference | None, float, float]:
         for quantity in ("gradient", "parameter"):
             found, error = _compare(sight, step, quantity)
             if found is not None:
-                return found, errors["gradient"], errors["parameter"]
+                return _skipped(sight, step) or found, errors["gradient"], errors["parameter"]
             errors[quantity] = max(errors[quantity], error)
             if quantity == "gradient":
                 norm = _norm(sight, step) or _rates(sight, step)
                 if norm is not None:
                     return norm, errors["gradient"], errors["parameter"]
-    return None, errors["gradient"], errors["parameter"]
+    return _steps(sight), errors["gradient"], errors["parameter"]
 
 
 def _start(sight: Sight) -> Difference | None:
@@ -106,7 +76,7 @@ def _start(sight: Sight) -> Difference | None:
             cause = (
                 "these ranks start with other parameters than rank 0: draw them with one seed, or broadcast them once"
             )
-            return _difference(0, "start", name, unlike, ("unlike start", None, cause))
+            return _difference(0, "start", name, unlike, Cause("unlike start", None, cause))
     return None
 
 
@@ -122,9 +92,13 @@ def _same_rows(sight: Sight) -> Difference | None:
         expected = record.num_ranks // sight.num_parts
     if expected is None or len(sight.groups) >= expected or not sight.groups:
         return None
-    same = next(group for group in sight.groups if len(group) > 1)
+    # ranks that each take another part of what they read, as of a sequence, do work of their own
+    alike = [group for group in sight.groups if len({sight.ranks[rank].record.given for rank in group}) < len(group)]
+    if not alike:
+        return None
+    same = alike[0]
     cause = "these ranks read the same rows: the data is not divided among them, so that they do the same work again"
-    return _difference(1, "batch", "", list(same), ("same rows", None, cause))
+    return _difference(1, "batch", "", list(same), Cause("same rows", None, cause))
 
 
 def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | None, float]:
@@ -137,161 +111,120 @@ def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | 
     floor = _SMALLEST * statistics.median(float(expected[name].double().square().mean()) ** 0.5 for name in names)
     noises = {name: distance(shaken[name], expected[name], floor) for name in names if name in shaken}
     usual = statistics.median(noises.values()) if noises else 0.0
-    worst, unlike, first = 0.0, 0, None
+    worst = 0.0
+    partings = []
     for name in names:
         values = [_fitted(one.get(name), expected[name]) for one in found]
         tolerance = max(_ROUNDING, _NOISE_FACTOR * max(noises.get(name, 0.0), usual))
-        errors = [
-            1.0
-            if value is None and float(expected[name].abs().max()) > floor
-            else 0.0
-            if value is None
-            else _error(value, expected[name], floor)
-            for value in values
-        ]
-        error = max(errors)
-        if error <= tolerance:
-            worst = max(worst, error)
+        errors = [_error(value, expected[name], floor) for value in values]
+        if max(errors) <= tolerance:
+            worst = max(worst, *errors)
             continue
-        unlike += 1
-        if first is None:
-            ranks = [rank for rank, one in enumerate(errors) if one > tolerance]
-            cause = _cause(sight, kind, name, values, expected[name], tolerance, floor)
-            first = _difference(step, quantity, name, ranks, cause, error=error, tolerance=tolerance)
-    return (None if first is None else first.replace(num_alike=unlike)), worst
+        partings.append(Parting(step, name, values, expected[name], errors, tolerance, floor))
+    if not partings:
+        return None, worst
+    make = gradient_cause if quantity == "gradient" else update_cause
+    causes = [make(sight, parting) for parting in partings]
+    chosen = 0
+    if quantity == "gradient":
+        # on the way back it goes wrong behind the last that is wrong
+        is_last = _loss(sight, step)[0] == "right"
+
+        def order(place: int) -> tuple[int, int]:
+            plain = _plainness(sight, causes, partings[place], place)
+            follows = plain == 0 or len(_TELLING) <= plain < len(_TELLING) + 2
+            return plain, -place if is_last and follows else place
+
+        chosen = min(range(len(causes)), key=order)
+        causes[chosen] = _with_context(sight, names, partings, causes, chosen)
+    told = partings[chosen]
+    error = max(told.errors)
+    difference = _difference(
+        step, quantity, told.name, told.ranks, causes[chosen], error=error, tolerance=told.tolerance
+    )
+    return difference.replace(num_alike=len(partings)), worst
 
 
 def _fitted(value: torch.Tensor | None, whole: torch.Tensor) -> torch.Tensor | None:
     return value if value is None or value.shape == whole.shape else None
 
 
-def _error(value: torch.Tensor, expected: torch.Tensor, floor: float) -> float:
+def _error(value: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
+    if value is None:
+        return 1.0 if float(expected.abs().max()) > floor else 0.0
     if not bool(value.isfinite().all()):
         return 0.0 if not bool(expected.isfinite().all()) else float("inf")
     return distance(value, expected, floor)
 
 
-def _cause(
-    sight: Sight,
-    kind: str,
-    name: str,
-    values: Sequence[torch.Tensor | None],
-    expected: torch.Tensor,
-    tolerance: float,
-    floor: float,
+def _plainness(sight: Sight, causes: Sequence[Cause], parting: Parting, place: int) -> int:
+    """Return how little the cause of a parameter tells: that which tells most is told."""
+    kind, factor, text = causes[place]
+    if kind == "another direction" or (kind == "not reduced" and "neither" in text):
+        return len(_TELLING) + (kind != "not reduced")
+    if kind == "scaled" and (parting.expected.numel() < 3 or factor is None or not is_of_known_size(sight, factor)):
+        # one number is always a multiple of another
+        return len(_TELLING) + 2
+    return _TELLING.index(kind)
+
+
+def _with_context(
+    sight: Sight, names: Sequence[str], partings: Sequence[Parting], causes: Sequence[Cause], chosen: int
 ) -> Cause:
-    """Return the ratio to one process's value, where there is one, and what is seen."""
-    if kind.startswith("parameter"):
-        return (
-            "update",
-            None,
-            (
-                "its gradient is right and its value after the step is not: look at the optimizer, its state on ranks, "
-                "and at what changes parameters beside it"
-            ),
-        )
-    there = [value for value in values if value is not None]
-    if len(there) < len(values):
-        ranks = [rank for rank, value in enumerate(values) if value is None]
-        which = f"none on rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}" if there else "none on any rank"
-        return "no gradient", None, f"it gets a gradient in one process and {which}: it takes no part in the loss there"
-    if any(not bool(value.isfinite().all()) for value in there):
-        return "not finite", None, "it is NaN or infinite on ranks and finite in one process"
-    if all(float(value.double().norm()) <= tolerance * max(float(expected.double().norm()), floor) for value in there):
-        return "zero", 0.0, "it is zero on all ranks"
-    spread = max(distance(value, there[0], floor) for value in there)
-    if spread > tolerance:
-        return _cause_of_spread(there, expected, tolerance, floor)
-    factor = _factor(there[0], expected, tolerance)
-    if factor is not None:
-        return "scaled", factor, _meaning(factor, sight)
-    return _cause_of_direction(sight, kind, name, there[0], expected, tolerance, floor)
-
-
-def _cause_of_spread(values: Sequence[torch.Tensor], expected: torch.Tensor, tolerance: float, floor: float) -> Cause:
-    """Return what ranks that disagree have: shares that were never reduced, or reduced among some."""
-    kinds: list[list[int]] = []
-    for rank, value in enumerate(values):
-        alike = next((group for group in kinds if distance(value, values[group[0]], floor) <= tolerance), None)
-        if alike is None:
-            kinds.append([rank])
-        else:
-            alike.append(rank)
-    mean = torch.stack([values[group[0]].double() for group in kinds]).mean(dim=0)
-    factor = _factor(mean, expected, tolerance)
-    among = "each rank has its own" if len(kinds) == len(values) else f"ranks {' | '.join(map(_listed, kinds))} differ"
-    if factor is None:
-        return (
-            "not reduced",
-            None,
-            f"{among}, and their mean is not the gradient of all batches: it is not reduced over all ranks",
-        )
-    times = "" if abs(factor - 1) < _SAME_DIRECTION else f" times {factor:.4g}"
-    return (
-        "not reduced",
-        None,
-        f"{among}, and their mean is the gradient of all batches{times}: it is never reduced over these ranks",
-    )
-
-
-def _factor(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float | None:
-    """Return by which number `value` is a multiple of `expected`; None where it has another direction."""
-    size = float((expected.double() ** 2).sum())
-    if size == 0:
-        return None
-    factor = float((value.double() * expected.double()).sum()) / size
-    rest = float((value.double() - factor * expected.double()).norm()) / max(float(value.double().norm()), 1e-30)
-    return factor if rest <= max(_SAME_DIRECTION, tolerance) else None
-
-
-def _meaning(factor: float, sight: Sight) -> str:
-    """Return what a gradient that is too large, or too small, by `factor` usually means."""
-    record = sight.ranks[0].record
-    sizes = {"the number of ranks": record.num_ranks}
-    if len(sight.groups) > 1:
-        sizes["the number of ranks that read unlike batches"] = len(sight.groups)
-    sizes |= {f"the size of the axis {name}": size for name, size in record.axes.items()}
-    if sight.num_micro_batches > 1:
-        sizes["the number of micro-batches"] = sight.num_micro_batches
-    for what, size in sizes.items():
-        if size > 1 and abs(factor / size - 1) < _SAME_DIRECTION:
-            return (
-                f"it is {factor:.4g} times too large, {what}: it is summed where it should be averaged, or added twice"
+    """Return the cause that is told with what the other parameters, and the loss, say of it."""
+    cause = causes[chosen]
+    factors = [one.factor for one in causes]
+    if cause.kind == "scaled" and len(partings) == len(names) > 1 and cause.factor is not None:
+        is_one = all(factor is not None and abs(factor / cause.factor - 1) < 1e-3 for factor in factors)
+        if is_one and not is_of_known_size(sight, cause.factor):
+            return Cause(
+                "scaled",
+                cause.factor,
+                f"all gradients are {cause.factor:.4g} times those of one process, and its loss is "
+                f"{_loss(sight, partings[0].step)[0]}: the script clips by a norm that is {1 / cause.factor:.4g} times "
+                "the right one, which is not summed over all ranks or counts what they hold alike more than once, or "
+                "scales its loss",
             )
-        if size > 1 and abs(factor * size - 1) < _SAME_DIRECTION:
-            return f"it is {factor:.4g} of what it should be, one by {what}: it is divided once too often"
-        if size > 1 and abs(factor / size**2 - 1) < _SAME_DIRECTION:
-            return f"it is {factor:.4g} times too large, the square of {what}"
-    return f"it has the right direction and {factor:.4g} times its size: the loss, or the gradient, is scaled otherwise"
+    if cause.kind == "another direction" or (cause.kind == "not reduced" and "neither" in cause.text):
+        return cause._replace(text=f"{cause.text}; {_where(sight, names, partings)}")
+    return cause
 
 
-def _cause_of_direction(
-    sight: Sight, kind: str, name: str, value: torch.Tensor, expected: torch.Tensor, tolerance: float, floor: float
-) -> Cause:
-    shares = [share.of(kind)[name] for share in sight.shares if name in share.of(kind)]
-    for group, share in zip(sight.groups, shares, strict=False):
-        if _factor(value, share, tolerance) is not None:
-            cause = f"all ranks have the gradient of rank {group[0]}'s batch alone: the others' is lost"
-            return "one rank's share", None, cause
-    if len(shares) > 1:
-        mean = torch.stack([share.double() for share in shares]).mean(dim=0)
-        if distance(value, mean, floor) <= max(tolerance, _SAME_DIRECTION / 10):
-            return (
-                "mean of shares",
-                None,
-                (
-                    "it is the mean of what each rank's batch alone gives, which is not the gradient of all batches: "
-                    "ranks count unlike numbers of targets, or the loss compares samples of a batch"
-                ),
-            )
-    cosine = float(
-        (value.double() * expected.double()).sum() / (value.double().norm() * expected.double().norm() + 1e-30)
-    )
-    ratio = float(value.double().norm() / (expected.double().norm() + 1e-30))
-    cause = (
-        f"it has another direction (cosine {cosine:.3f}) and {ratio:.3g} times the size: some of it is lost, or wrong"
-    )
-    return "another direction", None, cause
+def _where(sight: Sight, names: Sequence[str], partings: Sequence[Parting]) -> str:
+    """Return what the loss, and which parameters part, say of where in the model it is."""
+    word, ranks, alone = _loss(sight, partings[0].step)
+    if word == "another":
+        return (
+            f"the loss is another too ({ranks:.6g}, {alone:.6g} in one process): the forward pass computes something "
+            "else, as with heads or parts in another order, positions or masks of another part, what each rank adds, "
+            "or a loss that each rank divides by the number of its own targets"
+        )
+    wrong = {parting.name for parting in partings}
+    last = max(place for place, name in enumerate(names) if name in wrong)
+    after = names[last + 1 :]
+    text = "the loss is right, so it goes wrong on the way back"
+    for group in sight.groups:
+        losses = [sight.ranks[rank].loss(partings[0].step) or 0.0 for rank in group]
+        is_alike = len({sight.ranks[rank].record.given for rank in group}) == 1
+        if is_alike and max(losses) - min(losses) > _LOSS_TOLERANCE * abs(max(losses)):
+            shown = ", ".join(f"{loss:.6g}" for loss in losses)
+            return f"{ranks_of(group)}, which read the same, have unlike losses ({shown}): each counts its own part"
+    if after and len(wrong) > 1:
+        text += f": {names[last]} is the last of the model that is wrong, {after[0]} behind it is right"
+    return text
+
+
+def _loss(sight: Sight, step: int) -> tuple[str, float, float]:
+    """Return whether the loss of ranks is that of one process, or another, with the two."""
+    alone = sight.alone.loss(step)
+    losses = [process.loss(step) for process in sight.ranks]
+    if alone is None or any(loss is None for loss in losses):
+        return "right", 0.0, 0.0
+    mean = statistics.fmean(loss or 0.0 for loss in losses)
+    sizes = [float(size) for size in (1, *sight.sizes.values())]
+    scale = min((*sizes, *(1 / size for size in sizes)), key=lambda size: abs(mean / size - alone))
+    is_right = abs(mean / scale - alone) <= _LOSS_TOLERANCE * abs(alone)
+    return ("right" if is_right else "another"), mean / scale, alone
 
 
 def _norm(sight: Sight, step: int) -> Difference | None:
@@ -305,25 +238,71 @@ def _norm(sight: Sight, step: int) -> Difference | None:
     ranks = [rank for rank, error in enumerate(errors) if error > tolerance]
     if not ranks:
         return None
-    factor = float(found[ranks[0]] or 0.0) / expected
-    cause = f"clipping is told a norm of {found[ranks[0]]:.6g} where gradients, which are right, have {expected:.6g}: "
-    cause += "parts of ranks are not summed, or what ranks hold alike is summed over them"
+    norm = float(found[ranks[0]] or 0.0)
+    factor = norm / expected
+    text = f"clipping is told a norm of {norm:.6g} where gradients, which are right, have {expected:.6g}: "
+    squared = size_of(sight, factor**2)
+    if squared:
+        text += f"{factor:.4g} times too large, the root of {squared}: what ranks hold alike is summed over them"
+    elif max(errors) - min(errors) > tolerance:
+        text += "each rank has a norm of its own, that of its part: the parts are not summed over ranks"
+    elif factor > 1:
+        text += "what ranks hold alike is counted more than once"
+    else:
+        text += "parts that other ranks hold are not counted"
     return _difference(
-        step, "gradient norm", "", ranks, ("norm", factor, cause), error=max(errors), tolerance=tolerance
+        step, "gradient norm", "", ranks, Cause("norm", factor, text), error=max(errors), tolerance=tolerance
     )
 
 
 def _rates(sight: Sight, step: int) -> Difference | None:
-    first = sight.ranks[0].record.steps[step - 1].rates
-    for process in sight.ranks[1:]:
-        for one, other in zip(first, process.record.steps[step - 1].rates, strict=False):
-            for name, value in one.items():
-                if other.get(name, value) != value:
-                    cause = (
-                        f"the optimizer's {name} is {other[name]:g} here and {value:g} on rank 0: replicas drift apart"
-                    )
-                    return _difference(step, "rate", name, [process.record.rank], ("rates", None, cause))
+    """Return by which number of the optimizer a parameter is stepped otherwise than on rank 0, or in one process."""
+    steps = [process.record.steps[step - 1] for process in sight.ranks]
+    alone = sight.alone.record.steps[step - 1]
+    for name in sight.ranks[0].record.names:
+        by_rank = [one.rates_of(name) for one in steps]
+        held = [rank for rank, rates in enumerate(by_rank) if rates is not None]
+        if not held:
+            continue
+        first = by_rank[held[0]] or {}
+        for rank in held[1:]:
+            found = _unlike(first, by_rank[rank] or {})
+            if found:
+                text = f"its {found} is {(by_rank[rank] or {})[found]:g} here and {first[found]:g} on rank {held[0]}: "
+                text += "replicas drift apart"
+                return _difference(step, "rate", name, [rank], Cause("rates", None, text))
+        own = alone.rates_of(name) or {}
+        found = _unlike({key: value for key, value in own.items() if key != "lr"}, first)
+        if found:
+            text = f"its {found} is {first[found]:g} on ranks and {own[found]:g} in one process: the script chooses "
+            text += "groups of parameters by something that ranks change, as the shape of a shard"
+            return _difference(step, "rate", name, held, Cause("rates", None, text))
     return None
+
+
+def _unlike(one: dict[str, float], other: dict[str, float]) -> str:
+    return next((key for key, value in one.items() if other.get(key, value) != value), "")
+
+
+def _skipped(sight: Sight, step: int) -> Difference | None:
+    """Return that ranks have made unlike numbers of passes for a step, which explains gradients that part."""
+    steps = [process.record.steps[step - 1] for process in sight.ranks]
+    counts = [len(one.losses) * (1 + one.num_skipped) for one in steps]
+    more = [rank for rank, count in enumerate(counts) if count > min(counts)]
+    if not more:
+        return None
+    text = f"{ranks_of(more)} went through {max(counts)} batches before this step, and others through {min(counts)}: "
+    return _difference(step, "steps", "", more, Cause("unlike steps", None, text + _SKIPPING))
+
+
+def _steps(sight: Sight) -> Difference | None:
+    """Return that ranks step unlike numbers of times."""
+    counts = [len(process.record.steps) for process in sight.ranks]
+    fewer = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    if not fewer:
+        return None
+    text = f"{ranks_of(fewer)} made {min(counts)} where others made {max(counts)}: "
+    return _difference(min(counts) + 1, "steps", "", fewer, Cause("unlike steps", None, text + _SKIPPING))
 
 
 def _difference(
@@ -336,7 +315,6 @@ def _difference(
     error: float = 1.0,
     tolerance: float = 0.0,
 ) -> Difference:
-    kind, factor, text = cause
     return Difference(
         step=step,
         quantity=quantity,
@@ -344,11 +322,7 @@ def _difference(
         ranks=tuple(ranks),
         error=error,
         tolerance=tolerance,
-        kind=kind,
-        factor=factor,
-        cause=text,
+        kind=cause.kind,
+        factor=cause.factor,
+        cause=cause.text,
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -18,7 +18,7 @@ from paraplan.script_check.reading_plan import INPUTS_FILE, READ_FILE, START_FIL
 from paraplan.script_check.recording import Given, Recorder
 from paraplan.script_check.records import Inputs, ScriptRequest
 from paraplan.script_check.sources import Replay
-from paraplan.script_check.torch_private import be_one_process, use_gloo
+from paraplan.script_check.torch_private import around_groups, be_one_process, use_gloo
 
 
 def main(path: str) -> None:
@@ -26,7 +26,9 @@ def main(path: str) -> None:
     request = ScriptRequest.model_validate_json(Path(path).read_text(encoding="utf-8"))
     recorder = Recorder(request, _given(request) if request.role != "ranks" else None)
     use_gloo()
-    if request.role != "ranks":
+    if request.role == "ranks":
+        around_groups(recorder.note_group)
+    else:
         be_one_process()
     follow_loaders(recorder.sources)
     sys.argv[:] = [request.script, *request.arguments]
@@ -39,8 +41,7 @@ def main(path: str) -> None:
             sys.path.insert(0, str(Path(request.script).resolve().parent))
             runpy.run_path(request.script, run_name="__main__")
     finally:
-        recorder.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        recorder.write(is_whole=False)
+        recorder.stop()
 
 
 def _given(request: ScriptRequest) -> Given:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from paraplan.script_check.batches import joined
-from paraplan.script_check.findings import Process
+from paraplan.script_check.evidence import Process
 from paraplan.script_check.records import Inputs, SourceRecord
 
 START_FILE, READ_FILE, INPUTS_FILE = "start.safetensors", "read.safetensors", "inputs.json"
@@ -56,12 +56,14 @@ def _comes_from(source: SourceRecord, time: int, places: set[Place]) -> bool:
 
 
 def read_by_rank(
-    ranks: Sequence[Process], alone: Process, read: Sequence[Place], readers: Sequence[int]
+    ranks: Sequence[Process], alone: Process, read: Sequence[Place], groups: Sequence[Sequence[int]]
 ) -> list[Place]:
     """Return where the script changes or takes apart what it has read in a way of each rank's own.
 
-    There one process, which is rank 0, gets other values than those of all ranks together.
+    There one process, which is rank 0, gets other values than those of all ranks together. Where ranks that read the
+    same do it in unlike ways, as for their parts of a vocabulary, one process does it for the whole.
     """
+    readers = [group[0] for group in groups]
     tables = [{source.place: source for source in ranks[reader].record.sources} for reader in readers]
     own = {source.place: source for source in alone.record.sources}
     names = {place for place, _ in read}
@@ -72,6 +74,8 @@ def read_by_rank(
         for time in range(min(len(source.prints), *(len(table[place].prints) for table in tables))):
             if not source.is_used[time] or not all(table[place].is_used[time] for table in tables):
                 continue
+            if any(len(_prints_at(ranks, group, place, time)) > 1 for group in groups):
+                break
             parts = [ranks[reader].reading(place, time) for reader in readers]
             whole = [joined(leaves, leaves_name) for leaves_name, leaves in _by_leaf(parts)]
             mine = [tensor for _, tensor in alone.reading(place, time)]
@@ -84,6 +88,33 @@ def read_by_rank(
         for time in range(len(tables[0][place].prints))
         if tables[0][place].is_used[time]
     ]
+
+
+def rows_read_twice(ranks: Sequence[Process], readers: Sequence[int]) -> list[str]:
+    """Return a note where readers of unlike batches get some rows from their data loaders that another reads too."""
+    for source in ranks[0].record.sources:
+        for time in range(len(source.prints) if source.place.endswith(" next") else 0):
+            read: dict[bytes, int] = {}
+            for rank in readers:
+                if not any(one.place == source.place and time < len(one.prints) for one in ranks[rank].record.sources):
+                    continue
+                leaves = [tensor for _, tensor in ranks[rank].reading(source.place, time) if tensor.ndim > 0]
+                for rows in zip(*leaves, strict=False):
+                    row = b"".join(bytes(str(one.tolist()), "ascii") for one in rows)
+                    if rank != read.setdefault(row, rank):
+                        return [
+                            f"ranks {read[row]} and {rank} read the same row in batch {time + 1}, and others besides: "
+                            "their samplers divide the data in unlike orders, or draw with replacement"
+                        ]
+    return []
+
+
+def _prints_at(ranks: Sequence[Process], group: Sequence[int], place: str, time: int) -> set[str | None]:
+    found: set[str | None] = set()
+    for rank in group:
+        source = next((one for one in ranks[rank].record.sources if one.place == place), None)
+        found.add(None if source is None or time >= len(source.prints) else source.prints[time])
+    return found
 
 
 def _by_leaf(parts: Sequence[Sequence[tuple[str, torch.Tensor]]]) -> list[tuple[str, list[torch.Tensor]]]:
@@ -125,7 +156,15 @@ def write_inputs(
         for time, is_end in enumerate(source.is_end)
         if is_end
     ]
-    rates = tuple(step.rates for step in ranks[0].record.steps)
+    rates = tuple(
+        {
+            name: numbers
+            for step in reversed(steps)
+            for group, numbers in zip(step.members, step.rates, strict=True)
+            for name in group
+        }
+        for steps in zip(*(process.record.steps for process in ranks), strict=False)
+    )
     num_batches = sum(len(step.losses) for step in ranks[0].record.steps)
     counts = Counter(place for place, _ in read)
     times = {place: max(1, count // max(1, num_batches)) for place, count in counts.items()}

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paraplan.script_check.batches import tensors_in
 from paraplan.script_check.records import ProcessRecord, ScriptRequest, SourceRecord, StepRecord
-from paraplan.script_check.sources import FollowSources, Replay, Sources, place_of_caller
+from paraplan.script_check.sources import FollowSources, Replay, Sources, is_data, place_of_caller, print_of
 from paraplan.script_check.torch_private import (
     around_backward,
     around_clipping,
@@ -27,6 +28,8 @@ from paraplan.script_check.torch_private import (
 )
 from paraplan.script_check.whole import Names
 
+_PATIENCE_S = 10.0
+
 
 @dataclass(frozen=True)
 class Given:
@@ -34,7 +37,7 @@ class Given:
 
     start: dict[str, torch.Tensor]
     replay: Replay
-    rates: tuple[tuple[dict[str, float], ...], ...]
+    rates: tuple[dict[str, dict[str, float]], ...]
 
 
 class Recorder:
@@ -58,6 +61,11 @@ class Recorder:
         self._has_gradients = False
         self._num_nested = 0
         self._rounding = 0.0
+        self._groups: dict[tuple[str, tuple[int, ...]], None] = {}
+        self._num_skipped = 0
+        self._is_unsettled = False
+        self._given_prints: list[str] = []
+        self._began = time.monotonic()
 
     def follow(self) -> None:
         """Start to follow: calls of models, backward passes, clipping, steps of optimizers."""
@@ -73,10 +81,13 @@ class Recorder:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._note_rounding(args)
+            if self._is_unsettled and sources.is_of_script:
+                self._settle()
             if not sources.is_watching or not any(True for _ in module.parameters()):
                 return plain(module, *args, **kwargs)
             self._meet(module)
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
+            self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_data(one[1])]))
             with sources.inside():
                 return plain(module, *args, **kwargs)
 
@@ -93,6 +104,9 @@ class Recorder:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             value = sum(float(root.detach()) for root in roots if root.numel() == 1)
+            if self._has_gradients:  # clipped, and not stepped by
+                self._num_skipped += 1
+                self._losses, self._norm, self._has_gradients = [], None, False
             with self.sources.inside():
                 plain(tensors, *args, **kwargs)
             self._losses.append(value)
@@ -104,6 +118,8 @@ class Recorder:
             self._take_gradients()
             with self.sources.inside():
                 norm = plain(*args, **kwargs)
+            if plain.__name__ == "_clip_grads_with_norm_":  # which is told the norm
+                norm = kwargs.get("total_norm", args[2] if len(args) > 2 else None)
             if norm is not None:
                 self._norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             return norm
@@ -142,12 +158,15 @@ class Recorder:
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._num_nested += 1
-        if self._num_nested > 1 or len(self._steps) >= self._num_wanted:
+        if self._num_nested > 1:
             return
+        if self._is_unsettled:
+            self._settle()
         if not any(optimizer is one for one in self._optimizers):
             self._optimizers.append(optimizer)
         self._take_gradients(optimizer)
         step = len(self._steps)
+        assert self._names is not None
         rates = tuple(_rates_of(group) for group in optimizer.param_groups)
         self._steps.append(
             StepRecord(
@@ -155,6 +174,8 @@ class Recorder:
                 losses=tuple(self._losses),
                 norm=self._norm,
                 rates=rates,
+                num_skipped=self._num_skipped,
+                members=tuple(self._names.held_by(group["params"]) for group in optimizer.param_groups),
             )
         )
         self._set_rates(optimizer, step)
@@ -164,7 +185,9 @@ class Recorder:
         """Let one process step with the rates of the ranks: schedules count batches, of which it has others."""
         if self._given is None or step >= len(self._given.rates):
             return
-        for group, rates in zip(optimizer.param_groups, self._given.rates[step], strict=False):
+        by_name = self._given.rates[step]
+        for group, names in zip(optimizer.param_groups, self._steps[step].members, strict=True):
+            rates = next((by_name[name] for name in names if name in by_name), {})
             for name, value in _rates_of(group).items():
                 theirs = rates.get(name, value)
                 if theirs == value:
@@ -185,12 +208,17 @@ class Recorder:
         if self._num_nested or not self._has_gradients:
             return
         self.sources._depth -= 1
-        assert self._names is not None
-        with self.sources.inside(), torch.no_grad():
-            values = self._names.values(gradients=False, of=_ids_of(optimizer))
-        self._tensors |= {f"parameter/{len(self._steps)}/{name}": value for name, value in values.of.items()}
-        self._losses, self._norm, self._has_gradients = [], None, False
+        self._losses, self._norm, self._has_gradients, self._num_skipped = [], None, False, 0
         self.sources.end_step()
+        self._is_unsettled = True
+
+    def _settle(self) -> None:
+        """Note the parameters that the last step and what came after it have made, and end after the last one."""
+        assert self._names is not None
+        self._is_unsettled = False
+        with self.sources.inside(), torch.no_grad():
+            values = self._names.values(gradients=False, trained=True)
+        self._tensors |= {f"parameter/{len(self._steps)}/{name}": value for name, value in values.of.items()}
         if len(self._steps) >= self._num_wanted:
             self.end()
 
@@ -215,14 +243,30 @@ class Recorder:
         self._split |= set(values.split)
         self._tensors |= {f"gradient/{len(self._steps) + 1}/{name}": value for name, value in values.of.items()}
 
+    def note_group(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Note an axis of a mesh, or a group without a name, that the script makes."""
+        self._groups.setdefault((name, ranks))
+
+    def stop(self) -> None:
+        """Follow no more, and write what was noted: the script has ended, or failed."""
+        self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._is_unsettled and (sys.exc_info()[0] is None or not self._split):
+            self._settle()
+        self.write(is_whole=False)
+
     def end(self) -> NoReturn:
-        """Write what was noted, and end this process once all ranks have done so."""
+        """Write what was noted, and end this process once all ranks have done so.
+
+        A rank that makes fewer steps than others waits for them in vain, and they for it: not for long.
+        """
         self.write(is_whole=True)
         sys.stdout.flush()
         sys.stderr.flush()
-        if dist.is_available() and dist.is_initialized():
-            with self.sources.inside():
-                dist.barrier()
+        folder, num_ranks = Path(self.request.folder), int(os.environ.get("WORLD_SIZE", "1"))
+        patience_s = _PATIENCE_S + time.monotonic() - self._began
+        began = time.monotonic()
+        while len(list(folder.glob("*.json"))) <= num_ranks and time.monotonic() - began < patience_s:
+            time.sleep(0.01)
         os._exit(0)
 
     def write(self, *, is_whole: bool) -> None:
@@ -244,9 +288,11 @@ class Recorder:
                 split=tuple(sorted(self._split)),
                 num_replicas=self._names.num_replicas if self._names is not None else None,
                 axes=self._names.axes if self._names is not None else {},
+                groups=tuple(self._groups),
                 steps=tuple(self._steps),
                 sources=tuple(sources),
                 notes=tuple(self._notes),
+                given=tuple(self._given_prints),
                 rounding=self._rounding,
                 is_whole=is_whole,
             )

@@ -10,9 +10,10 @@ Role = Literal["ranks", "alone", "shaken"]
 """What a process does with the script: one of its ranks; one process on what ranks read; the same from weights that are
 shaken by as much as rounding does."""
 
-Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate"]
+Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate", "steps"]
 """What may part: the parameters before the first step, what ranks read, gradients after the last reduction and before
-they are clipped, the norm that clipping is told, parameters after a step, and the rates of optimizers."""
+they are clipped, the norm that clipping is told, parameters after a step, the rates of optimizers, and the number of
+steps that ranks make."""
 
 Kind = Literal[
     "unlike start",
@@ -25,9 +26,13 @@ Kind = Literal[
     "one rank's share",
     "mean of shares",
     "another direction",
+    "stale",
+    "16 bits",
     "norm",
     "rates",
+    "not stepped",
     "update",
+    "unlike steps",
 ]
 """What a difference is, in a word or two."""
 
@@ -56,8 +61,8 @@ class Inputs(Record):
     ended: tuple[tuple[str, int], ...]
     read: tuple[tuple[str, int, int], ...]
     """Place, time and number of every reading of a rank's, in the order of the tensors' names."""
-    rates: tuple[tuple[dict[str, float], ...], ...]
-    """Of each step the numbers of the optimizer's groups."""
+    rates: tuple[dict[str, dict[str, float]], ...]
+    """Of each step the numbers of the optimizer, by parameter."""
     times_a_batch: dict[str, int] | None = None
     """How often a batch reads at each place, where one process reads the ranks' batches one after another, as
     micro-batches of its own; None where it reads them at once."""
@@ -74,6 +79,14 @@ class StepRecord(Record):
     """What `clip_grad_norm_` gave, None where gradients were not clipped by norm."""
     rates: tuple[dict[str, float], ...]
     """Numbers of the optimizer's groups as this step used them."""
+    num_skipped: int = 0
+    """How often gradients were clipped, and then thrown away, since the step before."""
+    members: tuple[tuple[str, ...], ...] = ()
+    """Of each group the names of its parameters."""
+
+    def rates_of(self, name: str) -> dict[str, float] | None:
+        """Return the numbers by which a parameter is stepped, None where this optimizer does not hold it."""
+        return next((one for one, names in zip(self.rates, self.members, strict=False) if name in names), None)
 
 
 class SourceRecord(Record):
@@ -106,9 +119,13 @@ class ProcessRecord(Record):
     """Number of ranks among which data is divided, as the model's wrapper says; None where none says it."""
     axes: dict[str, int]
     """Sizes of the named axes of the meshes that hold parameters."""
+    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Axes of meshes and groups without a name that the script made, with the ranks of that of this process."""
     steps: tuple[StepRecord, ...]
     sources: tuple[SourceRecord, ...]
     notes: tuple[str, ...]
+    given: tuple[str, ...]
+    """Digests of what its models were given."""
     rounding: float
     """The unit of the last place, relative to a value, of the coarsest type in which its models computed."""
     is_whole: bool

@@ -120,9 +120,14 @@ class Sources:
             self._depth -= 1
 
     @property
+    def is_of_script(self) -> bool:
+        """Whether a call is the script's own, in the process that is checked."""
+        return self._depth == 0 and os.getpid() == self._pid
+
+    @property
     def is_watching(self) -> bool:
         """Whether a call is the script's own, in the process that is checked, and in a training step."""
-        return self._depth == 0 and os.getpid() == self._pid and torch.is_grad_enabled()
+        return self.is_of_script and torch.is_grad_enabled()
 
     def read(self, name: str, value: Any, made_of: Sequence[Reading] = (), *, is_end: bool = False) -> Any:
         """Note `value` as what `name` gave now; return it, or what is to be read in its place."""
@@ -132,7 +137,7 @@ class Sources:
         tensors = list(tensors_in(value))
         is_small = sum(tensor.numel() for _, tensor in tensors) <= _MOST_COPIED
         copies = [(key, tensor.detach().clone()) for key, tensor in tensors] if is_small else []
-        reading = Reading(place, copies, tuple(made_of), _print_of(tensors), is_end=is_end, num_steps=self.num_steps)
+        reading = Reading(place, copies, tuple(made_of), print_of(tensors), is_end=is_end, num_steps=self.num_steps)
         self.readings[name].append(reading)
         for _, tensor in tensors:
             setattr(tensor, _MARK, reading)
@@ -172,7 +177,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _print_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
+def print_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
     """Return what tells the tensors of two ranks apart."""
     made = hashlib.blake2b(digest_size=12)
     for _, tensor in tensors:

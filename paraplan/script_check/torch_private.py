@@ -33,6 +33,7 @@ def around_clipping(make: Made) -> None:
     """Call what `make` makes where gradients are clipped by norm or value."""
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         setattr(torch.nn.utils, name, _replace(torch.nn.utils.clip_grad, name, make))
+    _replace(torch.nn.utils, "clip_grads_with_norm_", make)
     _replace(FullyShardedDataParallel, "clip_grad_norm_", make)
 
 
@@ -52,6 +53,33 @@ def use_gloo() -> None:
         return init_process_group
 
     _replace(dist, "init_process_group", make)
+
+
+def around_groups(note: Callable[[str, tuple[int, ...]], None]) -> None:
+    """Tell `note` the ranks of each axis of a mesh, and of each group, that this process is one of."""
+
+    def make_mesh(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def init_device_mesh(*args: Any, **kwargs: Any) -> Any:
+            mesh = plain(*args, **kwargs)
+            place = mesh.get_coordinate()
+            for dim, name in enumerate(mesh.mesh_dim_names or ()) if place is not None else ():
+                line = tuple(slice(None) if other == dim else at for other, at in enumerate(place))
+                note(name, tuple(mesh.mesh[line].tolist()))
+            return mesh
+
+        return init_device_mesh
+
+    def make_group(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def new_group(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+            if ranks is not None and dist.get_rank() in ranks:
+                note("", tuple(sorted(ranks)))
+            return plain(ranks, *args, **kwargs)
+
+        return new_group
+
+    made: Any = _replace(meshes, "init_device_mesh", make_mesh)
+    dist.init_device_mesh = made  # type: ignore[attr-defined]
+    _replace(dist, "new_group", make_group)
 
 
 def be_one_process() -> None:
@@ -107,6 +135,12 @@ class FlatParameters:
         """Yield what an optimizer may hold of it: the vector, or its parameters."""
         yield self.vector
         yield from self.vector._params or ()
+
+    def names_by_id(self) -> dict[int, tuple[str, ...]]:
+        """Return the names below the module of what an optimizer may hold, by its id."""
+        names = tuple(self.vector._fqns)
+        each = {id(one): (name,) for one, name in zip(self.vector._params or (), names, strict=False)}
+        return {id(self.vector): names} | each
 
     def whole(self, *, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names below the module with whole values. Collective."""

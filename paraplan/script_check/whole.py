@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +46,11 @@ class Names:
             if id(parameter) not in self._plain and id(parameter) not in is_flat:
                 self._plain[id(parameter)] = (f"parameter {len(self._plain)}", parameter)  # type: ignore[assignment]
 
-    def values(self, *, gradients: bool, of: set[int] | None = None) -> Values:
-        """Return whole values, or gradients. Collective: all ranks call it alike. `of` has ids of an optimizer's."""
+    def values(self, *, gradients: bool, of: set[int] | None = None, trained: bool = False) -> Values:
+        """Return whole values, or gradients. Collective: all ranks call it alike.
+
+        `of` has ids of an optimizer's parameters; with `trained` those that are frozen are left out.
+        """
         found: dict[str, torch.Tensor] = {}
         split: list[str] = []
         for prefix, flat in self._flat.items():
@@ -59,13 +62,21 @@ class Names:
                 split.append(whole_name)
         for key, (name, parameter) in self._plain.items():
             value: torch.Tensor | None = parameter.grad if gradients else parameter.detach()
-            if value is None or (of is not None and key not in of):
+            if value is None or (of is not None and key not in of) or (trained and not parameter.requires_grad):
                 continue
             if isinstance(value, DTensor):
                 split.append(name)
                 value = value.full_tensor()
             found[name] = value.detach().to_dense().clone() if value.layout != torch.strided else value.detach().clone()
         return Values(found, tuple(split))
+
+    def held_by(self, parameters: Iterable[torch.Tensor]) -> tuple[str, ...]:
+        """Return the names of parameters of an optimizer."""
+        ids: dict[int, tuple[str, ...]] = {key: (name,) for key, (name, _) in self._plain.items()}
+        for prefix, flat in self._flat.items():
+            for key, below in flat.names_by_id().items():
+                ids[key] = tuple(f"{prefix}.{common_name(one)}" if prefix else common_name(one) for one in below)
+        return tuple(name for parameter in parameters for name in ids.get(id(parameter), ()))
 
     def load(self, values: dict[str, torch.Tensor]) -> list[str]:
         """Set plain parameters to `values`; return the names of those whose shape is another."""

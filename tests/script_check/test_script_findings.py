@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paraplan.script_check.findings import Process, Sight, first_difference
+from paraplan.script_check.evidence import Process, Sight
+from paraplan.script_check.findings import first_difference
 from paraplan.script_check.reading_plan import groups_of, origins, put_together
 from paraplan.script_check.records import ProcessRecord, SourceRecord, StepRecord
 
@@ -28,6 +29,7 @@ def process(rank: int, num_ranks: int, tensors: dict[str, torch.Tensor], norm: f
         steps=(StepRecord(optimizer=0, losses=(1.0,), norm=norm, rates=({"lr": 0.1},)),),
         sources=(),
         notes=(),
+        given=(str(rank),),
         rounding=1.2e-7,
         is_whole=True,
     )
@@ -97,7 +99,7 @@ FAULTS: dict[str, tuple[Change, str, str]] = {
     ),
     "a gradient that is lost": (lambda name, whole, _: whole * (name != "head.bias"), "zero", "zero on all ranks"),
     "a gradient that overflows": (lambda _, whole, rank: whole / (1 - rank), "not finite", "finite in one process"),
-    "a gradient that is scaled": (lambda _, whole, __: whole * 1.3, "scaled", "1.3 times its size"),
+    "a gradient that is scaled": (lambda _, whole, __: whole * 1.3, "scaled", "1.3 times those"),
     "noise in the gradient": (
         lambda _, whole, __: whole + torch.tensor([[1.0, -1.0, 0.5]] * 4),
         "another direction",
