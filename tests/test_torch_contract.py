@@ -241,6 +241,10 @@ CONTRACTS = (
 _FLAT = "torch.distributed.fsdp._flat_param"
 OF_OBJECTS = {
     "_handle": ("torch.distributed.fsdp.fully_sharded_data_parallel", "self._handle"),
+    "_inter_node_pg": ("torch.distributed.fsdp._init_utils", "state._inter_node_pg = "),
+    "_fsdp_param_groups": ("torch.distributed.fsdp._fully_shard._fsdp_state", "self._fsdp_param_group"),
+    "_fsdp_param_group": ("torch.distributed.fsdp._fully_shard._fsdp_state", "_fsdp_param_group"),
+    "_get_fsdp_state": ("torch.distributed.fsdp._fully_shard._fully_shard", "def _get_fsdp_state"),
     "_fqns": (_FLAT, "self._fqns = "),
     "_shapes": (_FLAT, "self._shapes = "),
     "_params": (_FLAT, "self._params = "),

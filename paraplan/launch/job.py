@@ -27,7 +27,7 @@ from paraplan.launch.faults.failures import RankFailure, read_failure
 from paraplan.launch.faults.report import (
     say,
 )
-from paraplan.launch.job_failure import report_elsewhere, report_failure
+from paraplan.launch.job_failure import report_apart, report_elsewhere, report_failure
 from paraplan.launch.measured import Noted, note_measured
 from paraplan.launch.nodes.job_token import ForgedTextError, job_seal
 from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
@@ -185,7 +185,7 @@ def _run(
         if job.attempts or isinstance(error, ParaplanError) or not _is_about_arguments(error):
             raise
         raise _refusal(str(error), request.spec) from error
-    return 0
+    return 0 if job.apart is None else report_apart(job.apart, job)  # seen after all had ended
 
 
 def _say_preempted(end: PreemptedError) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from paraplan.errors import PlanError
 from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.faults.failures import Cause, first_failure, first_node_failure
+from paraplan.launch.faults.failures import Cause, NodeFailure, first_failure, first_node_failure
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
 from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
 from paraplan.launch.faults.report import (
@@ -22,6 +22,7 @@ from paraplan.launch.faults.report import (
     say,
     write_report,
 )
+from paraplan.launch.guard import GUARD_EXIT_STATUS, GuardVerdict
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.request import LaunchRequest, planned_layout
@@ -58,6 +59,8 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
     if job.hang is not None:
         write_report(job.hang.render())
         return HANG_EXIT_STATUS
+    if job.apart is not None:
+        return report_apart(job.apart, job)
     first = first_failure(job.failures)
     context = ReportContext(
         hostname=socket.gethostname(),
@@ -94,6 +97,23 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
         write_report(render_failure_elsewhere(first_of_all, job.failures, context))
     is_end_of_another = first_of_all.cause is Cause.STOPPED and bool(context.stops)
     return 1 if is_end_of_another else first_of_all.exit_status
+
+
+def report_apart(verdict: GuardVerdict, job: JobRecord) -> int:
+    """Say which ranks are apart, to the other nodes too; return the status."""
+    logs = _shown_logs(job)
+    write_report(verdict.render() + (f"  logs: {logs}\n" if logs else ""))
+    if job.store is not None and job.store.num_nodes > 1:
+        mine = NodeFailure(
+            host=socket.gethostname(),
+            rank=verdict.ranks[0],
+            cause=Cause.OWN_ERROR,
+            time_ns=0,  # before what follows of it
+            exit_status=GUARD_EXIT_STATUS,
+            what=verdict.text,
+        )
+        job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
+    return GUARD_EXIT_STATUS
 
 
 def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:

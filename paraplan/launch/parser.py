@@ -19,6 +19,7 @@ OUR_OPTIONS = (
         "--no-cpu-binding",
         "--no-straggler-watch",
         "--watch-steps",
+        "--guard",
         "--metrics",
         "--fake",
         "--fake-rank",
@@ -214,6 +215,14 @@ def _add_start_options(ours: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="Time the steps of any script of torch, as those of paraplan.runtime are: five functions of torch are "
         "replaced in its ranks. --hang-timeout does so too.",
+    )
+    ours.add_argument(
+        "--guard",
+        metavar="STEPS",
+        type=int,
+        help="Every so many optimizer steps of any script, compare the bits of what ranks hold alike (parameters, "
+        "optimizer state, constant buffers), and what they read: end the job (status 65) where ranks are apart or read "
+        "the same data.",
     )
     ours.add_argument(
         "--dry-run",

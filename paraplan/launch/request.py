@@ -92,6 +92,8 @@ def check_request(
         raise ArgumentError(f"--max-restarts {spec.max_restarts} is negative", hint="use 0 or more")
     _check_hang_timeout(spec)
     _check_endpoint(spec)
+    if spec.guard is not None and spec.guard < 1:
+        raise ArgumentError(f"--guard {spec.guard} is below the least, 1", hint="100 costs next to nothing")
     _check_preemption(spec, environment)
     _check_streams("redirects", spec.redirects)
     _check_streams("tee", spec.tee)

@@ -179,6 +179,7 @@ def _settings(
         hang_timeout_s=spec.hang_timeout,
         has_gpus=torch.cuda.is_available(),
         follows_steps=_followed(spec),
+        guard_steps=spec.guard,
         health_s=_HEALTH_S if spec.preflight == "measure" else None,
         spares=_spares(spec) if spec.spare_ranks else Spares(),
     )

@@ -116,6 +116,8 @@ class LaunchSpec:
     no_straggler_watch: bool = False
     watch_steps: bool = False
     """Whether the steps of other scripts than those of paraplan.runtime are noted too."""
+    guard: int | None = None
+    """Every how many optimizer steps it is compared what ranks hold alike; None never."""
     dry_run: bool = False
     fake: int | None = None
     """The number of ranks of a world without GPUs."""

@@ -118,8 +118,9 @@ class NodeAgent(ElasticAgent):
 
     def _tell_failure(self) -> None:
         """Say what failed, before torch starts the ranks anew."""
-        if self._job.hang is not None:
-            write_report(self._job.hang.render())
+        for verdict in (self._job.hang, self._job.apart):
+            if verdict is not None:
+                write_report(verdict.render())
         group = self.get_worker_group()
         left, allowed = self.restarts_left - 1, group.spec.max_restarts
         what = describe_failures(self._job.failures, num_nodes=group.group_world_size or 1)

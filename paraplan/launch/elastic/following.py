@@ -10,11 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES
 from paraplan.launch.faults.report import say
+from paraplan.launch.guard import GuardWatch, remove_sums
 from paraplan.launch.live.ranks import LiveRank
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE
+from paraplan.launch.ranks.replica_sums import GUARD_VARIABLE
 from paraplan.launch.ranks.step_marks import MARKS_FILE, MARKS_VARIABLE
 from paraplan.launch.stragglers.watch import StragglerWatch
 from paraplan.units import ranks_in_words
@@ -31,6 +35,12 @@ def marks_variables(settings: AttemptSettings, environment: Mapping[str, str]) -
     return {} if is_alone or settings.follows_steps is None else {MARKS_VARIABLE: settings.follows_steps}
 
 
+def guard_variables(settings: AttemptSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that has a rank sum what it holds; none for a rank that is alone."""
+    is_alone = int(environment.get("WORLD_SIZE", "1")) == 1
+    return {} if is_alone or settings.guard_steps is None else {GUARD_VARIABLE: str(settings.guard_steps)}
+
+
 def dump_variables(settings: AttemptSettings, folder: Path | None) -> dict[str, str]:
     """Return where NCCL's watchdog is to leave its dump: not in the user's home folder, which is its default."""
     is_chosen = any(name in os.environ for name in DUMP_VARIABLES)
@@ -41,6 +51,8 @@ def dump_variables(settings: AttemptSettings, folder: Path | None) -> dict[str, 
 
 def remove_empty_files(folders: Iterable[Path]) -> None:
     """Remove what stood ready beside the error files of ranks and was not needed."""
+    folders = list(folders)
+    remove_sums(folders)
     for folder in folders:
         with suppress(OSError):
             (folder / CALLS_REQUEST).unlink(missing_ok=True)
@@ -89,6 +101,48 @@ def watch_steps(
         cases=job.late,
         say=say,
     )
+
+
+class RankWatches:
+    """The watch over steps and the guard of one attempt, made when they first look. All maps are by local rank."""
+
+    def __init__(
+        self,
+        settings: AttemptSettings,
+        job: JobRecord,
+        *,
+        envs: Mapping[int, Mapping[str, str]],
+        folders: Mapping[int, Path],
+    ) -> None:
+        self._settings, self._job, self._envs, self._folders = settings, job, envs, folders
+        self._steps: StragglerWatch | None = None
+        self._guard: GuardWatch | None = None
+        self._follows_steps = settings.follows_steps is not None
+        self._is_guarded = bool(folders) and any(
+            guard_variables(settings, environment) for environment in envs.values()
+        )
+
+    def look_for_slow_ranks(self) -> None:
+        """Look for slow ranks. What ranks and other nodes have noted may be anything, and ends no job."""
+        try:
+            if self._steps is None and self._follows_steps:
+                self._steps = watch_steps(self._settings, self._job, envs=self._envs, folders=self._folders)
+            if self._steps is not None:
+                self._steps.look()
+        except SignalException:
+            raise
+        except Exception as error:
+            say(f"slow ranks are looked for no more: {type(error).__name__}: {error}")
+            self._steps, self._follows_steps = None, False
+
+    def finds_ranks_apart(self, *, is_end: bool = False) -> bool:
+        """Whether ranks hold unlike values that should be alike, or read the same data; which is noted in the job."""
+        if self._is_guarded and self._guard is None:
+            by_rank = {int(self._envs[local]["RANK"]): folder for local, folder in self._folders.items()}
+            num_ranks = int(self._envs[0]["WORLD_SIZE"])
+            self._guard = GuardWatch(by_rank, num_ranks=num_ranks, store=self._job.store, say=say)
+        self._job.apart = None if self._guard is None else self._guard.look(is_end=is_end)
+        return self._job.apart is not None
 
 
 def peers_of_plan(file: PlanFile | None, num_ranks: int) -> list[list[int]]:

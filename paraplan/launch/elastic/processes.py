@@ -16,13 +16,14 @@ from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsRes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paraplan.launch.elastic.following import (
+    RankWatches,
     dump_variables,
+    guard_variables,
     live_ranks,
     marks_variables,
     remove_empty_files,
     say_what_stays,
     say_who_is_waited_for,
-    watch_steps,
 )
 from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.held_signals import HeldSignals, raise_signal
@@ -37,7 +38,6 @@ from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
-from paraplan.launch.stragglers.watch import StragglerWatch
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
 
@@ -87,8 +87,7 @@ class RankProcesses(ProcessContext):
         self._is_closed = False
         self._looks_at = 0.0
         self._alone_since: float | None = None
-        self._steps: StragglerWatch | None = None
-        self._follows_steps = settings.follows_steps is not None
+        self._watches = RankWatches(settings, job, envs=envs, folders=self._folders())
         self._watch = self._make_watch() if settings.hang_timeout_s is not None else None
 
     def _make_watch(self) -> HangWatch:
@@ -126,7 +125,7 @@ class RankProcesses(ProcessContext):
         self._job.stop.begin_attempt()
         self._job.attempts += 1
         self._job.clock.begin_attempt(self._job.page)
-        self._job.failures, self._job.hang = [], None
+        self._job.failures, self._job.hang, self._job.apart = [], None, None
         self._job.stacks, self._job.stopped, self._job.calls = {}, (), {}
         self._job.started_ns = time.time_ns()
         self._job.kills_before = count_memory_kills()
@@ -176,6 +175,7 @@ class RankProcesses(ProcessContext):
 
     def _environment(self, rank: int) -> dict[str, str]:
         own = {**self.envs[rank], **self._settings.extra_environment}
+        own |= guard_variables(self._settings, own)
         dumps = dump_variables(self._settings, self._folders().get(rank))
         return own | dumps | marks_variables(self._settings, own)
 
@@ -194,8 +194,8 @@ class RankProcesses(ProcessContext):
         self._collect()
         self._end_saved_ranks()
         if self._is_running() and not self._failed():
-            self._follow_steps()
-            if not self._hangs():
+            self._watches.look_for_slow_ranks()
+            if not self._watches.finds_ranks_apart() and not self._hangs():
                 if not self._lost_other_nodes():
                     return None
                 self._ask_where_ranks_are()
@@ -207,19 +207,6 @@ class RankProcesses(ProcessContext):
         self._ask_where_ranks_are()
         self.close()
         return self._result()
-
-    def _follow_steps(self) -> None:
-        """Look for slow ranks. What ranks and other nodes have noted may be anything, and ends no job."""
-        try:
-            if self._steps is None and self._follows_steps:
-                self._steps = watch_steps(self._settings, self._job, envs=self.envs, folders=self._folders())
-            if self._steps is not None:
-                self._steps.look()
-        except SignalException:
-            raise
-        except Exception as error:
-            say(f"slow ranks are looked for no more: {type(error).__name__}: {error}")
-            self._steps, self._follows_steps = None, False
 
     def _end_saved_ranks(self) -> None:
         """Raise `PreemptedError` where the ranks have saved and ended because the job was to end."""
@@ -322,6 +309,8 @@ class RankProcesses(ProcessContext):
         if any(failure.cause is not Cause.OWN_ERROR for failure in failures):
             found = {self._global_rank(rank): read_calls(folder) for rank, folder in self._folders().items()}
             self._job.calls = {rank: calls for rank, calls in found.items() if calls is not None}
+        if not failures and self._job.apart is None:
+            self._watches.finds_ranks_apart(is_end=True)
         remove_empty_files(self._folders().values())
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:

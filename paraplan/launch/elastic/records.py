@@ -11,6 +11,7 @@ from paraplan.launch.faults.failures import RankFailure
 from paraplan.launch.faults.hang import HangVerdict
 from paraplan.launch.faults.memory_kills import MemoryKills
 from paraplan.launch.goodput import JobClock
+from paraplan.launch.guard import GuardVerdict
 from paraplan.launch.live.ranks import LiveRanks
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.preemption import StopRequest
@@ -36,6 +37,7 @@ class AttemptSettings:
     `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
     `follows_steps` has ranks note the times of their steps, by which slow ones are found, once a module of this name is
     imported; None never does.
+    `guard_steps` has ranks sum what they hold alike every so many steps; None never does.
     `health_s` is for how long machines are measured before the first start; None does not.
     `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
     """
@@ -50,6 +52,7 @@ class AttemptSettings:
     cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     has_gpus: bool = False
     follows_steps: str | None = None
+    guard_steps: int | None = None
     health_s: float | None = None
     spares: Spares = field(default_factory=Spares)
     """Processes that stand by for ranks that start again."""
@@ -72,6 +75,7 @@ class JobRecord:
     failures: list[RankFailure] = field(default_factory=list)
     attempts: int = 0
     hang: HangVerdict | None = None
+    apart: GuardVerdict | None = None
     plan: PlanFile | None = None
     store: NodeStore | None = None
     folder: RunFolder | None = None

@@ -41,6 +41,9 @@ _STEP_MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
 """Environment variable of ranks that note the times of their steps, see `step_marks`: the module whose import says that
 the script is one whose steps are noted."""
 
+_GUARD_VARIABLE = "PARAPLAN_GUARD"
+"""Environment variable of ranks that sum what ranks hold alike, see `replica_sums`: every how many steps."""
+
 STAND_BY = "--stand-by"
 """First argument of a process that waits for a place; the others are the descriptor where, and modules to import."""
 
@@ -179,6 +182,8 @@ def watch_process(recorder: FailureRecorder) -> None:
         if _STEP_MARKS_VARIABLE in os.environ:
             hooks = module_beside("../torch_private/step_hooks.py")
             hooks.after_import(os.environ[_STEP_MARKS_VARIABLE], lambda: _mark_steps(folder, hooks))
+        if _GUARD_VARIABLE in os.environ:
+            module_beside("../torch_private/step_hooks.py").after_import("torch", lambda: _guard(folder))
 
 
 def _mark_steps(folder: str, hooks: Any) -> None:
@@ -190,6 +195,11 @@ def _mark_steps(folder: str, hooks: Any) -> None:
             hooks.mark_steps(marks)
         except Exception:
             marks.is_on = False
+
+
+def _guard(folder: str) -> None:
+    replicas = module_beside("../torch_private/replicas.py")
+    module_beside("replica_sums.py").ReplicaSums(folder, int(os.environ[_GUARD_VARIABLE]), replicas).start()
 
 
 def module_beside(name: str) -> Any:
