@@ -15,6 +15,7 @@ from paraplan.hardware.prices import MachinePrice as MachinePrice
 from paraplan.hardware.prices import PriceFile as PriceFile
 from paraplan.hardware.prices import known_price as known_price
 from paraplan.hardware.prices import load_prices as load_prices
+from paraplan.hardware.prices import machines_for_rent as machines_for_rent
 from paraplan.hardware.profiles import GpuProfile as GpuProfile
 from paraplan.hardware.profiles import MachineProfile as MachineProfile
 from paraplan.hardware.profiles import NetworkProfile as NetworkProfile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,6 +103,14 @@ class SearchOptions:
     like: Annotated[
         Path | None, _search("--like", metavar="PLAN", help="Say what changes from an earlier plan, and why.")
     ] = None
+    anywhere: Annotated[
+        bool,
+        _money(
+            "--anywhere",
+            help="Compare all machines that a price is known of, up to --nodes of them (8 by default): what trains on "
+            "--tokens cheapest, fastest, or in --days. -o FOLDER writes their plans.",
+        ),
+    ] = False
     tokens: Annotated[
         float | None,
         _money(
@@ -118,7 +126,7 @@ class SearchOptions:
             "--days",
             metavar="N",
             parser=amount(0.001, MOST_DAYS),
-            help="With --find by-date: days that training on --tokens may take.",
+            help="With --find by-date or --anywhere: days that training on --tokens may take.",
         ),
     ] = None
     price: Annotated[
@@ -170,8 +178,10 @@ class SearchOptions:
         """Raise `UsageError` where no model is named, or one where a model is to be found, and for days of nothing."""
         if self.spot and self.mtbf is None:
             show_note("spot machines may be taken back: --mtbf 6h/node counts what that costs")
-        if self.days is not None and self.find is not FindName.by_date:
-            raise UsageError("--days belongs to --find by-date", hint="add --find by-date --tokens N")
+        if self.days is not None and self.find is not FindName.by_date and not self.anywhere:
+            raise UsageError("--days belongs to --find by-date and to --anywhere", hint="add --find by-date --tokens N")
+        if self.anywhere and self.tokens is None:
+            raise UsageError("--anywhere asks what training on so many tokens costs", hint="add --tokens 20B")
         if self.costs_of is not None and self.mtbf is None:
             raise UsageError("--costs-of without --mtbf changes nothing", hint="add --mtbf 3h")
         if reference is None and self.find is not FindName.largest_model:
@@ -189,6 +199,17 @@ class SearchOptions:
             raise UsageError(
                 "several machines make no one plan to write", hint="name one machine with --profile, with -o"
             )
+
+    def machines(self, hardware: HardwareOptions) -> tuple[HardwareOptions, ...]:
+        """Return the options for each machine that is asked about."""
+        if not self.anywhere:
+            return hardware.each()
+        from paraplan.api.profiles import load_prices, machines_for_rent
+
+        if hardware.profile is not None or hardware.gpu is not None or self.price is not None:
+            raise UsageError("--anywhere takes every machine, each at its price", hint="leave out what says others")
+        found = machines_for_rent(load_prices(self.prices), most_nodes=hardware.nodes or 8)
+        return tuple(replace(hardware, profile=name, nodes=nodes) for name, nodes in found)
 
     def model(
         self, reference: str | None, training: TrainingChoices, plan: PlanChoices, hardware: HardwareOptions
@@ -307,10 +328,10 @@ def recommend(
     started = time.perf_counter()
     search.require(model)
     named = None if model is None else search.model(model, training, plan, hardware)  # before what else is missing
-    clusters = [each.cluster() for each in hardware.each()]
+    clusters = [each.cluster() for each in search.machines(hardware)]
     training, *_ = choices = [with_precision(training, each) for each in clusters]
     if len(clusters) > 1:
-        search.require_comparable(model, output, trace)
+        search.require_comparable(model, None if search.anywhere else output, trace)
     spec = named or search.model(model, training, plan, hardware)
     cluster = max(clusters, key=lambda each: each.num_gpus)
     batch = training.global_batch or SEQUENCES_PER_GPU * cluster.num_gpus
@@ -320,12 +341,15 @@ def recommend(
     asked = training_of(spec, seq_length=training.seq_len, global_batch_size=batch, **training.fields)
     training.say_length(spec, asked.seq_length)
     if len(clusters) > 1:
-        from paraplan.cli.machine_tables import compare
+        from paraplan.cli.machine_tables import Anywhere, compare
 
         workloads = _workloads(spec, asked, choices, [(each, search.framework) for each in clusters])
         workloads = [hardware.calibrated(each) for each in workloads]
         question = search.request(plan, None, for_report=False)
-        compare(workloads, question, prices=search.prices, is_spot=search.spot, html=html, as_json=as_json)
+        choice = Anywhere(search.days, output, search.num_candidates) if search.anywhere else None
+        compare(
+            workloads, question, prices=search.prices, is_spot=search.spot, html=html, as_json=as_json, choice=choice
+        )
         return
     request = search.request(plan, cluster, for_report=html is not None)
     workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=search.framework))

@@ -15,6 +15,9 @@ from paraplan.hardware.profile_json import read_object, validated
 from paraplan.records import Record
 from paraplan.resources import profiles_folder
 
+_GPUS = 8
+"""Of a machine whose GPUs are rented one by one."""
+
 
 class PriceOffer(Record):
     """What one provider asks for one machine, or for one GPU of a machine, by the hour."""
@@ -64,6 +67,19 @@ def load_prices(path: Path | None = None) -> tuple[PriceFile, ...]:
     """Return the prices of a file, by default those that come with paraplan. Raises `ProfileError` for a bad file."""
     paths = [path] if path is not None else sorted((profiles_folder() / "prices").glob("*.json"))
     return tuple(validated(PriceFile, read_object(each), where=str(each)) for each in paths)
+
+
+def machines_for_rent(prices: Sequence[PriceFile], *, most_nodes: int) -> list[tuple[str, int]]:
+    """Return the machines that somebody asks a price for, as names of profiles with numbers of nodes.
+
+    A GPU by itself is taken as a machine with eight of them. Of such a machine, and of one with another provider's
+    name, nobody says how several are connected: it is taken alone. Others are taken up to `most_nodes` times.
+    """
+    offers = [offer for file in prices for offer in file.offers]
+    whole = dict.fromkeys(offer.machine for offer in offers if offer.machine is not None)
+    parts = dict.fromkeys(f"{_GPUS}x{offer.gpu}" for offer in offers if offer.machine is None)
+    sizes = [2**power for power in range(most_nodes.bit_length())]
+    return [(machine, size) for machine in whole for size in sizes] + [(machine, 1) for machine in parts]
 
 
 def price_of(cluster: Cluster, files: Sequence[PriceFile], *, is_spot: bool = False) -> MachinePrice | None:

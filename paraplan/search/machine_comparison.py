@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paraplan.cost.workload import Workload
-from paraplan.errors import ParaplanError
-from paraplan.hardware.prices import PriceFile, price_of
+from paraplan.errors import NoPlanFitsError, ParaplanError
+from paraplan.hardware.prices import MachinePrice, PriceFile, price_of
 from paraplan.records import Record
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.sizes import budget
+
+_DAY_S = 86_400
 
 
 class MachineOffer(Record):
     """The best plan on one machine. Where none fits, `why_not` says so and figures of the plan are None."""
 
     machine: str
+    profile: str
+    num_nodes: int
     num_gpus: int
     gpu: str
     fits: bool
@@ -33,6 +37,8 @@ class MachineOffer(Record):
     """None where none is known."""
     price_source: str | None = None
     """Who asks it, for which machine, and when; `--price` where the user said it."""
+    rented: MachinePrice | None = None
+    """The offer that this price is of."""
     price_url: str | None = None
     seconds: float | None = None
     """Of the run, where it is said on how many tokens it trains."""
@@ -48,6 +54,25 @@ class MachineComparison(Record):
     is_by_cost: bool
     tokens: float | None
     currency: str | None
+
+    def cheapest_in_time(self, *, days: float | None, most: int) -> MachineComparison:
+        """Return the cheapest size of the `most` cheapest machines that end in `days`, and the fastest of all.
+
+        Raises `NoPlanFitsError` where none ends in time.
+        """
+        limit_s = float("inf") if days is None else days * _DAY_S
+        by_cost = sorted((one for one in self.machines if one.cost is not None), key=lambda one: one.cost or 0.0)
+        fastest = min(by_cost, key=lambda one: one.seconds or 0.0, default=None)
+        hint = "--days says when it has to end, --nodes how many machines it may take"
+        if fastest is None:
+            raise NoPlanFitsError("no plan fits any machine that a price is known of", hint=hint)
+        if (fastest.seconds or 0.0) > limit_s:
+            took = f"the fastest, {fastest.machine}, takes {(fastest.seconds or 0.0) / _DAY_S:.3g}"
+            raise NoPlanFitsError(f"no machine trains on so many tokens in {days:g} days: {took}", hint=hint)
+        in_time = [one for one in by_cost if (one.seconds or 0.0) <= limit_s]
+        cheapest = {one.profile: one for one in reversed(in_time)}.values()
+        shown = [one for one in in_time if one in cheapest][:most]
+        return self.replace(machines=(*shown, *([] if fastest in shown else [fastest])), is_by_cost=True)
 
 
 def compare_machines(
@@ -74,7 +99,8 @@ def compare_machines(
 def _offer(workload: Workload, request: SearchRequest, prices: Sequence[PriceFile], *, is_spot: bool) -> MachineOffer:
     cluster = workload.cluster
     name = f"{cluster.num_nodes} x {cluster.name}" if cluster.num_nodes > 1 else cluster.name
-    named = {"machine": name, "num_gpus": cluster.num_gpus, "gpu": cluster.gpu.title}
+    named = {"machine": name, "profile": cluster.name, "num_nodes": cluster.num_nodes}
+    named |= {"num_gpus": cluster.num_gpus, "gpu": cluster.gpu.title}
     try:
         answer = recommendation(workload, replace(request, num_candidates=1))
     except ParaplanError as error:
@@ -99,6 +125,7 @@ def _offer(workload: Workload, request: SearchRequest, prices: Sequence[PriceFil
         price_per_gpu_hour=per_gpu_hour,
         price_source="--price" if price is None and per_gpu_hour is not None else None if price is None else str(price),
         price_url=None if price is None else price.offer.source,
+        rented=price,
         seconds=None if run is None else run.seconds,
         cost=None if run is None else run.cost,
         cost_per_billion_tokens=billion.cost,

@@ -537,3 +537,22 @@ def test_machines_are_compared_in_figures_that_stand_in_columns(columns: str) ->
     assert len(rows) == 2
     assert {len(line.rstrip()) for line in (header, *rows)} == {len(header.rstrip())}
     assert "https://" not in result.stdout
+
+
+def test_anywhere_compares_rented_machines_and_says_how_each_is_submitted(tmp_path: Path) -> None:
+    aws = {"instance": "p5.48xlarge", "gpu": "h100-sxm-80gb", "num_gpus": 8, "on_demand_per_hour": 55}
+    aws |= {"machine": "aws-p5-48xlarge", "region": "us-east-1", "date": "2026-11-09", "source": "a page"}
+    lone = {"instance": "RTX 4090", "gpu": "rtx-4090", "num_gpus": 1, "on_demand_per_hour": 0.3}
+    lone |= {"date": "2026-11-09", "source": "a page"}
+    (tmp_path / "aws.json").write_text(json.dumps({"provider": "AWS", "currency": "USD", "offers": [aws, lone]}))
+    words = ["recommend", "gpt2", "--anywhere", "--seq-len", "1k", "--global-batch", "64", "--nodes", "1"]
+    words += ["--prices", str(tmp_path / "aws.json")]
+    status, out, _ = run(*words, "--tokens", "1e9", "-o", str(tmp_path / "plans"))
+    assert status == 0
+    assert "cheapest: 8xrtx-4090; fastest: aws-p5-48xlarge" in out
+    plan = tmp_path / "plans" / "1x-aws-p5-48xlarge.json"
+    options = "--option infra=aws/us-east-1 --option instance-type=p5.48xlarge train.py"
+    assert f"paraplan submit --to sky --plan {plan} {options}" in out
+    assert read_plan_file(plan).plan.world_size == 8
+    assert "--anywhere asks what training on so many tokens costs" in run(*words)[2]
+    assert "no machine trains on so many tokens in 0.001 days" in run(*words, "--tokens", "1e12", "--days", "0.001")[2]

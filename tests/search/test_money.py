@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from paraplan.cost.workload import Workload
-from paraplan.hardware.prices import load_prices
+from paraplan.errors import NoPlanFitsError
+from paraplan.hardware.prices import load_prices, machines_for_rent
 from paraplan.plan.executor import OWN_RUNTIME
 from paraplan.plan.goodput import FailureRate
 from paraplan.search.constraints import FREE
@@ -74,3 +75,20 @@ def test_machines_are_ranked_by_cost_where_all_prices_are_known_and_else_by_time
     assert times == sorted(times)
     own = compare_machines(unknown, SearchRequest(price_per_gpu_hour=1.0), load_prices())
     assert {offer.price_source for offer in own.machines if offer.fits} == {"--price"}
+
+
+def test_of_machines_anywhere_the_cheapest_size_in_time_and_the_fastest_are_kept(workload: MakeWorkload) -> None:
+    rented = machines_for_rent(load_prices(), most_nodes=4)
+    assert [size for name, size in rented if name == "aws-p5-48xlarge"] == [1, 2, 4]
+    assert [size for name, size in rented if name == "8xh100-pcie-80gb"] == [1], "nobody says how several are connected"
+    wanted = [("dgx-a100", 1), ("aws-p5-48xlarge", 1), ("aws-p5-48xlarge", 4)]
+    machines = [workload("llama-3-8b", name, num_nodes=size, seq_length=4096) for name, size in wanted]
+    found = compare_machines(machines, SearchRequest(tokens=1e9), load_prices())
+    kept = found.cheapest_in_time(days=None, most=1)
+    assert [(offer.profile, offer.num_nodes) for offer in kept.machines] == [("dgx-a100", 1), ("aws-p5-48xlarge", 4)]
+    slowest, fastest = (offer.seconds or 0.0 for offer in kept.machines)
+    in_time = found.cheapest_in_time(days=(fastest + 1) / 86_400, most=5)
+    assert [(offer.profile, offer.num_nodes) for offer in in_time.machines] == [("aws-p5-48xlarge", 4)]
+    assert slowest > fastest
+    with pytest.raises(NoPlanFitsError, match="the fastest, 4 x aws-p5-48xlarge, takes"):
+        found.cheapest_in_time(days=fastest / 2 / 86_400, most=5)
