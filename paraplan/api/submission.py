@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paraplan.submit.exclusion import excluded_hosts as excluded_hosts
 from paraplan.submit.handle import Handle as Handle
 from paraplan.submit.handle import find_handle as find_job
 from paraplan.submit.handle import handles as submitted_jobs
@@ -25,6 +26,7 @@ __all__ = [
     "Submission",
     "cancel_job",
     "draft_job",
+    "excluded_hosts",
     "find_job",
     "job_logs",
     "job_state",

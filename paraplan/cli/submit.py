@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paraplan.api.plans import load_plan
-from paraplan.api.submission import Submission, draft_job, submit_draft
+from paraplan.api.submission import Submission, draft_job, excluded_hosts, submit_draft
 from paraplan.cli import completion
 from paraplan.cli.live_options import JsonOption
 from paraplan.errors import UsageError
@@ -34,6 +34,15 @@ def submit(
     option: Annotated[
         list[str] | None,
         typer.Option("--option", metavar="NAME=VALUE", help="An option of the scheduler's client; several times."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude",
+            metavar="HOST|RUN|JOB",
+            help="Not on these hosts, or not on those that a run's folder, a submitted job or JSON of doctor names as "
+            "slow or bad; several times.",
+        ),
     ] = None,
     image: Annotated[str | None, typer.Option("--image", metavar="NAME", help="The container image of k8s.")] = None,
     in_place: Annotated[
@@ -63,8 +72,11 @@ def submit(
         options=_options(option or []),
         in_place=in_place,
         on_cpu=on_cpu,
+        exclude=excluded_hosts(exclude or []),
     )
     draft = draft_job(wanted, Path.cwd())
+    if wanted.exclude:
+        typer.echo(f"left out: {one_line(', '.join(wanted.exclude))}", err=True)
     if draft.package is not None:
         typer.echo(f"package: {one_line(draft.package.describe())}", err=True)
     if dry_run:

@@ -32,6 +32,8 @@ class Subject(Record):
     """The name of the job, None for one after the model."""
     is_planned: bool = True
     """Whether ranks take the plan in `path`; else they plan when they start, and the file says the size of the job."""
+    plans_again: bool = False
+    """Whether ranks make another plan where the machines that they get are not those of the plan."""
     needs_gpus: bool = True
     """Whether GPUs are asked for; ranks run on CPUs otherwise."""
 
@@ -218,7 +220,7 @@ def runtime_gap(subject: Subject) -> list[Gap]:
 def launch_words(subject: Subject, *, plan_path: str) -> str:
     """Return the last words of `paraplan launch` for a shell: the order of GPUs, the plan and the script."""
     order = ["--gpus", subject.gpu_order] if subject.gpu_order is not None else []
-    plan = ["--plan", plan_path] if subject.is_planned else []
+    plan = ["--plan", f"auto:{plan_path}" if subject.plans_again else plan_path] if subject.is_planned else []
     return shlex.join([*order, *plan, subject.script, *subject.arguments])
 
 

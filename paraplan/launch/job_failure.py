@@ -24,8 +24,8 @@ from paraplan.launch.faults.report import (
 )
 from paraplan.launch.guard import GUARD_EXIT_STATUS, GuardVerdict
 from paraplan.launch.nodes.store import StoreLostError
-from paraplan.launch.planning import PlannerRequest, make_plan
-from paraplan.launch.request import LaunchRequest, planned_layout
+from paraplan.launch.planning import make_plan, planned_layout, planner_of
+from paraplan.launch.request import LaunchRequest
 from paraplan.launch.run_folder import RunFolder
 from paraplan.units import format_bytes
 
@@ -121,16 +121,14 @@ def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:
     file = job.plan
     if file is None or file.model is None or file.training is None:
         return None
-    training = file.training
-    options: dict[str, object] = {"--global-batch": training.global_batch_size, "--seq-len": training.seq_length}
-    options |= {"--precision": training.precision, "--optimizer": training.optimizer, "--objective": "memory"}
-    model = request.planner.model if request.planner is not None else file.model.source or file.model.name
     profile = request.planner.profile if request.planner is not None else None
-    words = tuple(str(word) for pair in options.items() for word in pair)
+    planner = planner_of(file, profile=profile, objective="memory")
+    if request.planner is not None:
+        planner = replace(planner, model=request.planner.model)
     nodes, ranks = planned_layout(file)
     try:
         text = make_plan(
-            PlannerRequest(model, words, profile=profile),
+            planner,
             num_nodes=nodes,
             ranks_per_node=ranks,
             environment=dict(os.environ),

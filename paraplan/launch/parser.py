@@ -108,7 +108,8 @@ def _add_own_options(parser: LaunchParser) -> None:
         "--plan",
         metavar="PLAN.json",
         help="Run this plan: sets the numbers of nodes and ranks where they are not given, refuses any that differ. "
-        "auto: a plan for the ranks that are here, made again when nodes leave or come; by --model, or by the script.",
+        "auto: a plan for the ranks that are here, made again when nodes leave or come; by --model, or by the script. "
+        "auto:PLAN.json: this one, and another for its training where nodes, ranks or GPUs are not those it is for.",
     )
     ours.add_argument(
         "--model",

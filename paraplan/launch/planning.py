@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import paraplan
 from paraplan.errors import PlanError
 
-AUTO = "auto"
-"""The value of --plan that asks for a plan for the machines found."""
+if TYPE_CHECKING:  # pydantic: a tenth of a second for launches without a plan
+    from paraplan.plan.files import PlanFile
 
 CPU_PROFILE = "cpu"
 """The hardware profile that plans are made for where there is no GPU."""
@@ -39,6 +40,20 @@ class PlannerRequest:
     model: str
     options: tuple[str, ...]
     profile: str | None = None
+
+
+def planner_of(file: PlanFile, *, profile: str | None, objective: str | None = None) -> PlannerRequest:
+    """Return what to ask for where the training of a plan file is to be planned again. Raises `PlanError`."""
+    training, model = file.training, file.model
+    if training is None or model is None:
+        raise PlanError(
+            "the plan does not say which model it trains, and how", hint="make one with paraplan recommend -o"
+        )
+    options: dict[str, object] = {"--global-batch": training.global_batch_size, "--seq-len": training.seq_length}
+    options |= {"--precision": training.precision, "--optimizer": training.optimizer}
+    options |= {} if objective is None else {"--objective": objective}
+    words = tuple(str(word) for pair in options.items() for word in pair)
+    return PlannerRequest(model.source or model.name, words, profile=profile)
 
 
 def make_plan(
@@ -85,6 +100,35 @@ def make_plan(
         fault = answer["error"]
         raise _no_plan(num_ranks, fault["message"], hint=fault["hint"], status=fault["exit_status"])
     return json.dumps(answer["plan_file"], indent=2) + "\n"
+
+
+def planned_layout(file: PlanFile) -> tuple[int, int]:
+    """Return nodes and ranks per node that the plan was made for; one node where it does not say."""
+    world_size = file.plan.world_size
+    cluster = file.cluster
+    if cluster is not None and cluster.num_nodes * cluster.gpus_per_node == world_size:
+        return cluster.num_nodes, cluster.gpus_per_node
+    return 1, world_size
+
+
+def why_planned_again(file: PlanFile, *, nodes: int, ranks: int, gpu: str | None) -> str | None:
+    """Return in what the machines here differ from those of a plan, None where they do not."""
+    planned_nodes, planned_ranks = planned_layout(file)
+    plain = file.estimate.plain if file.estimate is not None else None
+    other = None if gpu is None or plain is None or plain.gpu == gpu else plain.gpu
+    if nodes * ranks == file.plan.world_size and other is None:
+        return None
+    there = f"{planned_nodes} x {planned_ranks} {other or 'ranks'}"
+    return f"the plan is for {there}, and here are {nodes} x {ranks} {gpu if other else 'ranks'}: planning again"
+
+
+def kind_of_gpu() -> str | None:
+    """Return the kind of this node's first GPU as profiles have it."""
+    import torch  # only where there is one
+
+    from paraplan.hardware.catalogue.profile_files import profile_name
+
+    return profile_name(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
 
 def _training_fields(options: tuple[str, ...]) -> dict[str, str | int]:

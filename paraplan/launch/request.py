@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paraplan.errors import NoGpuError, PlanError, UnsupportedPlanError
-from paraplan.launch.planning import AUTO, CPU_PROFILE, PlannerRequest
+from paraplan.launch.planning import (
+    CPU_PROFILE,
+    PlannerRequest,
+    kind_of_gpu,
+    planned_layout,
+    planner_of,
+    why_planned_again,
+)
 from paraplan.launch.spec import ONE_NODE, ArgumentError, LaunchSpec, NodeRange
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
@@ -49,6 +56,8 @@ class LaunchRequest:
     plan_path: str | None = None
     gpus: tuple[str, ...] | None = None
     planner: PlannerRequest | None = None
+    planned_again: str | None = None
+    """Why the plan that was given is not the one of this launch."""
 
     @property
     def plan(self) -> ParallelPlan | None:
@@ -82,7 +91,7 @@ def check_request(
     Raises `ArgumentError` and `PlanError`; nothing has been started then.
     """
     planner = planner_request(spec, num_gpus=num_gpus)
-    plan_path = None if spec.plan == AUTO else spec.plan
+    plan_path = spec.plan_path
     gpus = _chosen_gpus(spec.gpus, read_gpus=read_gpus, environment=environment)
     num_gpus = num_gpus if gpus is None else len(gpus)
     file = read_plan_file(current_folder / plan_path) if plan_path else None
@@ -99,7 +108,16 @@ def check_request(
     _check_streams("tee", spec.tee)
     check_script(spec, current_folder)
     nodes, nproc_per_node = spec.nodes or ONE_NODE, spec.nproc_per_node or str(max(1, num_gpus))
-    if file is not None and plan_path is not None:
+    why_again = None
+    if file is not None and plan_path is not None and spec.plans_again:
+        planner = planner_of(file, profile=None if num_gpus else CPU_PROFILE)
+        planned_nodes, planned_ranks = planned_layout(file)
+        ranks = _given_ranks(spec.nproc_per_node, num_gpus) or num_gpus or planned_ranks
+        nodes, nproc_per_node = spec.nodes or NodeRange(planned_nodes, planned_nodes), str(ranks)
+        why_again = why_planned_again(file, nodes=nodes.max, ranks=ranks, gpu=kind_of_gpu() if num_gpus else None)
+        if why_again is not None:
+            file = plan_path = None
+    elif file is not None and plan_path is not None:
         nodes, nproc_per_node = _layout_of_plan(spec, file, num_gpus=num_gpus, plan_path=plan_path)
     _check_spares(spec, nodes)
     return LaunchRequest(
@@ -109,6 +127,7 @@ def check_request(
         file=file,
         gpus=gpus,
         planner=planner,
+        planned_again=why_again,
         plan_path=str((current_folder / plan_path).resolve()) if plan_path else None,
     )
 
@@ -128,7 +147,7 @@ def planner_request(spec: LaunchSpec, *, num_gpus: int) -> PlannerRequest | None
                 hint="name the model; options of the script come after the script",
             )
         return None
-    if spec.plan not in (None, AUTO):
+    if spec.plan_path is not None:
         raise ArgumentError(
             f"--plan {spec.plan} and --model {spec.model} contradict each other", hint="give one of them"
         )
@@ -347,21 +366,12 @@ def likely_ranks_per_node(spec: LaunchSpec) -> int | None:
     """
     if spec.nproc_per_node is not None:
         return int(spec.nproc_per_node) if spec.nproc_per_node.isdigit() else None
-    if spec.plan in (None, AUTO):
+    if spec.plan_path is None:
         return None
     try:
-        return planned_layout(read_plan_file(Path(str(spec.plan))))[1]
+        return planned_layout(read_plan_file(Path(spec.plan_path)))[1]
     except PlanError:  # `check_request` reports it
         return None
-
-
-def planned_layout(file: PlanFile) -> tuple[int, int]:
-    """Return nodes and ranks per node that the plan was made for; one node where it does not say."""
-    world_size = file.plan.world_size
-    cluster = file.cluster
-    if cluster is not None and cluster.num_nodes * cluster.gpus_per_node == world_size:
-        return cluster.num_nodes, cluster.gpus_per_node
-    return 1, world_size
 
 
 def _given_ranks(nproc_per_node: str | None, num_gpus: int) -> int | None:

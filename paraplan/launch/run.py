@@ -125,6 +125,8 @@ def run_job(
     """
     spec = request.spec
     job.plan = request.file
+    if request.planned_again is not None:
+        say(request.planned_again)
     job.folder = folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it

@@ -12,6 +12,9 @@ from paraplan.errors import UsageError
 DEFAULT_MASTER_PORT = 29500
 """The port of a static rendezvous that names none, as torchrun has it."""
 
+AUTO = "auto"
+"""The value of --plan that asks for a plan for the machines found; `auto:plan.json` where they are not its own."""
+
 RUNS_FOLDER = "paraplan-runs"
 """Where runs are kept, in the current folder, without --log-dir."""
 
@@ -86,7 +89,7 @@ class LaunchSpec:
     torch_options: Mapping[str, object] = field(default_factory=dict)
 
     plan: str | None = None
-    """The path of a plan file, or `auto`."""
+    """The path of a plan file, `auto`, or both: `auto:plan.json`."""
     model: str | None = None
     global_batch: int | None = None
     seq_len: int | None = None
@@ -124,6 +127,16 @@ class LaunchSpec:
     fake_rank: int | None = None
     profile: str | None = None
     json: bool = False
+
+    @property
+    def plan_path(self) -> str | None:
+        """The plan file, None where none is named."""
+        return None if self.plan in (None, AUTO) else str(self.plan).removeprefix(f"{AUTO}:")
+
+    @property
+    def plans_again(self) -> bool:
+        """Whether another plan is made where the plan file is one for other machines."""
+        return self.plan is not None and self.plan.startswith(f"{AUTO}:")
 
     @classmethod
     def of_namespace(cls, namespace: Namespace) -> LaunchSpec:

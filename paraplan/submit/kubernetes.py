@@ -22,6 +22,7 @@ class Kubernetes:
 
     title, client = "Kubernetes", "kubectl"
     files: FilesWay = "image"
+    exclude_option: str | None = None
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the JobSet."""

@@ -30,6 +30,7 @@ class Ray:
 
     title, client = "Ray", "ray"
     files: FilesWay = "uploaded"
+    exclude_option: str | None = None
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the program that starts the ranks."""

@@ -62,6 +62,9 @@ class Scheduler(Protocol):
     files: FilesWay
     """How files reach the nodes: they see them where they are, the client uploads them, or an image holds them."""
 
+    exclude_option: str | None
+    """The client's option that leaves out hosts by their names; None where it has none."""
+
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the document of the job."""
 

@@ -29,6 +29,7 @@ class SkyPilot:
 
     title, client = "SkyPilot", "sky"
     files: FilesWay = "uploaded"
+    exclude_option: str | None = None
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the task."""

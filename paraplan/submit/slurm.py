@@ -30,6 +30,7 @@ class Slurm:
 
     title, client = "Slurm", "sbatch"
     files: FilesWay = "shared"
+    exclude_option: str | None = "exclude"
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the batch script."""

@@ -36,6 +36,8 @@ class Submission:
     options: dict[str, str] = field(default_factory=dict)
     in_place: bool = False
     on_cpu: bool = False
+    exclude: tuple[str, ...] = ()
+    """Hosts that the job is not to run on."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,11 @@ def draft_job(wanted: Submission, current_folder: Path) -> Draft:
         image=wanted.image,
         job_name=name,
         is_planned=wanted.plan is not None,
+        plans_again=wanted.plan is not None and None not in (wanted.plan.model, wanted.plan.training),
         needs_gpus=not wanted.on_cpu,
     )
-    exported = scheduler.export(subject, wanted.options)
+    options = {**wanted.options, **_exclusion(scheduler, wanted)}
+    exported = scheduler.export(subject, options)
     handle = Handle(
         name=name,
         scheduler=wanted.to,
@@ -103,10 +107,23 @@ def draft_job(wanted: Submission, current_folder: Path) -> Draft:
         document=str(ours / f"job.{_SUFFIXES.get(exported.target, 'yaml')}"),
         script=shlex.join([wanted.script, *wanted.arguments]),
         plan=plan.plan.describe() if wanted.plan is not None else "made by the ranks",
-        options=wanted.options,
+        options=options,
         submitted_s=time.time(),
     )
     return Draft(scheduler, exported, plan, handle, package)
+
+
+def _exclusion(scheduler: Scheduler, wanted: Submission) -> dict[str, str]:
+    """Return the option of the client that leaves hosts out, beside those that the user's own option names."""
+    if not wanted.exclude:
+        return {}
+    name = getattr(scheduler, "exclude_option", None)
+    if name is None:
+        raise UsageError(
+            f"--exclude: the client of {scheduler.title} leaves out no hosts by name",
+            hint="take them out of the cluster: kubectl cordon NODE" if wanted.to == "k8s" else "leave it out",
+        )
+    return {name: ",".join(filter(None, [wanted.options.get(name), *wanted.exclude]))}
 
 
 _SUFFIXES = {"slurm": "sbatch", "ray": "py"}

@@ -10,8 +10,9 @@ from paraplan.launch.parser import parse_arguments
 from paraplan.launch.planning import PlannerRequest
 from paraplan.launch.request import LaunchRequest, check_request, likely_ranks_per_node
 from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
-from paraplan.plan.files import ClusterReference, PlanFile
+from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
 
 
 def write_plan(folder: Path, *, nodes: int | None = None, gpus_per_node: int = 0, **degrees: int) -> str:
@@ -235,3 +236,22 @@ def test_an_endpoint_of_several_hosts_is_refused() -> None:
 def test_what_an_option_says_is_not_for_the_configuration_of_the_rendezvous(check, conf: str, option: str) -> None:
     with pytest.raises(ArgumentError, match=f"is what {option} says"):
         check(rdzv_conf=conf)
+
+
+def test_a_plan_for_other_machines_is_made_again_for_those_that_are_here(check, tmp_path: Path) -> None:
+    machines = ClusterReference(name="test", num_nodes=2, gpus_per_node=2)
+    model, training = ModelReference(name="gpt2"), TrainingSpec(global_batch_size=8, seq_length=128)
+    file = PlanFile(plan=ParallelPlan(dp=4), cluster=machines, model=model, training=training)
+    (tmp_path / "plan.json").write_text(file.to_json())
+    same = check(plan="auto:plan.json")
+    assert (same.nodes, same.nproc_per_node, same.planned_again) == (NodeRange(2, 2), "2", None)
+    assert same.plan == ParallelPlan(dp=4)
+    fewer = check(plan="auto:plan.json", nnodes="1")
+    assert (fewer.nodes, fewer.nproc_per_node, fewer.file, fewer.plan_path) == (NodeRange(1, 1), "2", None, None)
+    assert fewer.planned_again == "the plan is for 2 x 2 ranks, and here are 1 x 2 ranks: planning again"
+    assert fewer.planner is not None
+    assert (fewer.planner.model, fewer.planner.profile) == ("gpt2", "cpu")
+    assert fewer.planner.options[:4] == ("--global-batch", "8", "--seq-len", "128")
+    assert check(plan="auto:plan.json", nnodes="1", nproc_per_node="4").plan == ParallelPlan(dp=4)
+    with pytest.raises(PlanError, match="does not say which model it trains"):
+        check(plan=f"auto:{write_plan(tmp_path, dp=2)}")

@@ -90,10 +90,10 @@ def losses(log: str) -> dict[int, float]:
 
 
 def test_losses_over_a_requeue_are_those_of_a_job_that_was_left_alone(cluster: Cluster, tmp_path: Path) -> None:
-    size = "--nodes 2 --gpus-per-node 1"
-    whole, _ = cluster.submit(f"{size} train_lm.py {TRAIN} --checkpoint {tmp_path / 'whole'}")
+    size, train = "--nodes 2 --gpus-per-node 1", TRAIN.replace("16", "400")  # it runs on while the signal is sent
+    whole, _ = cluster.submit(f"{size} train_lm.py {train} --checkpoint {tmp_path / 'whole'}")
     expected = losses(cluster.run(f"paraplan logs -f {whole}"))
-    job, number = cluster.submit(f"{size} train_lm.py {TRAIN} --checkpoint {tmp_path / 'again'}")
+    job, number = cluster.submit(f"{size} train_lm.py {train} --checkpoint {tmp_path / 'again'}")
     cluster.wait_for(job, "^step 4/", command="paraplan logs {}")
     cluster.run(f"scancel --signal=USR1 {number}")
     cluster.wait_for(number, "PENDING")
@@ -105,7 +105,7 @@ def test_losses_over_a_requeue_are_those_of_a_job_that_was_left_alone(cluster: C
     assert saved is not None
     del expected[int(saved[1])]  # it ended in the call that saved, and did not return to be printed
     assert losses(log) == expected
-    assert len(expected) == 15
+    assert len(expected) == 399
     assert "done with status 0 (COMPLETED, on n[1-2], queued again 1 time)" in cluster.run(f"paraplan status {job}")
 
 
@@ -124,6 +124,47 @@ def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(cluster: Cluster, tmp_
     assert "after SIGTERM (KillWait)" in log
     assert f"job {number} was canceled: it is not queued again" in log
     assert "have saved after" in log
+
+
+def test_a_job_that_its_time_limit_ends_has_saved_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    words = f"--nodes 2 --gpus-per-node 1 train_lm.py {TRAIN.replace('16', '9000')} --checkpoint {tmp_path / 'c'}"
+    job, number = cluster.submit(f"--option time=3 --option signal=USR1@60 {words}")
+    cluster.wait_for(number, "PENDING")
+    cluster.run(f"scontrol update JobId={number} StartTime=now")
+    cluster.wait_for(job, "nats per byte after [1-9][0-9]* steps", command="paraplan logs {}")
+    cluster.run(f"paraplan cancel {job}")
+    log = cluster.run(f"paraplan logs -f {job}", status=None)
+    assert "SIGUSR1: the ranks end their step and save" in log
+    assert f"job {number} is queued again" in log
+    assert "Traceback" not in log
+
+
+def test_a_node_that_is_drained_in_the_middle_ends_its_job_and_gets_no_other(cluster: Cluster, tmp_path: Path) -> None:
+    size = "--nodes 2 --gpus-per-node 1"
+    job, _ = cluster.submit(f"{size} train_lm.py {TRAIN.replace('16', '400')} --checkpoint {tmp_path / 'c'}")
+    cluster.wait_for(job, "^step 4/", command="paraplan logs {}")
+    cluster.run("scontrol update NodeName=n2 State=DRAIN Reason=test")
+    later, later_number = cluster.submit(f"{size} train_lm.py {TRAIN}")
+    log = cluster.run(f"paraplan logs -f {job}")
+    assert max(losses(log)) == 400
+    assert "done with status 0" in cluster.run(f"paraplan status {job}")
+    assert re.search("queued .PENDING", cluster.run(f"paraplan status {later}"))
+    alone, _ = cluster.submit(f"--exclude n2 --nodes 1 --gpus-per-node 1 train_lm.py {TRAIN}")
+    cluster.run(f"paraplan logs -f {alone}")
+    assert "COMPLETED, on n1)" in cluster.run(f"paraplan status {alone}")
+    cluster.run("scontrol update NodeName=n2 State=RESUME")
+    cluster.wait_for(later_number, "COMPLETED", command="scontrol show job {}")
+
+
+def test_a_job_that_gets_fewer_nodes_than_its_plan_is_for_plans_again(cluster: Cluster) -> None:
+    sizes = "--seq-len 32 --global-batch 16 --precision fp32"
+    cluster.run(f"paraplan recommend gpt2 --profile cpu --nodes 2 --gpus-per-node 1 {sizes} -o plan.json")
+    small = TRAIN.replace("--seq-len 32 ", "")
+    job, _ = cluster.submit(f"--plan plan.json --option nodes=1 train_lm.py {small}")
+    log = cluster.run(f"paraplan logs -f {job}")
+    assert "the plan is for 2 x 1 ranks, and here are 1 x 1 ranks: planning again" in log
+    assert "paraplan: plan: " in log
+    assert max(losses(log)) == 16
 
 
 def test_what_slurm_refuses_leaves_no_job(cluster: Cluster) -> None:

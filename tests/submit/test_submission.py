@@ -105,6 +105,24 @@ def test_what_fails_leaves_nothing(clients: Path, tmp_path: Path, answer: str, s
     assert ("scancel --me --name=train-" in (clients / "calls").read_text()) is taken_back
 
 
+def test_hosts_that_a_run_or_a_report_names_are_left_out_of_the_next_job(clients: Path, tmp_path: Path) -> None:
+    job = submitted("--exclude", "n9,n8", "--option", "exclude=n1", "train.py")
+    assert "--exclude=n1,n9,n8 " in (clients / "calls").read_text().splitlines()[-1]
+    late = {"kind": "rank", "host": "slow-1", "part": "compute", "over_at_step": None}
+    cases = [late, late | {"host": "its-loader", "part": "loader"}, late | {"host": "as-before", "over_at_step": 9}]
+    run_folder = job.work_folder / "paraplan-runs" / "a"
+    run_folder.mkdir(parents=True)
+    (run_folder / "run.json").write_text(json.dumps({"late": [*cases, late | {"kind": "link", "host": None}]}))
+    (tmp_path / "doctor.json").write_text(json.dumps({"findings": [{"hosts": ["bad-1"], "text": "slow"}]}))
+    slurm = ("submit", "--to", "slurm", *SIZE, "--dry-run")
+    said = run(*slurm, "--exclude", job.name, "--exclude", "../doctor.json", "train.py")
+    assert "left out: slow-1, bad-1" in said.stderr
+    assert "--exclude=slow-1,bad-1 " in said.stderr
+    assert "no report of a run" in run(*slurm, "--exclude", "train.py", "train.py").stderr
+    kubernetes = ("submit", "--to", "k8s", "--image", "i", *SIZE)
+    assert "kubectl cordon NODE" in run(*kubernetes, "--exclude", "n1", "train.py").stderr
+
+
 def test_a_job_that_may_have_been_submitted_keeps_its_handle(clients: Path) -> None:
     (clients / "answer").write_text("kill -KILL $$")
     (clients / "scancel").write_text("#!/bin/sh\nexit 1\n")

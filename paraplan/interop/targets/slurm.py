@@ -34,9 +34,10 @@ def to_slurm(subject: Subject) -> Exported:
         "open-mode": "append",
     }
     lines = [f"#SBATCH --{name}" + (f"={value}" if value is not None else "") for name, value in options.items()]
+    ranks = "" if subject.plans_again else f"--nproc-per-node {layout.gpus_per_node} "
     launch = [
         f"srun --kill-on-bad-exit=1 paraplan launch --requeue --preempt-window {_WARNING_S * 3 // 4}",
-        f"--nproc-per-node {layout.gpus_per_node} {launch_words(subject, plan_path=subject.path)}",
+        ranks + launch_words(subject, plan_path=subject.path),
     ]
     body = "set -euo pipefail\n" + " \\\n  ".join(launch) + "\n"
     head = "#!/bin/bash\n" + "".join(f"{line}\n" for line in lines)

@@ -97,8 +97,8 @@ class RoundPreparation:
         fits = before is not None and before.plan.world_size == this_round.world_size
 
         def make() -> str:
-            if fits:  # a new node may still wait for it
-                return self._text
+            if fits and before is not None:  # a new node may still wait for it
+                return self._text or before.to_json()
             num_nodes = 1 if store is None else store.num_nodes
             ranks = this_round.ranks_per_node
             return make_plan(planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))

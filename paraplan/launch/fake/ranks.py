@@ -24,10 +24,10 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.launch.fake.estimate import StageEstimate, estimate_stages
 from paraplan.launch.fake.report import FakeLaunchReport, render_report
 from paraplan.launch.faults.report import say
-from paraplan.launch.planning import AUTO, RunPython, make_plan
+from paraplan.launch.planning import RunPython, make_plan
 from paraplan.launch.ranks.cores import usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
-from paraplan.launch.spec import ArgumentError, LaunchSpec
+from paraplan.launch.spec import AUTO, ArgumentError, LaunchSpec
 from paraplan.plan.fake import MOST_FAKE_RANKS, FakeRankReport
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -156,7 +156,7 @@ def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int, run: RunPython) -
     """Return the plan file that is asked for, None for none; with --model it is made in `folder`."""
     planner = planner_request(spec, num_gpus=0)
     if planner is None:
-        return None if spec.plan is None else Path.cwd() / spec.plan
+        return None if spec.plan_path is None else Path.cwd() / spec.plan_path
     assert planner.profile is not None  # the one asked for, or that of CPUs
     cluster = cluster_from_profile(planner.profile)
     per_node = num_ranks if cluster.gpu.vendor == "cpu" else min(num_ranks, cluster.gpus_per_node)

@@ -49,6 +49,8 @@ class Case:
     last_seen: int
     said_at: int | None = None
     over_at: int | None = None
+    host: str = ""
+    """Where it is, "" for what is in no one place."""
 
     def at_end(self) -> str:
         """Return the line for the end of the job."""
@@ -60,7 +62,7 @@ class Case:
         return {
             "kind": self.late.kind,
             "ranks": list(self.late.ranks),
-            "host": self.late.host or None,
+            "host": self.host or None,
             "part": self.cause.part if self.cause is not None else None,
             "since_step": self.late.since_step,
             "said_at_step": self.said_at,
@@ -209,6 +211,7 @@ class StragglerWatch:
             why = self._explain(late.ranks[0]) if late.ranks[0] in self._readers else ""
         states = {node.host: node.state for node in self._nodes.values()}
         case.text = describe(late, case.cause, places=self._places, states=states, why=why)
+        case.host = late.host or (self._places[late.ranks[0]].partition(",")[0] if late.ranks else "")
         self.cases.append(case)
         self._say(case.text)
 
