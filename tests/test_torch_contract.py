@@ -97,6 +97,7 @@ CONTRACTS = (
     Contract("torch:Tensor._post_accumulate_grad_hooks", "as above"),
     Contract("torch.ops:aten._unsafe_view.default", "results of layers that code writes into"),
     Contract("torch:Tensor._is_view", "sums in place; what pipeline stages send", ("self",)),
+    Contract("torch:Tensor._make_wrapper_subclass", "embeddings of some tokens in the shape of all"),
     Contract("torch:_foreach_mul_", "gradient clipping"),
     Contract("torch:_foreach_lerp_", "averages of weights"),
     Contract("torch:DisableTorchFunction", "looking at tensors in fake runs"),

@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.model.trace_torch_private import EFFICIENT_ATTENTION, FLASH_ATTENTION
 
+SDPA = functional.scaled_dot_product_attention
+"""torch's own attention, whatever stands in its place while a block runs under context parallelism."""
 _QUESTIONS: dict[Any, bool] = {Tensor.__bool__: True, Tensor.item: True, Tensor.__contains__: False}
 CHECKS = {Tensor.all: True, torch.all: True, Tensor.any: False, torch.any: False}
 
@@ -24,7 +26,7 @@ class AsOnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
+        if func is SDPA:
             return _attention_on_gpu(*args, **kwargs)
         if func is functional.dropout:
             return _dropout_on_gpu(*args, **kwargs)

@@ -29,7 +29,7 @@ from paraplan.runtime.precision import check_stored_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart, wrap_module
 from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
 from paraplan.runtime.shards.group import Shardings
-from paraplan.runtime.split.context_check import ContextSplit, apply_split, find_context_split
+from paraplan.runtime.split.context_check import ContextSplit, apply_split, find_context_split, take_tokens
 from paraplan.runtime.split.context_parallel import Context, context_group
 from paraplan.runtime.split.forms import tensor_group
 from paraplan.runtime.split.search import own_plan
@@ -198,6 +198,8 @@ def _wrap_whole(
         ends=large,
         experts=experts,
     )
+    if context is not None and parallel.loss.context is not None:
+        take_tokens(model, context.names, context, parallel.loss.context)
     execution = WholeModelExecution(
         called,
         sync=gradient_sync(called, zero_stage=parallel.plan.zero_stage),
@@ -239,6 +241,11 @@ def _context_split(structure: ModelStructure, parallel: ParallelContext, *, has_
             "cp=%d: these bring tokens together by code that is not torch's scaled_dot_product_attention,\n"
             "nor one of transformers', and run on the tokens of all ranks:%s",
             *(parallel.plan.cp, _lines_of(parts)),
+        )
+    if split.embeds_all and parallel.mesh.world.rank == 0:
+        _LOGGER.warning(
+            "cp=%d: every rank embeds the tokens of all ranks: what comes before the blocks brings them together (%s)",
+            *(parallel.plan.cp, split.embeds_all),
         )
     return split
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -355,3 +355,15 @@ def attention_replaced(attend: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = before
+
+
+TensorClass = TypeVar("TensorClass", bound=torch.Tensor)
+
+
+def without_memory(cls: type[TensorClass], shape: Sequence[int], like: torch.Tensor) -> TensorClass:
+    """Return an instance of `cls`, with a `__torch_dispatch__` of its own, that has a shape and no memory.
+
+    Of a plain tensor `Tensor.as_subclass` makes one, of a tensor of a run without values it does not.
+    """
+    made: TensorClass = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+    return made

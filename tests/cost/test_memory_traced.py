@@ -215,10 +215,18 @@ def test_the_estimate_of_each_stage_is_what_the_runtime_holds(stage: int) -> Non
     compare(spec, build, ParallelPlan.model_validate({**PIPELINE, "micro_batch_size": 8}), "bf16", stage)
 
 
-def test_the_estimate_with_recompute_is_what_the_runtime_holds() -> None:
-    spec, build = of_config(LLAMA)
-    plan = ParallelPlan(micro_batch_size=8, num_microbatches=2, recompute="full")
-    compare(spec, build, plan, "bf16")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"num_microbatches": 2},
+        {"tp": 2},  # blocks that run again on parts let go of them one by one
+        {"cp": 4, "zero_stage": 3, "micro_batch_size": 32},
+        {"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "none"},
+    ],
+)
+def test_the_estimate_with_recompute_is_what_the_runtime_holds(plan: dict[str, Any]) -> None:
+    spec, build = of_config(LLAMA | {"num_hidden_layers": 4})
+    compare(spec, build, ParallelPlan.model_validate({"micro_batch_size": 8, "recompute": "full"} | plan), "bf16")
 
 
 ZERO_BUBBLE = {"pp": 2, "pipeline_schedule": "zero_bubble", "num_microbatches": 4, "micro_batch_size": 4}

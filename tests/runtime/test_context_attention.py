@@ -27,6 +27,26 @@ MORE: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 4, "no_rope_layers": [1, 0]},
     "deepseek_v3": {"num_key_value_heads": 4},
 }
+ON_ALL_TOKENS = ("bloom", "gpt_oss", "mpt")
+"""Families with attention that is neither torch's nor one of transformers' own."""
+
+
+class _Said(logging.Handler):
+    """Keeps what is said of tokens of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[str] = []
+        logger = logging.getLogger("paraplan.runtime.assembly")
+        logger.handlers, logger.propagate = [self], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "all ranks" in record.getMessage():
+            self._lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        lines, self._lines = self._lines, []
+        return lines
 
 
 def loss_fn(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -66,8 +86,11 @@ def off(job: runtime.Job, model: nn.Module, inputs: Any, targets: torch.Tensor) 
 def of_families(
     families: list[str], plan: ParallelPlan, more: Callable[[], dict[str, torch.Tensor]], attention: str | None
 ) -> dict[str, tuple[float, str]]:
-    """Return the largest error of each family, with inputs beside the tokens; None leaves attention to the family."""
-    logging.disable()
+    """Return the largest error of each family, with inputs beside the tokens; None leaves attention to the family.
+
+    Those of `ON_ALL_TOKENS` alone have a part that runs on the tokens of all ranks.
+    """
+    said = _Said()
     torch.manual_seed(0)
     tokens = torch.randint(1, VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     job, found = runtime.init(plan), {}
@@ -77,6 +100,8 @@ def of_families(
         if attention is not None:
             model.set_attn_implementation(attention)
         found[family] = off(job, model, {"input_ids": tokens[:, :-1].contiguous()} | more(), tokens[:, 1:])
+        if job.is_main:
+            assert bool(said.take()) == (family in ON_ALL_TOKENS), family
     return found
 
 

@@ -110,6 +110,10 @@ class BlockCosts(NamedTuple):
     """Seconds of both passes of the head and the loss."""
     boundary_bytes: Floats
     """The activation between two blocks."""
+    first_boundary_bytes: Floats
+    """The same between blocks of the first stage, where an embedding in fp32 begins it."""
+    unscattered_bytes: Floats
+    """What is embedded of the tokens of others, under sequence parallelism, in which the first block scatters it."""
 
     def select(self, rows: Mask | Ints) -> BlockCosts:
         """Return the costs for some of the plans."""
@@ -171,6 +175,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     working = [
         saved_bytes(kind, training, shardings, fused_kernels=fused)
         - less
+        + _input_apart_bytes(kind, training, shardings, less, fused_kernels=fused)
         + beside
         + _dequantized_bytes(kind, training, shardings)
         for kind, less, beside in zip(keeping, kept, transient, strict=True)
@@ -217,6 +222,7 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
     towers, fused = tower_of(model), framework.kernels.fused
     width = model.hidden_size * model.residual_streams
     boundary = shardings.tokens * width * training.activation_bytes / shardings.sequence_tp
+    first_boundary = boundary * shardings.residual_bytes(training, is_first=True) / training.activation_bytes
     return {
         "embedding_parameters": _parameters(model.embedding, shardings),
         "embedding_frozen_bytes": _frozen_bytes(model.embedding, shardings),
@@ -235,6 +241,8 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
         + times.block_s(model.head, backward=True)
         + times.loss_s(model.vocab_size or 0),
         "boundary_bytes": boundary,
+        "first_boundary_bytes": first_boundary,
+        "unscattered_bytes": first_boundary * (shardings.sequence_tp - 1),
     }
 
 
@@ -331,6 +339,20 @@ def _second_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shar
         largest = np.maximum(largest, before + elements * (added + (0.0 if is_expert else copies)))
         before = elements * added
     return largest
+
+
+def _input_apart_bytes(
+    block: BlockSpec, training: TrainingSpec, shardings: Shardings, kept: Floats, *, fused_kernels: bool
+) -> Floats:
+    """Return what full recompute has `kept`, the input in 16 bits, where the norms of `block` keep copies in fp32."""
+    tensors = block.saved_fused if fused_kernels else block.saved
+    in_fp32 = any(one.role == "norm_input_in_fp32" and one.element_type == "fp32" for one in tensors)
+    promoted = shardings.is_autocast and any(
+        one.role == "norm_input" and one.element_type == "promoted" for one in tensors
+    )
+    is_apart = shardings.residual_bytes(training, is_first=True) < 4.0
+    is_full = _is(shardings, RecomputeCode.FULL)
+    return np.where(is_full & is_apart & (in_fp32 or promoted), kept, 0.0)
 
 
 def _kept_bytes(

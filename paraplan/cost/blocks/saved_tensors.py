@@ -187,8 +187,8 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
     activation that is written out in products has the gradients of all that autocast promoted at once. Of what ranks
     gathered they have the whole gradient before they share it out.
     A model that was traced lists sums of tensors, none of which is wider than a matmul. The gradients of both factors
-    of a gated activation stand beside that of their product: where the next layer is frozen, it has not kept the
-    product, and nothing is freed for them.
+    of a gated activation stand beside that of their product, which is freed itself: where the next layer is frozen, it
+    has not kept the product, and nothing is freed for them.
     """
     widths = (matmul.rows_per_token * max(matmul.k, matmul.n) for matmul in block.matmuls)
     widest = max(widths, default=float("inf"))
@@ -207,8 +207,8 @@ def transient_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shardin
             size = tensor_bytes(block, narrow, training, shardings, is_first=True)
         if tensor.element_type == "promoted" and shardings.is_autocast:
             promoted = np.where(size >= largest, size + np.where(size == largest, promoted, 0.0), promoted)
-        if tensor.role == "up_projection" and block.before_freezing is not None:
-            size = 3 * size
+        if tensor.role == "up_projection":
+            size = (2 if block.before_freezing is None else 3) * size
         largest = np.maximum(largest, size)
     return np.maximum(largest, promoted)
 
@@ -302,7 +302,7 @@ def tensor_bytes(
     is_whole = tensor.num_readers is not None and shardings.keeps_gathered_inputs
     split = "none" if is_whole else tensor.split
     divisor = {"tensor": shardings.tp, "sequence": shardings.sequence_tp, "none": np.ones_like(shardings.tp)}[split]
-    copies = _key_copies(block, tensor, shardings) * (shardings.expert_load if tensor.is_of_expert_rows else 1.0)
+    copies = _context_copies(block, tensor, shardings) * (shardings.expert_load if tensor.is_of_expert_rows else 1.0)
     if shardings.has_8bit_inputs and not block.is_end:
         copies = copies * _8bit_share(tensor)
     return copies * elements * _element_bytes(block, tensor, training, shardings, is_first=is_first) / divisor
@@ -319,10 +319,18 @@ def _8bit_share(tensor: SavedTensor) -> float:
     return 0.5 if is_input and tensor.role != "router_input" else 1.0
 
 
-def _key_copies(block: BlockSpec, tensor: SavedTensor, shardings: Shardings) -> Floats | float:
-    """Return how often a rank of context parallelism keeps keys and values, over those of its own tokens."""
+def _context_copies(block: BlockSpec, tensor: SavedTensor, shardings: Shardings) -> Floats | float:
+    """Return how often a rank of context parallelism keeps what attention keeps, over that of its own tokens.
+
+    Keys and values are gathered. The output of a fused kernel is kept as that has it, of some heads, and as the next
+    layer has it, of the rank's own tokens.
+    """
     core = block.attention
-    if core is None or tensor.role not in ("key", "value") or (shardings.context_ranks == 1).all():
+    if core is None or (shardings.context_ranks == 1).all():
+        return 1.0
+    if tensor.role == "attention_output" and tensor.kernels is not None and "flash" in tensor.kernels:
+        return np.where(shardings.context_ranks > 1, 2.0, 1.0)
+    if tensor.role not in ("key", "value"):
         return 1.0
     heads = tensor.elements_per_token / (core.qk_head_dim if tensor.role == "key" else core.v_head_dim)
     return context_parts(core, shardings.tp, shardings.context_ranks).key_copies(heads // shardings.tp)

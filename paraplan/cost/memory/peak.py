@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paraplan.cost.communication.exchanges import run_again
 from paraplan.cost.indexers import index_heads
 from paraplan.cost.memory.losses import loss_without_all_logits
 from paraplan.cost.memory.overheads import held_by_collectives_bytes
@@ -52,7 +53,7 @@ def _candidates(rank: RankMemory) -> list[StageMemory]:
         found += [end_of_input_gradients(rank), later_input_gradients(rank)]
         found += [first_weight_gradient(rank), last_weight_gradient(rank)]
     if rank.is_fsdp.any():
-        found.append(block_reduction(rank))
+        found += [block_reduction(rank), next_block_backward(rank)]
     if (heads := index_heads(rank.workload)) is not None:
         found.append(index_scores(rank, heads))
     return found
@@ -116,6 +117,7 @@ def host_bytes(rank: RankMemory) -> Floats:
 def end_of_forward(rank: RankMemory) -> StageMemory:
     """Return the point when all weights have their copies, and the loss has made its tensors."""
     kept = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1) + _loss_forward_bytes(rank)
+    kept = kept + np.where(run_again(rank.workload, rank.table), 0.0, rank.unscattered_bytes)
     return rank.candidate(
         parameters=rank.gathered_head_bytes + rank.forward_copies_bytes,
         gradients=rank.gradient_bytes,
@@ -192,7 +194,8 @@ def _working_bytes(rank: RankMemory) -> Floats:
     gradient = costs.largest_gradient_bytes[key]
     keeps_next = rank.workload.training.stack.flat_shards and rank.workload.model.is_partly_frozen
     num_blocks = np.where(rank.is_fsdp & keeps_next, 2.0, 1.0)
-    return np.asarray(costs.working_bytes[key] * num_blocks + costs.boundary_bytes[key] + gradient)
+    boundary = np.where(rank.stage.is_first, costs.first_boundary_bytes[key], costs.boundary_bytes[key])
+    return np.asarray(costs.working_bytes[key] * num_blocks + boundary + gradient)
 
 
 def _only(happens: Mask, candidate: StageMemory) -> StageMemory:
@@ -213,6 +216,24 @@ def block_reduction(rank: RankMemory) -> StageMemory:
     )
     # Stage 1 reduces after the last micro-batch only, when a pipeline holds no other.
     return _only(rank.is_fsdp & ((rank.table.zero_stage > 1) | ~rank.accumulates), candidate)
+
+
+def next_block_backward(rank: RankMemory) -> StageMemory:
+    """Return the point when the last block but one runs its backward pass.
+
+    FSDP keeps what it reduced of the block behind it until it reduces again (fsdp/_fully_shard/_fsdp_param_group.py,
+    `reduce_scatter_state`).
+    """
+    head = np.where((rank.head_alone > 0) & (rank.table.zero_stage > 1), 0.0, waiting_head_bytes(rank))
+    blocks = np.maximum(rank.stage.num_blocks * rank.in_flight, 1.0)
+    reduced = rank.block_parameters * rank.full_bytes * (1 + 1 / rank.shards)
+    candidate = rank.candidate(
+        parameters=rank.gathered_blocks_bytes,
+        gradients=rank.gradient_bytes + head + reduced,
+        activations=rank.kept_bytes * (1 - 1 / blocks) + rank.passed_bytes,
+        workspace=_working_bytes(rank),
+    )
+    return _only(rank.is_fsdp & ((rank.table.zero_stage > 1) | ~rank.accumulates) & (blocks > 1), candidate)
 
 
 def end_of_backward(rank: RankMemory) -> StageMemory:

@@ -45,7 +45,18 @@ class RankMemory(RankState):
     @cached_property
     def activation_bytes(self) -> Floats:
         """Activations of the blocks and what stands before them, of all micro-batches in flight."""
-        return kept_activations(self.table, self.costs, self.stage, self.chunks_in_flight)
+        unscattered = np.where(run_again(self.workload, self.table), self.unscattered_bytes * self.in_flight, 0.0)
+        return kept_activations(self.table, self.costs, self.stage, self.chunks_in_flight) + unscattered
+
+    @cached_property
+    def unscattered_bytes(self) -> Floats:
+        """What the model's code holds of an embedding until its forward pass ends, beside what the first block takes.
+
+        Of that sequence parallelism gives a rank its own tokens inside of the block: recompute keeps all.
+        """
+        if not self.framework.tensor_parallel.keeps_gathered_inputs:
+            return np.zeros(len(self.table))
+        return np.asarray(self.costs.unscattered_bytes[self.costs.key] * self.stage.is_first)
 
     @cached_property
     def kept_bytes(self) -> Floats:

@@ -155,17 +155,23 @@ class RankState:
 
     @cached_property
     def embedding_alone(self) -> Floats:
-        """Parameters of an embedding that FSDP gathers for its own passes; 0 where it is part of the root."""
-        return self._alone(self.costs.embedding_parameters[self.costs.key] * self.stage.is_first)
+        """Parameters of embeddings that FSDP gathers for their own passes; 0 where they are part of the root.
+
+        Where the head's matrix is one of them it stays in the root, and others (of positions) may not.
+        """
+        end = self.costs.embedding_parameters[self.costs.key] * self.stage.is_first
+        if self.workload.model.tied_embeddings:
+            end = np.maximum(end - self.costs.tied_parameters[self.costs.key], 0.0)
+        return self._alone(end)
 
     @cached_property
     def head_alone(self) -> Floats:
         """Parameters of a head that FSDP gathers for its own passes; 0 where it is part of the root."""
-        return self._alone(self.costs.head_parameters[self.costs.key] * self.stage.is_last)
+        head = self.costs.head_parameters[self.costs.key] * self.stage.is_last
+        return self._alone(np.where(self.workload.model.tied_embeddings, 0.0, head))
 
     def _alone(self, end: Floats) -> Floats:
-        framework, model = self.framework, self.workload.model
-        if not framework.data_parallel.wraps_embedding_and_head or model.tied_embeddings:
+        if not self.framework.data_parallel.wraps_embedding_and_head:
             return np.zeros(len(self.table))
         is_alone = self.is_fsdp & (self.table.pp == 1) & (end >= self.block_parameters)
         return np.where(is_alone, end, 0.0)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch.distributed.tensor import DTensor
 
-from paraplan.model.trace_on_gpu import CHECKS, AsOnGpu
+from paraplan.model.trace_on_gpu import CHECKS, SDPA, AsOnGpu
 from paraplan.runtime.split.context_attention import EarlierKeys
 from paraplan.runtime.torch_private import (
     GROUPED_MM,
@@ -45,7 +45,7 @@ _IN_FP32 = frozenset(
 _BINS = 100
 """Those of torch.histc where it is not told."""
 
-_REPLACED = _IN_FP32 | {F.scaled_dot_product_attention, F.dropout, F.cross_entropy}
+_REPLACED = _IN_FP32 | {SDPA, F.dropout, F.cross_entropy}
 
 
 class GpuOperators(AsOnGpu):
@@ -58,7 +58,7 @@ class GpuOperators(AsOnGpu):
         if torch.is_autocast_enabled("cpu"):
             if func in _IN_FP32 and kwargs.get("dtype") is None:
                 args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
-            elif func is F.scaled_dot_product_attention:
+            elif func is SDPA:
                 args, kwargs = pytree.tree_map(_to_half, (args, kwargs))
             elif func is F.cross_entropy and _is_plain_loss(args, kwargs):
                 return _cross_entropy(*args, **kwargs)

@@ -34,7 +34,6 @@ from paraplan.runtime.fake.storage_tracking import (
     StorageUse,
 )
 from paraplan.runtime.fake.torch_private import (
-    has_function_modes,
     local_tensor,
     own_buffers,
     own_parameters,
@@ -49,7 +48,7 @@ from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.forwards import set_forward
-from paraplan.runtime.torch_private import storage_key
+from paraplan.runtime.torch_private import function_modes, storage_key
 from paraplan.runtime.world import World, silence_known_noise
 
 NUM_STEPS = 2
@@ -229,7 +228,7 @@ def keep_operators(block: nn.Module) -> None:
 
 def _forward_on_gpu(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = type(block).forward
-    if has_function_modes():
+    if any(isinstance(mode, GpuOperators) for mode in function_modes()):
         return plain(block, *args, **kwargs)
     with GpuOperators():
         return plain(block, *args, **kwargs)

@@ -29,7 +29,7 @@ from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
 from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.context_check import ContextSplit, apply_split
+from paraplan.runtime.split.context_check import ContextSplit, apply_split, take_tokens
 from paraplan.runtime.split.forms import tensor_group
 from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split
 from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
@@ -131,7 +131,7 @@ def wrap_stages(
     by_schedule = plan.pipeline_schedule in MULTI
     stages = []
     for piece in pieces:
-        first = bounds[piece.index][0]
+        first, end = bounds[piece.index]
         called = wrap_module(
             piece.module,
             piece.blocks,
@@ -142,6 +142,8 @@ def wrap_stages(
             experts=piece.experts,
             replicates=not by_schedule,
         )
+        if context is not None and parallel.loss.context is not None:
+            take_tokens(piece.module.model, chain.stack.names[first:end], context, parallel.loss.context)
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
         apart = unsharded | piece.experts.apart
         alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()

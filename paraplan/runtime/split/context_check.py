@@ -30,10 +30,12 @@ from paraplan.runtime.split.context_parallel import (
     context_group,
     run_on_all_tokens,
     run_on_own_tokens,
+    take_own_tokens,
     tokens_of,
 )
 from paraplan.runtime.split.context_tail import TokensApart
 from paraplan.runtime.split.kinds import kind_of, numbering_of
+from paraplan.runtime.split.own_tokens import TokensMixedError, look_up_own_tokens
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.structure.outputs import map_outputs
@@ -45,12 +47,14 @@ class ContextSplit:
     """How the blocks `names` of a model run over `cp`; `whole` has those of their parts that need all tokens.
 
     `kept` has the arguments of blocks that are of another sequence. `draws`: blocks draw random numbers in training.
+    `embeds_all` says what code before the blocks brings tokens together, so that every rank embeds those of all.
     """
 
     names: tuple[str, ...]
     whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     draws: bool = False
+    embeds_all: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,11 @@ def find_context_split(structure: ModelStructure, mesh: Mesh, *, has_values: boo
         kept={name: way.kept for name, way in ways.items()},
         draws=any(way.draws for way in ways.values()),
     )
-    _try_model(structure, split, size=mesh.size("cp"))
+    try:
+        _try_model(structure, split, size=mesh.size("cp"))
+    except (TokensMixedError, UnsupportedPlanError) as mixed:
+        split = replace(split, embeds_all=mixed.message if isinstance(mixed, UnsupportedPlanError) else str(mixed))
+        _try_model(structure, split, size=mesh.size("cp"))
     return split
 
 
@@ -158,7 +166,8 @@ def _compare(trial: BlockTrial, way: _Way, group: TensorGroup) -> None:
     part, context = copy.deepcopy(trial.whole), Context(group)
     for one in way.parts:
         run_on_all_tokens(part.get_submodule(one), context)
-    run_on_own_tokens(part, context, draws=False, kept=way.kept)
+    run_on_own_tokens(part, context, draws=False)
+    take_own_tokens(part, context, way.kept)
     _join_ends(part, trial.call, context)
     try:
         trial.compare(part, group, {}, None)
@@ -179,22 +188,29 @@ def _join_ends(part: nn.Module, call: BlockCall, context: Context) -> None:
         has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[-2] == context.num_tokens
         return context.cut(leaf, -2) if has_tokens else leaf
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.ndim > 1)
         context.num_tokens = hidden.shape[-2]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
         for shared in (*args, *kwargs.values()):
             if isinstance(shared, MutableMapping):  # keys and values of blocks before, which have them of own tokens
                 shared.update({key: pytree.tree_map(cut, shared[key]) for key in shared})
         return map_outputs(join, inner(*args, **kwargs))
 
+    part.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
     set_forward(part, forward)
 
 
 def _try_model(structure: ModelStructure, split: ContextSplit, *, size: int) -> None:
-    """Raise `UnsupportedPlanError` where what is around the blocks does not run on some tokens, without values."""
+    """Raise `UnsupportedPlanError` where what is around the blocks does not run on some tokens, without values.
+
+    Raises `TokensMixedError` where embeddings of some tokens are not enough for what comes before the blocks.
+    """
     context = Context(TensorGroup(size=size, index=0, handle=None))
     meta_model = copy.deepcopy(structure.meta_model)
     apply_split(meta_model, split.names, split, context)
+    take_tokens(meta_model, split.names, split, context)
 
     def attempt(tried: Any, _: object) -> None:
         with torch.no_grad():
@@ -229,6 +245,17 @@ def apply_split(
     for name in names:
         for part in split.whole.get(name, ()):
             run_on_all_tokens(model.get_submodule(f"{name}.{part}".rstrip(".")), context)
-    blocks = {model.get_submodule(name): split.kept.get(name, ()) for name in names}
+    blocks = [model.get_submodule(name) for name in names]
     ends = {"has_first": has_first, "has_last": has_last}
     apply_context(model, blocks, context, **ends, draws=split.draws, backend=backend)
+
+
+def take_tokens(model: nn.Module, names: Sequence[str], split: ContextSplit, context: Context) -> None:
+    """Have the blocks `names` of `model` be given this rank's tokens, and embeddings look up no others.
+
+    Called once `model` is wrapped: see `take_own_tokens`.
+    """
+    for name in names:
+        take_own_tokens(model.get_submodule(name), context, split.kept.get(name, ()))
+    if not split.embeds_all:
+        look_up_own_tokens(model, names, context)

@@ -1,16 +1,17 @@
 """Context parallelism: every rank of a `cp` group has some tokens of each sequence, from the first block to the loss.
 
-What comes before the blocks (embeddings, masks, positions) every rank computes for all tokens, so that it is that of
-one process. The first block cuts the hidden state, and every block what it is given of tokens beside it; masks stay
-whole, for attention (`context_attention`). What follows the blocks runs on a rank's own tokens, and the loss sums over
-the ranks (`context_sums`). All of these are plain tensors.
+What comes before the blocks (masks, positions) every rank computes for all tokens, so that it is that of one process;
+embeddings too, unless what comes behind them works token by token (`own_tokens`). The first block cuts the hidden
+state, and every block what it is given of tokens beside it; masks stay whole, for attention (`context_attention`). What
+follows the blocks runs on a rank's own tokens, and the loss sums over the ranks (`context_sums`). All of these are
+plain tensors.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -53,6 +54,7 @@ class Context:
         """What blocks of this pass were given, by its name and id, and this rank's tokens of it."""
         self.is_local = False
         self.is_cut = False
+        self._is_embedding = False
         self._pass: ExitStack | None = None
 
     @property
@@ -63,7 +65,16 @@ class Context:
     @property
     def own_outside(self) -> int | None:
         """The tokens of each sequence that code outside of blocks has, None where it has all, or blocks run."""
-        return self.num_own if self.is_local and self.sums.is_active else None
+        return self.num_own if self._is_embedding or (self.is_local and self.sums.is_active) else None
+
+    @contextmanager
+    def embedding(self) -> Iterator[None]:
+        """Surround an embedding that looks up this rank's tokens."""
+        self._is_embedding = True
+        try:
+            yield
+        finally:
+            self._is_embedding = False
 
     def begin(self, inputs: Any, *, has_first: bool) -> None:
         """Take note of the tokens of `inputs`, which the block that runs first cuts where the rank `has_first` blocks.
@@ -76,6 +87,9 @@ class Context:
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's tokens of `whole`, which are in dimension `dim`."""
+        own: torch.Tensor | None = getattr(whole, "own", None)
+        if own is not None:  # which stands for those of all ranks
+            return own
         size = whole.shape[dim] // self.group.size
         return whole.narrow(dim, self.group.index * size, size).contiguous()
 
@@ -151,7 +165,7 @@ def context_group(mesh: Mesh) -> TensorGroup:
 
 def apply_context(
     model: nn.Module,
-    blocks: Mapping[nn.Module, Collection[str]],
+    blocks: Iterable[nn.Module],
     context: Context,
     *,
     has_first: bool = True,
@@ -159,13 +173,13 @@ def apply_context(
     draws: bool = False,
     backend: str | None = None,
 ) -> None:
-    """Make `blocks`, those of `model` or of a stage of it, with the arguments that each keeps, work on some tokens.
+    """Make `blocks`, those of `model` or of a stage of it, work on some tokens, which `take_own_tokens` gives them.
 
     `has_first` and `has_last` say which ends of the model are there too. `draws` says that they draw random numbers in
     training, and `backend` by what torch.compile compiles them.
     """
-    for block, kept in blocks.items():
-        run_on_own_tokens(block, context, draws=draws, kept=kept, backend=backend)
+    for block in blocks:
+        run_on_own_tokens(block, context, draws=draws, backend=backend)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     shifts = _shifts_labels(model)
 
@@ -207,32 +221,38 @@ def _shift_before_the_cut(model: Any, context: Context) -> None:
     model.loss_function = _of_whole_labels
 
 
-def run_on_own_tokens(
-    block: nn.Module,
-    context: Context,
-    *,
-    draws: bool,
-    kept: Collection[str] = (),
-    backend: str | None = None,
-) -> None:
-    """Make `block` take and return this rank's tokens; the first one to run takes the hidden state of all tokens.
+def run_on_own_tokens(block: nn.Module, context: Context, *, draws: bool, backend: str | None = None) -> None:
+    """Make `block` work on this rank's tokens.
 
-    Its arguments `kept` are of another sequence, and stay as they are. With `backend` torch.compile compiles what the
-    block itself does, exchanges included.
+    With `backend` torch.compile compiles what the block itself does, exchanges included.
     """
-    inner, names = block.forward, argument_names(block)
+    inner = block.forward
     if backend is not None:
         inner = torch.compile(inner, backend=backend)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         context.begin_block()
-        args, kwargs = _own_arguments(args, kwargs, names, context, kept=kept)
-        with context.attention.in_place(), own_random_numbers(block, context.group) if draws else nullcontext():
+        context.attention.num_own = context.num_own
+        with context.attention.in_place(), own_random_numbers(block, context.group, draws=draws):
             output = inner(*args, **kwargs)
         context.end_block()
         return output
 
     set_forward(block, forward)
+
+
+def take_own_tokens(block: nn.Module, context: Context, kept: Collection[str] = ()) -> None:
+    """Have `block` be given this rank's tokens of what it is called with, of arguments `kept` those of all ranks.
+
+    That is before FSDP casts what comes in, and before the forward pass that recompute runs again: both see a rank's
+    own tokens, where this is called behind them.
+    """
+    names = argument_names(block)
+
+    def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _own_arguments(args, kwargs, names, context, kept=kept)
+
+    block.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
 
 
 def _own_arguments(
@@ -249,7 +269,7 @@ def _own_arguments(
         if isinstance(value, torch.Tensor) and value.ndim > 1:
             hidden = value
             break
-    context.attention.num_own = num_own = context.num_own
+    num_own = context.num_own
     expected = (context.num_tokens, num_own // context.num_parts)[: 2 if context.is_cut else 1]
     if hidden is None or hidden.shape[-2] not in expected:
         found = "no hidden state" if hidden is None else f"hidden states of shape {tuple(hidden.shape)}"
@@ -346,9 +366,12 @@ def argument_names(block: nn.Module) -> list[str]:
 
 
 @contextmanager
-def own_random_numbers(block: nn.Module, group: TensorGroup) -> Iterator[None]:
-    """Draw this rank's own random numbers in training in this context, and leave the common ones one draw further."""
-    if not block.training or group.handle is None or group.numbers.are_apart:
+def own_random_numbers(block: nn.Module, group: TensorGroup, *, draws: bool = True) -> Iterator[None]:
+    """Draw this rank's own random numbers in training in this context, and leave the common ones one draw further.
+
+    Nothing changes where `block` draws none.
+    """
+    if not draws or not block.training or group.handle is None or group.numbers.are_apart:
         yield
         return
     group.numbers.apart(next((held.device for held in block.parameters()), torch.device("cpu")))

@@ -264,8 +264,10 @@ def _entering(module: nn.Module, group: TensorGroup, region: _Region, *, sums: b
                 entered[key] = _enter(one, region, group)
             elif enters:
                 kwargs[str(key)] = _enter(one, region, group)
-        output = inner(*entered, **kwargs)
-        region.tensor = region.late = None
+        try:
+            output = inner(*entered, **kwargs)
+        finally:  # recompute ends a forward pass by an error, once it has what it needs
+            region.tensor = region.late = None
         return map_outputs(lambda _, one: reduce_from_region(one, group), output) if sums else output
 
     return forward
