@@ -9,7 +9,7 @@ import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
 from paraplan.cost.blocks.media import media_bytes, media_s
-from paraplan.cost.blocks.recomputed import kept_by_ops, ops_again_s, unread_s
+from paraplan.cost.blocks.recomputed import input_apart_bytes, kept_by_ops, ops_again_s, unread_s
 from paraplan.cost.blocks.saved_tensors import (
     Shardings,
     as_run,
@@ -175,7 +175,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
     working = [
         saved_bytes(kind, training, shardings, fused_kernels=fused)
         - less
-        + _input_apart_bytes(kind, training, shardings, less, fused_kernels=fused)
+        + input_apart_bytes(kind, training, shardings, less, fused_kernels=fused)
         + beside
         + _dequantized_bytes(kind, training, shardings)
         for kind, less, beside in zip(keeping, kept, transient, strict=True)
@@ -339,20 +339,6 @@ def _second_half_bytes(block: BlockSpec, training: TrainingSpec, shardings: Shar
         largest = np.maximum(largest, before + elements * (added + (0.0 if is_expert else copies)))
         before = elements * added
     return largest
-
-
-def _input_apart_bytes(
-    block: BlockSpec, training: TrainingSpec, shardings: Shardings, kept: Floats, *, fused_kernels: bool
-) -> Floats:
-    """Return what full recompute has `kept`, the input in 16 bits, where the norms of `block` keep copies in fp32."""
-    tensors = block.saved_fused if fused_kernels else block.saved
-    in_fp32 = any(one.role == "norm_input_in_fp32" and one.element_type == "fp32" for one in tensors)
-    promoted = shardings.is_autocast and any(
-        one.role == "norm_input" and one.element_type == "promoted" for one in tensors
-    )
-    is_apart = shardings.residual_bytes(training, is_first=True) < 4.0
-    is_full = _is(shardings, RecomputeCode.FULL)
-    return np.where(is_full & is_apart & (in_fp32 or promoted), kept, 0.0)
 
 
 def _kept_bytes(

@@ -8,7 +8,7 @@ import numpy as np
 
 from paraplan.cost.blocks.kernels import KernelTimes
 from paraplan.cost.blocks.saved_tensors import Shardings, kept_sizes
-from paraplan.cost.plan_table import Floats
+from paraplan.cost.plan_table import Floats, RecomputeCode
 from paraplan.model.spec import BlockSpec, Matmul, SavedTensor
 from paraplan.plan.stack import RecomputedOps
 from paraplan.plan.training import TrainingSpec
@@ -51,6 +51,20 @@ def kept_by_ops(
         ranks = shardings.tp if matmul.split == "column" else 1.0
         kept = kept + shardings.tokens * matmul.rows_per_token * matmul.n * training.activation_bytes / ranks
     return kept
+
+
+def input_apart_bytes(
+    block: BlockSpec, training: TrainingSpec, shardings: Shardings, kept: Floats, *, fused_kernels: bool
+) -> Floats:
+    """Return what full recompute has `kept`, the input in 16 bits, where the norms of `block` keep copies in fp32."""
+    tensors = block.saved_fused if fused_kernels else block.saved
+    in_fp32 = any(one.role == "norm_input_in_fp32" and one.element_type == "fp32" for one in tensors)
+    promoted = shardings.is_autocast and any(
+        one.role == "norm_input" and one.element_type == "promoted" for one in tensors
+    )
+    is_apart = shardings.residual_bytes(training, is_first=True) < 4.0
+    is_full = shardings.recompute == RecomputeCode.FULL
+    return np.where(is_full & is_apart & (in_fp32 or promoted), kept, 0.0)
 
 
 def ops_again_s(
