@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from paraplan.api.recommendations import Recommendation as Recommendation
     from paraplan.api.recommendations import check as check
     from paraplan.api.recommendations import recommend as recommend
+    from paraplan.api.recommendations import sweep as sweep
     from paraplan.api.scripts import check_script as check_script
+    from paraplan.api.workloads import load_workload as load_workload
     from paraplan.cost.workload import Workload as Workload
     from paraplan.errors import NoPlanFitsError as NoPlanFitsError
     from paraplan.errors import ParaplanError as ParaplanError
@@ -60,8 +62,9 @@ _HOMES = {
     "api.machines": ("load_cluster", "probe_topology", "read_topology"),
     "api.models": ("load_model",),
     "api.plans": ("load_plan",),
-    "api.recommendations": ("Recommendation", "check", "recommend"),
+    "api.recommendations": ("Recommendation", "check", "recommend", "sweep"),
     "api.scripts": ("check_script",),
+    "api.workloads": ("load_workload",),
     "cost.workload": ("Workload",),
     "errors": ("NoPlanFitsError", "ParaplanError", "PlanError"),
     "hardware.cluster": ("Cluster",),
@@ -106,9 +109,11 @@ __all__ = [
     "load_history",
     "load_model",
     "load_plan",
+    "load_workload",
     "probe_topology",
     "read_topology",
     "recommend",
+    "sweep",
 ]
 
 
@@ -117,6 +122,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'paraplan' has no attribute {name!r}")
     value = getattr(import_module(f"paraplan.{home}"), name)
+    if isinstance(value, type) and hasattr(value, "model_fields"):
+        import_module("paraplan.records").describe_fields(value)
     globals()[name] = value
     return value
 

@@ -47,6 +47,10 @@ class PlanError(ParaplanError):
     """A plan that contradicts itself, its model, or the world in which it is to run."""
 
 
+class WrongFieldError(PlanError, ValueError):
+    """A record that was given a field that it does not have, lacks one, or has a value that it cannot have."""
+
+
 class UnsupportedPlanError(PlanError):
     """A consistent plan that the runtime cannot execute."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -17,13 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import paraplan
-from paraplan.cli.explain import TOPICS
+from paraplan.cli.explain import GROUPS as PAGE_GROUPS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "paraplan" / "docs"
 NOTEBOOK = PAGES / "planning.ipynb"
 GROUPS = {
     "Read what is there": (
+        "load_workload",
         "load_model",
         "load_cluster",
         "probe_topology",
@@ -31,7 +33,7 @@ GROUPS = {
         "load_calibration",
         "load_history",
     ),
-    "Plan": ("Workload", "TrainingSpec", "ParallelPlan", "Constraints", "estimate", "recommend", "check"),
+    "Plan": ("Workload", "TrainingSpec", "ParallelPlan", "Constraints", "estimate", "recommend", "sweep", "check"),
     "Answers": ("Estimate", "Recommendation", "PlanCheck"),
     "Plans in files and in other tools": ("PlanFile", "load_plan", "export", "Exported", "import_plan", "ImportedPlan"),
     "Records": ("ModelSpec", "Cluster", "NodeTopology"),
@@ -46,7 +48,6 @@ html_title = "paraplan"
 html_show_copyright = False
 smartquotes = False  # options have two hyphens
 default_role = "code"
-html_extra_path = ["extra"]
 highlight_language = "none"
 myst_heading_anchors = 3
 autodoc_typehints = "signature"
@@ -62,7 +63,13 @@ def setup(app):
     def signature_of(app, what, name, value, options, signature, returns):
         return ("", None) if what == "class" else (signature, returns)
 
+    # So would the list of fields that help() shows.
+    def without_fields(app, what, name, value, options, lines):
+        if "Fields:" in lines:
+            del lines[lines.index("Fields:") :]
+
     app.connect("autodoc-process-signature", signature_of)
+    app.connect("autodoc-process-docstring", without_fields)
 """
 
 
@@ -100,19 +107,25 @@ def _indented(options: str) -> str:
 
 
 def contents() -> str:
-    """Return the first page with the table of contents."""
-    pages = "\n".join(TOPICS)
-    return (
-        "# paraplan\n\nChoose how to train a model on several GPUs, see what it costs, and run it.\n\n"
-        'A <a href="planning.html">notebook</a> shows the Python API at work.\n\n'
-        f"```{{toctree}}\n:maxdepth: 1\n\nreference\n{pages}\n```\n"
+    """Return the first page: what this is, how it begins, one answer, and the pages in their groups."""
+    readme = (ROOT / "README.md").read_text()
+    first = readme.split("\n\n")[1]
+    commands = next(part for part in readme.split("\n\n") if part.startswith("    pip install"))
+    more = {"Start": "planning\n", "Understand": "reference\n"}
+    groups = "\n".join(
+        f"```{{toctree}}\n:maxdepth: 1\n:caption: {title}\n\n{more.get(title, '')}" + "\n".join(topics) + "\n```\n"
+        for title, topics in PAGE_GROUPS.items()
     )
+    answer = "![paraplan recommend in a terminal](recommend.svg)"
+    return f"# paraplan\n\n{first}\n\n{commands}\n\n{answer}\n\n{groups}"
 
 
-def run_notebook(target: Path) -> None:
-    """Write the notebook as it runs, as a page."""
-    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--execute", str(NOTEBOOK), "--output", str(target)]
-    subprocess.run([*command, "--template", "basic"], check=True)
+def notebook() -> str:
+    """Return the notebook as it runs, as a page of the site."""
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--execute", str(NOTEBOOK), "--stdout"]
+    done = subprocess.run([*command, "--template", "basic"], check=True, capture_output=True, text=True)
+    cells = re.sub(r"<h1.*?</h1>", "", done.stdout, count=1, flags=re.DOTALL)
+    return f"# Planning in Python, a notebook\n\n```{{raw}} html\n{cells}\n```\n"
 
 
 def build(site: Path) -> None:
@@ -122,13 +135,13 @@ def build(site: Path) -> None:
         sys.exit(f"no docstring: {', '.join(missing)}")
     source = site.parent / f"{site.name}-source"
     shutil.rmtree(source, ignore_errors=True)
-    (source / "extra").mkdir(parents=True)
-    for page in PAGES.glob("*.md"):
+    source.mkdir(parents=True)
+    for page in (*PAGES.glob("*.md"), *PAGES.glob("*.svg")):
         shutil.copy(page, source)
     (source / "index.md").write_text(contents())
     (source / "reference.md").write_text(reference())
     (source / "conf.py").write_text(CONFIGURATION)
-    run_notebook((source / "extra" / "planning.html").resolve())
+    (source / "planning.md").write_text(notebook())
     options = ["-W", "--keep-going", "-q", "-b", "html"]
     done = subprocess.run([sys.executable, "-m", "sphinx", *options, str(source), str(site)], check=False)
     if done.returncode:

@@ -11,6 +11,23 @@ fail() {
     exit 1
 }
 
+patiently() {
+    # Runs a command that is silent for long: says what it does, and on a terminal for how long, so that nobody wonders.
+    local what=$1 started=$SECONDS
+    shift
+    printf '%s ...' "$what" >&2
+    "$@" &
+    local job=$!
+    while [ -t 2 ] && kill -0 "$job" 2>/dev/null; do
+        printf '\r%s ... %s s' "$what" $((SECONDS - started)) >&2
+        sleep 1
+    done
+    local status=0
+    wait "$job" || status=$?
+    printf '\r%s ... %s s\n' "$what" $((SECONDS - started)) >&2
+    return "$status"
+}
+
 find_python() {
     local candidate
     for candidate in python3 python python3.13 python3.12 python3.11; do
@@ -34,8 +51,7 @@ activate_environment() {
         python=$(find_python)
         # A torch that the system's Python already has is used from there.
         if [ -z "${PARAPLAN_TORCH:-}" ] && "$python" -c 'import torch' >/dev/null 2>&1; then share=--system-site-packages; fi
-        echo "Making a virtual environment in $folder ..." >&2
-        "$python" -m venv $share "$root/$folder" || fail "cannot make $root/$folder; is the venv module installed?"
+        patiently "Making a virtual environment in $folder" "$python" -m venv $share "$root/$folder" || fail "cannot make $root/$folder; is the venv module installed?"
     fi
     # shellcheck disable=SC1091
     . "$root/$folder/bin/activate"
@@ -72,15 +88,17 @@ install_torch() {
     fi
     if python -c 'import torch' >/dev/null 2>&1; then return; fi
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-        echo "Installing torch for this machine's NVIDIA driver ..." >&2
-        python -m pip install --quiet 'torch>=2.11' || fail "cannot install torch"
+        patiently "Installing torch for this machine's NVIDIA driver" python -m pip install --quiet 'torch>=2.11' || fail "cannot install torch"
         return
     fi
-    echo "Installing the CPU build of torch: no NVIDIA driver here ..." >&2
+    patiently "Installing the CPU build of torch (no NVIDIA driver here)" install_cpu_torch || fail "cannot install torch"
+}
+
+install_cpu_torch() {
     # First from pip's own sources, then through uv, which knows where PyTorch keeps its CPU builds.
     python -m pip install --quiet 'torch==2.13.0+cpu' 2>/dev/null && return
     python -m pip install --quiet uv && python -m uv pip install --quiet --torch-backend=cpu 'torch>=2.11' && return
-    python -m pip install --quiet 'torch==2.13.0' || fail "cannot install torch"
+    python -m pip install --quiet 'torch==2.13.0'
 }
 
 install_paraplan() {
@@ -88,8 +106,7 @@ install_paraplan() {
     local extra=$1 stamp
     stamp=$(python -c 'import sys; print(sys.prefix)')/.paraplan-$extra
     if [ -e "$stamp" ] && [ "$stamp" -nt "$root/pyproject.toml" ] && [ "$(cat "$stamp")" = "$root" ]; then return; fi
-    echo "Installing paraplan ..." >&2
-    python -m pip install --quiet --editable "$root[$extra]" || fail "cannot install paraplan"
+    patiently "Installing paraplan" python -m pip install --quiet --editable "$root[$extra]" || fail "cannot install paraplan"
     echo "$root" >"$stamp"
 }
 

@@ -37,7 +37,7 @@ NAMES = {
         "read_topology",
         "import_plan",
     ),
-    *("estimate", "recommend", "check", "check_script", "export", "__version__"),
+    *("estimate", "recommend", "check", "check_script", "export", "load_workload", "sweep", "__version__"),
 }
 
 
@@ -140,6 +140,64 @@ def test_another_framework_is_a_word(job: Workload) -> None:
 def test_a_framework_that_does_not_exist_is_an_error(job: Workload) -> None:
     with pytest.raises(paraplan.ParaplanError, match="no framework 'megatron_core'"):
         Workload.of(job.model, job.training, job.cluster, framework="megatron_core")
+
+
+def test_five_tasks_of_a_notebook(tmp_path: Path) -> None:
+    # 1. Read what there is: fields with their sentences, and arguments at the first use.
+    assert "0 is DDP; 1 shards the optimizer state" in (inspect.getdoc(paraplan.ParallelPlan) or "")
+    code = "import inspect, paraplan; print(inspect.signature(paraplan.TrainingSpec))"
+    signature = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "global_batch_size" in signature
+    # 2. A model of one's own, and defaults as on the command line; lengths are said once.
+    torch = pytest.importorskip("torch")
+
+    class Mine(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(512, 64)
+            self.head = torch.nn.Linear(64, 512)
+
+        def forward(self, tokens: object) -> object:
+            return self.head(self.embedding(tokens))
+
+    module = Mine()
+    own = [paraplan.load_model(one, seq_length=128) for one in (Mine, module)]
+    assert own[0].parameters.total == own[1].parameters.total == 512 * 64 * 2 + 512
+    assert module.head.weight.device.type == "cpu"
+    job = paraplan.load_workload("gpt2", "2xa100", global_batch_size=16)
+    assert (job.training.seq_length, job.training.precision) == (1024, "bf16")
+    assert paraplan.load_workload("gpt2", "2xv100-sxm2-16gb").training.precision == "fp16"
+    # 3. Wrong input is one sentence, also where a record is made.
+    for wrong, said in (
+        (lambda: TrainingSpec(global_batch_size=64), "TrainingSpec needs seq_length"),  # type: ignore[call-arg]
+        (lambda: ParallelPlan(data_parallel=8), "has no field 'data_parallel'"),  # type: ignore[call-arg]
+        (lambda: ParallelPlan(pp=2), "needs a pipeline_schedule, such as '1f1b'"),
+        (lambda: job.replace(seq_len=8), "has no field 'seq_len'"),
+        (lambda: job.replace(precision="bf17"), "precision='bf17' of a TrainingSpec: it should be 'fp32'"),
+    ):
+        with pytest.raises(paraplan.ParaplanError, match=said):
+            wrong()
+    # 4. Plans side by side, what answers look like, and tables.
+    estimates = paraplan.estimate(job, [ParallelPlan(dp=2), ParallelPlan(dp=2, zero_stage=3)])
+    assert [each.plan.num_microbatches for each in estimates] == [8, 8]
+    assert estimates[0].step_time_s == estimates[0].step.step_time_s
+    answer = paraplan.recommend(job)
+    for shown in (job, job.model, job.cluster, answer, estimates[0], answer.plan_file()):
+        assert len(repr(shown)) < 200, repr(shown)
+        assert "\n" not in repr(shown)
+    assert repr(estimates[0]).startswith("<Estimate dp2, DDP, micro-batch 1 x 8: ")
+    rows = answer.to_rows()
+    assert {type(value) for row in rows for value in row.values()} <= {str, int, float, bool}
+    assert [row["is_recommended"] for row in rows].count(True) == 1
+    # 5. A sweep, and the plan for another tool.
+    swept = paraplan.sweep(job, seq_length=[512, 1024], optimizer=["adamw", "sgd"])
+    assert [(row["seq_length"], row["optimizer"]) for row in swept] == [
+        *((512, "adamw"), (512, "sgd"), (1024, "adamw"), (1024, "sgd"))
+    ]
+    assert swept[0]["step_time_s"] < swept[2]["step_time_s"]
+    assert not paraplan.sweep(job, ParallelPlan(dp=4), seq_length=[512])[0]["fits"]
+    paraplan.export(answer, "accelerate", partial=True).save(tmp_path / "accelerate.yaml")
+    assert "distributed_type" in (tmp_path / "accelerate.yaml").read_text()
 
 
 def test_a_topology_is_read_from_text(job: Workload) -> None:

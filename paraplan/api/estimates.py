@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from paraplan.api.executors import why_unplanned
 from paraplan.api.frames import framed
@@ -15,6 +16,7 @@ from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.report.estimate_json import estimate_report, warnings_of
 from paraplan.report.short_text import Line, estimate_lines
+from paraplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # imported where it is asked for
     from paraplan.cost.pipeline.simulation import Timeline
@@ -43,6 +45,22 @@ class Estimate:
     def step(self) -> StepEstimate:
         """Seconds of one optimizer step, by parts that sum to `step_time_s`, and what follows from them."""
         return self.result.step
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of one optimizer step."""
+        return self.result.step.step_time_s
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the plan's fields and its figures as one flat row, for pandas."""
+        step = self.result.step
+        return plan_row(self.plan) | {
+            "step_time_s": step.step_time_s,
+            "tokens_per_s_per_gpu": step.tokens_per_s_per_gpu,
+            "mfu": step.mfu,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "fits": self.fits,
+        }
 
     @property
     def is_lower_bound(self) -> bool:
@@ -106,7 +124,7 @@ class Estimate:
         return estimate_report(self.workload, self.result)
 
     def to_html(self) -> str:
-        """Return the report, one page that needs no network. Raises `UsageError` without vl-convert-python."""
+        """Return the report, one page that needs no network; its charts need vl-convert-python."""
         from paraplan.report.estimate_page import estimate_page
 
         return estimate_page(self.workload, self.result)
@@ -125,15 +143,43 @@ class Estimate:
     def __str__(self) -> str:
         return "\n".join(map(str, self.lines))
 
+    def __repr__(self) -> str:
+        memory = f"{format_bytes(self.peak_memory_bytes)} of {format_bytes(self.usable_memory_bytes)}"
+        return f"<Estimate {self.plan.describe()}: {format_seconds(self.step_time_s)}, {memory}>"
+
     def _repr_html_(self) -> str:
-        return framed(self.to_html, str(self))
+        return framed(self.to_html)
 
 
-def estimate(workload: Workload, plan: ParallelPlan) -> Estimate:
-    """Return the memory of every stage and the step time of one plan.
+_ROW = ("dp", "tp", "pp", "cp", "ep", "zero_stage", "micro_batch_size", "num_microbatches", "recompute", "offload")
 
-    Raises `PlanError` where the plan does not suit the model, the training or the machines: the value, the limit and
+
+def plan_row(plan: ParallelPlan) -> dict[str, Any]:
+    """Return what tells plans apart, one value a column."""
+    return {"plan": plan.describe()} | {name: getattr(plan, name) for name in _ROW}
+
+
+@overload
+def estimate(workload: Workload, plan: ParallelPlan) -> Estimate: ...
+
+
+@overload
+def estimate(workload: Workload, plan: Sequence[ParallelPlan]) -> list[Estimate]: ...
+
+
+def estimate(workload: Workload, plan: ParallelPlan | Sequence[ParallelPlan]) -> Estimate | list[Estimate]:
+    """Return the memory of every stage and the step time of one plan, or of several, each in its place.
+
+    A plan that says no `num_microbatches` has as many as the global batch needs. Raises `PlanError` where the plan does not suit the model, the training or the machines: the value, the limit and
     what would do.
     """
     model = CostModel.of_workload(workload)
-    return Estimate(model, estimate_plan(model, plan))
+    if isinstance(plan, ParallelPlan):
+        return Estimate(model, estimate_plan(model, _filled(model, plan)))
+    return [Estimate(model, estimate_plan(model, _filled(model, each))) for each in plan]
+
+
+def _filled(workload: Workload, plan: ParallelPlan) -> ParallelPlan:
+    count, rest = divmod(workload.training.global_batch_size, plan.dp * plan.micro_batch_size)
+    is_said = "num_microbatches" in plan.model_fields_set
+    return plan if is_said or rest or not count else plan.replace(num_microbatches=count)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from paraplan.api.plans import load_plan
+from paraplan.api.recommendations import Recommendation
 from paraplan.cost.framework_files import framework_of_target
 from paraplan.errors import UnsupportedPlanError
 from paraplan.interop.export import TARGETS, export_plan
@@ -16,7 +20,7 @@ _HARMLESS = ("rank_order=", "machines")
 
 
 def export(
-    plan: PlanFile,
+    plan: PlanFile | Recommendation | str | Path,
     target: str,
     *,
     partial: bool = False,
@@ -26,10 +30,14 @@ def export(
 ) -> Exported:
     """Return a plan in the words of `target`: torchrun, accelerate, deepspeed, megatron-lm, slurm and others.
 
-    `path` is where commands find the plan, `script` what they start, `image` the container of Kubernetes targets.
+    `plan` is a recommendation, a plan file or its path. `path` is where commands find it, `script` what they start, `image` the container of Kubernetes targets.
     Raises `UsageError` for an unknown target, and `UnsupportedPlanError` where the target cannot express all of the
     plan. `partial` leaves out what changes neither batch nor memory: the order of ranks, the name of the machines.
     """
+    if isinstance(plan, Recommendation):
+        plan = plan.plan_file()
+    elif not isinstance(plan, PlanFile):
+        plan, path = load_plan(plan), str(plan)
     subject = Subject(file=plan, path=path, script=script, image=image)
     exported = export_plan(subject, target, partial=partial)
     changing = [gap for gap in exported.gaps if not gap.part.startswith(_HARMLESS)]

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paraplan.api.estimates import Estimate
+from paraplan.api.estimates import Estimate, estimate, plan_row
 from paraplan.api.executors import executor_of
 from paraplan.api.frames import framed
 from paraplan.api.models import bundled_models, load_model
 from paraplan.api.workloads import OWN_RUNTIME, training_of
+from paraplan.api.workloads import SEQUENCES_PER_GPU as SEQUENCES_PER_GPU
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.notes import workload_notes
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError, ParaplanError
+from paraplan.errors import NoPlanFitsError, ParaplanError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.report.ranked_rows import table_rows
 from paraplan.report.short_text import Line, recommendation_lines
 from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
@@ -39,9 +42,6 @@ if TYPE_CHECKING:  # another search, which most calls do without
     from paraplan.hardware.prices import PriceFile
     from paraplan.search.machine_comparison import MachineComparison
     from paraplan.search.verification import PlanCheck
-
-SEQUENCES_PER_GPU = 8
-"""Default sequences per GPU when no global batch is given: enough to accumulate or to fill a pipeline."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +106,16 @@ class Recommendation:
         """Return the recommended plan with what it was made for and what is predicted."""
         return plan_file(self.answer)
 
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Return the ranked plans as flat rows, fastest first, for pandas: fields of the plan, time, memory."""
+        fields = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "peak_memory_bytes", "fits")
+        return [
+            plan_row(each.plan)
+            | {name: getattr(each, name) for name in fields}
+            | {"is_recommended": each.plan == self.result.best.plan}
+            for each in table_rows(self.candidates, self.result)
+        ]
+
     def save(self, path: str | Path) -> None:
         """Write the plan file of the recommended plan."""
         self.plan_file().save(path)
@@ -117,7 +127,7 @@ class Recommendation:
         return recommendation_report(self.answer, plan_path=plan_path, seconds=seconds)
 
     def to_html(self, *, plan_path: Path | None = None) -> str:
-        """Return the report, one page that needs no network. Raises `UsageError` without vl-convert-python."""
+        """Return the report, one page that needs no network; its charts need vl-convert-python."""
         from paraplan.report.recommendation_page import recommendation_page
         from paraplan.search.sizes import scaling
 
@@ -137,8 +147,11 @@ class Recommendation:
     def __str__(self) -> str:
         return "\n".join(map(str, self.lines))
 
+    def __repr__(self) -> str:
+        return f"<Recommendation {repr(self.best).removeprefix('<Estimate ')}"
+
     def _repr_html_(self) -> str:
-        return framed(self.to_html, str(self))
+        return framed(self.to_html)
 
 
 def recommend(
@@ -171,6 +184,24 @@ def recommend(
         with_front=True,
     )
     return answer(workload, request)
+
+
+def sweep(workload: Workload, plan: ParallelPlan | None = None, /, **values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return a flat row for each combination of values, for pandas: `sweep(job, seq_length=[2048, 4096, 8192])`.
+
+    `values` are what `Workload.replace` takes. A row has the values, and the recommended plan with its figures, or those
+    of `plan`. Where no plan fits, or a value cannot be, it has `fits` False and `why`.
+    """
+    rows = []
+    for chosen in product(*values.values()):
+        row = dict(zip(values, chosen, strict=True))
+        try:
+            changed = workload.replace(**row)
+            found = recommend(changed, num_candidates=1).best if plan is None else estimate(changed, plan)
+            rows.append(row | found.to_row())
+        except (NoPlanFitsError, PlanError) as error:
+            rows.append(row | {"fits": False, "why": error.message})
+    return rows
 
 
 def answer(workload: Workload, request: SearchRequest) -> Recommendation:

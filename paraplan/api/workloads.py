@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
+from paraplan.api.machines import LinkKind, load_cluster
+from paraplan.api.models import load_model
+from paraplan.api.models import usual_length as usual_length
 from paraplan.cost.framework import OWN_RUNTIME as OWN_RUNTIME
 from paraplan.cost.workload import Workload as Workload
 from paraplan.errors import UsageError
@@ -83,17 +88,42 @@ def framework_title(framework: str) -> str:
     return load_framework(framework).title
 
 
-USUAL_LENGTH = 4096
-"""Tokens; see `usual_length`."""
+SEQUENCES_PER_GPU = 8
+"""Default sequences per GPU when no global batch is given: enough to accumulate or to fill a pipeline."""
 
 
-def usual_length(model: ModelSpec) -> int | None:
-    """Return the tokens of a sequence where nobody says how many: the model's longest, but no more than 4,096.
+def load_workload(
+    model: str | Path | ModelSpec | Callable[[], Any],
+    profile: str | Path | Cluster | None = None,
+    *,
+    seq_length: int | None = None,
+    global_batch_size: int | None = None,
+    framework: str = OWN_RUNTIME,
+    num_nodes: int = 1,
+    gpus_per_node: int | None = None,
+    network: str | None = None,
+    link: LinkKind | None = None,
+    **training: Any,
+) -> Workload:
+    """Return a workload in one call, with the defaults of the command line.
 
-    Models are trained on such sequences, and stretched to their longest at the end, if at all. None where the model
-    does not say what its longest is.
+    `model` is what `load_model` takes, or its result; `profile` what `load_cluster` takes, None for this machine.
+    `training` are more fields of a `TrainingSpec`. By default sequences have the model's length, at most 4,096 tokens,
+    a step has 8 of them for each GPU, and GPUs without bf16 compute in fp16.
     """
-    return None if model.max_seq_length is None else min(model.max_seq_length, USUAL_LENGTH)
+    machines = {"num_nodes": num_nodes, "gpus_per_node": gpus_per_node, "network": network, "link": link}
+    cluster = profile if isinstance(profile, Cluster) else load_cluster(profile, **machines)  # type: ignore[arg-type]
+    spec = model if isinstance(model, ModelSpec) else load_model(model, seq_length=seq_length)
+    batch = global_batch_size or SEQUENCES_PER_GPU * cluster.num_gpus
+    training = {"precision": usual_precision(cluster)} | training
+    asked = training_of(spec, seq_length=seq_length, global_batch_size=batch, **training)
+    return Workload.of(spec, asked, cluster, framework=framework)
+
+
+def usual_precision(cluster: Cluster) -> str:
+    """Return the precision where nobody names one: bf16, or fp16 where the GPUs have no bf16."""
+    peaks = cluster.gpu.peak_flops_per_s
+    return "fp16" if "bf16" not in peaks and "fp16" in peaks else "bf16"
 
 
 def training_of(model: ModelSpec, *, seq_length: int | None, global_batch_size: int, **fields: object) -> TrainingSpec:
@@ -105,4 +135,4 @@ def training_of(model: ModelSpec, *, seq_length: int | None, global_batch_size: 
     if length is None:
         raise UsageError(f"{model.name} does not say how long its sequences are", hint="give --seq-len")
     values = {"global_batch_size": global_batch_size, "seq_length": length}
-    return TrainingSpec.model_validate(values | fields)
+    return TrainingSpec(**values | fields)

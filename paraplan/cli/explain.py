@@ -18,23 +18,17 @@ from paraplan.errors import UsageError, near_names
 
 app = typer.Typer(add_completion=False)
 
-TOPICS = (
-    *(
-        "tutorial",
-        "models",
-        "machines",
-        "decision-tree",
-        "plans-and-ranks",
-        "training",
-        "fine-tuning",
-        "runtime",
-        "checking",
-        "memory",
+GROUPS = {
+    "Start": ("tutorial", "models", "machines", "fine-tuning", "faq", "glossary"),
+    "Use": (
+        *("training", "launch", "submit", "checking", "ci", "export", "reports", "calibrate", "validate"),
+        *("moving-from-torchrun", "moving-from-accelerate", "moving-from-deepspeed", "moving-from-megatron-lm"),
     ),
-    *("cost-model", "accuracy", "recommendations", "reports", "launch", "submit", "faq", "glossary"),
-    *("moving-from-torchrun", "moving-from-accelerate", "moving-from-deepspeed", "moving-from-megatron-lm"),
-    *("export", "ci", "calibrate", "validate"),
-)
+    "Understand": (
+        *("decision-tree", "plans-and-ranks", "memory", "cost-model", "accuracy", "recommendations", "runtime"),
+    ),
+}
+TOPICS = tuple(topic for topics in GROUPS.values() for topic in topics)
 """The pages in the order in which they are listed; `paraplan/docs/<topic>.md` holds each."""
 
 _OPENS, _CLOSES = "<!-- ", " -->"

@@ -36,12 +36,8 @@ MANY_KINDS = 40
 
 
 def require_files(html: Path | None, *others: Path | None) -> None:
-    """Raise `UsageError`, before long work, where a file cannot be written or the charting library is missing."""
+    """Raise `UsageError`, before long work, where a file cannot be written."""
     require_folder(html, *others)
-    if html is not None:
-        from paraplan.report.chart_svg import ChartRenderer
-
-        ChartRenderer()
 
 
 def recommended(workload: Workload, question: SearchRequest, path: Path | None) -> Recommendation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from paraplan.api.workloads import usual_precision
 from paraplan.cli.options import PrecisionName
 from paraplan.cli.terminal import show_note
 
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 
 def with_precision(choices: TrainingChoices, cluster: Cluster) -> TrainingChoices:
     """Return the choices with fp16 where no precision is given and the GPUs have no bf16, and say so."""
-    peaks = cluster.gpu.peak_flops_per_s
-    if choices.precision is not None or "bf16" in peaks or "fp16" not in peaks:
+    if choices.precision is not None or usual_precision(cluster) == "bf16":
         return choices
     show_note(f"{cluster.gpu.title} has no bf16 arithmetic: --precision fp16 is taken")
     return replace(choices, precision=PrecisionName.fp16)

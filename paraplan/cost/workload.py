@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.dense_experts import as_routed
 from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
 from paraplan.model.quantizers import quantizer_of, reached_weights
+from paraplan.model.reader import read_model
 from paraplan.model.spec import BlockSpec, ModelSpec
 from paraplan.model.tensor_split import as_planned
 from paraplan.model.towers import with_media
@@ -124,6 +125,27 @@ class Workload:
             whole_model=model,
             plain_framework=framework,
         )
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the workload with another `model`, `cluster` or `framework`, or with other fields of its training.
+
+        So `job.replace(seq_length=8192, optimizer="lion")`. What layers with a sliding window keep depends on the
+        length: such a model is read again. Raises `WrongFieldError` for a field that there is not.
+        """
+        model = changes.pop("model", self.whole_model or self.model)
+        places = {name: changes.pop(name) for name in ("cluster", "framework") if name in changes}
+        training = changes.pop("training", self.training).replace(**changes)
+        if training.seq_length != self.training.seq_length and model.has_windows:
+            model = read_model(model.source, seq_length=training.seq_length)
+        if not places:  # a calibration and the user's own runs stay
+            return replace(self, model=model, whole_model=model).trained_as(training)
+        framework = places.get("framework", self.plain_framework or self.framework)
+        return self.of(model, training, places.get("cluster", self.cluster), self.links, framework=framework)
+
+    def __repr__(self) -> str:
+        training, model = self.training, self.whole_model or self.model
+        batch = f"{training.global_batch_size} sequences of {training.seq_length} tokens"
+        return f"<Workload {model.name}, {batch}, {self.cluster}, {self.framework.title}>"
 
     def padded_vocabulary(self, tp: Ints) -> Ints:
         """Return the rows of the embedding and the head under some degrees of tensor parallelism."""

@@ -37,6 +37,9 @@ class Cluster(Record):
         """Number of GPUs of all machines: the world size of a plan that uses them all."""
         return self.num_nodes * self.gpus_per_node
 
+    def __repr__(self) -> str:
+        return f"<Cluster {self}>"
+
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} x {self.name}" if self.num_nodes > 1 else self.name
         counts = Counter(gpu.name for gpu in self.node.gpus if gpu.name is not None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from paraplan.errors import ProfileError
+from paraplan.errors import ProfileError, UsageError
 from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.plan.files import ClusterReference, PlanFile
@@ -117,8 +118,18 @@ class Exported(Record):
     gaps: tuple[Gap, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def save(self, path: str | Path) -> None:
+        """Write the text to a file. Raises `UsageError` where it cannot be written."""
+        try:
+            Path(path).write_text(self.text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}", hint="choose a folder that exists") from None
+
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        return f"<Exported {self.target}: {len(self.text.splitlines())} lines>"
 
 
 def remarks(subject: Subject, gaps: Iterable[Gap], notes: Iterable[str]) -> list[str]:

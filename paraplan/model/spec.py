@@ -15,6 +15,7 @@ from pydantic import Field
 from paraplan.model.saved_role import SavedRole
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.records import Record
+from paraplan.units import format_count
 
 AttentionKernel = Literal["flash", "sdpa", "eager"]
 ElementType = Literal[
@@ -303,6 +304,14 @@ class ModelSpec(Record):
     def num_trained(self) -> int:
         """Elements of all parameters that train."""
         return sum(each.num_elements * count for each, count in self.all_parameters if each.trains)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether any layer attends within a sliding window, so that what it keeps depends on the length."""
+        return any(run.block.attention is not None and bool(run.block.attention.window) for run in self.runs)
+
+    def __repr__(self) -> str:
+        return f"<ModelSpec {self.name}: {format_count(self.parameters.total)} parameters>"
 
     @property
     def is_partly_frozen(self) -> bool:

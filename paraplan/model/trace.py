@@ -6,6 +6,7 @@ keep. Only the modules of this package that are called `trace...` import torch.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -38,6 +39,24 @@ def trace_factory(reference: str, *, seq_length: int | None = None, micro_batch_
     return trace_module(
         load_factory(reference), seq_length=seq_length, micro_batch_size=micro_batch_size, source=reference
     )
+
+
+def trace_given(given: Callable[..., Any], *, seq_length: int | None = None, micro_batch_size: int = 1) -> ModelSpec:
+    """Return the model of a module, which stays as it is, or of a class or function that makes one; see `trace_module`.
+
+    Raises ModelError where the class or function needs arguments or fails.
+    """
+    factory, name = given, getattr(given, "__name__", type(given).__name__)
+    if isinstance(given, nn.Module):
+        values = [*given.parameters(), *given.buffers()]
+        shapes = {id(one): one.to("meta") for one in values if not isinstance(one, nn.Parameter)}
+        shapes |= {
+            id(one): nn.Parameter(one.detach().to("meta"), requires_grad=one.requires_grad)
+            for one in values
+            if isinstance(one, nn.Parameter)
+        }
+        factory = partial(copy.deepcopy, given, shapes)
+    return trace_module(factory, seq_length=seq_length, micro_batch_size=micro_batch_size, source=name)
 
 
 def trace_module(

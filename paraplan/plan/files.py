@@ -96,6 +96,9 @@ class PlanFile(Record):
                 f"cannot write {path}: {error.strerror}", hint="choose a folder that exists and is yours"
             ) from None
 
+    def __repr__(self) -> str:
+        return f"<PlanFile {self}>"
+
     def __str__(self) -> str:
         return f"plan for {self.model.name}: {self.plan.describe()}" if self.model else self.plan.describe()
 

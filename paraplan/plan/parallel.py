@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from paraplan.errors import PlanError
-from paraplan.records import Record
+from paraplan.records import Spec
 
 Recompute = Literal["none", "selective", "selective_ops", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
@@ -49,7 +49,7 @@ AXES = (
 MEGATRON_RANK_ORDER: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 
-class ParallelPlan(Record):
+class ParallelPlan(Spec):
     """How a training is spread over ranks, and the choices that go with it.
 
     `dp * tp * pp * cp` is the number of ranks, `micro_batch_size * num_microbatches * dp` the global batch.
@@ -103,9 +103,11 @@ class ParallelPlan(Record):
     def _consistent(self) -> Self:
         if sorted(self.rank_order) != sorted(MEGATRON_RANK_ORDER):
             raise ValueError(f"rank_order={self.rank_order} must name each of pp, dp, cp and tp once")
-        if (self.pp > 1) != (self.pipeline_schedule is not None):
+        if self.pp > 1 and self.pipeline_schedule is None:
+            raise ValueError(f"pp={self.pp} needs a pipeline_schedule, such as '1f1b'")
+        if self.pp == 1 and self.pipeline_schedule is not None:
             raise ValueError(
-                f"pipeline_schedule={self.pipeline_schedule} with pp={self.pp}: a schedule goes with pp > 1 alone"
+                f"pipeline_schedule={self.pipeline_schedule!r} with pp=1: a schedule goes with pp > 1 alone"
             )
         if self.virtual_pipeline_size > 1 and self.pp == 1:
             raise ValueError(f"virtual_pipeline_size={self.virtual_pipeline_size} with pp=1: stages need a pipeline")

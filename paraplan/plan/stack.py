@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError
 
 from paraplan.errors import PlanError, near_names
-from paraplan.records import Record
+from paraplan.records import Spec
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 Graphs = Literal["none", "layers", "full"]
@@ -24,7 +24,7 @@ experts: its `--recompute-modules layernorm moe`, which runs router, exchanges a
 attention has."""
 
 
-class StackSettings(Record):
+class StackSettings(Spec):
     """Settings of the software that runs a plan. None is what the framework's profile has."""
 
     dispatcher: Dispatcher | None = None

@@ -13,7 +13,7 @@ from paraplan.model.trainable import Trainable, parse_trainable
 from paraplan.model.weight_formats import WeightFormat, is_stored_below_16_bits
 from paraplan.plan.stack import StackSettings
 from paraplan.plan.task import Task, parse_task
-from paraplan.records import Record
+from paraplan.records import Spec
 
 ComputePrecision = Literal["fp32", "bf16", "fp16"]
 TrainingPrecision = Literal["fp32", "bf16", "fp16", "bf16-pure"]
@@ -75,7 +75,7 @@ def optimizer_name(text: str) -> OptimizerName:
 _ENCODED: dict[TowerKind, str] = {"image": "pictures", "audio": "sound"}
 
 
-class TrainingSpec(Record):
+class TrainingSpec(Spec):
     """One training step as the user wants it, whatever the plan."""
 
     global_batch_size: int = Field(gt=0)

@@ -6,13 +6,13 @@ so it also opens where scripts are blocked, as artifacts of continuous integrati
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from html import escape
 from typing import Any
-
-from paraplan.errors import UsageError
 
 Spec = dict[str, Any]
 
@@ -45,17 +45,12 @@ _MARK = re.compile(
 
 
 class ChartRenderer:
-    """Draws charts; each gets identifiers of its own. Raises `UsageError` where vl-convert is not installed."""
+    """Draws charts; each gets identifiers of its own. Without vl-convert a line stands in the place of each."""
 
     def __init__(self) -> None:
-        try:
-            import vl_convert  # optional: 80 MB, and half a second to start
-        except ImportError:
-            raise UsageError(
-                "the HTML report needs vl-convert-python, which is not installed",
-                hint="pip install vl-convert-python",
-            ) from None
-        self._convert = vl_convert
+        self._convert: Any = None
+        with suppress(ImportError):  # optional: 80 MB, and half a second to start
+            self._convert = importlib.import_module("vl_convert")
         self._numbers: Iterator[int] = itertools.count(1)
 
     def render(self, spec: Spec, *, label: str, width: int, is_picture: bool = False) -> str:
@@ -64,6 +59,8 @@ class ChartRenderer:
         Marks carry their descriptions as names and as what a browser shows under the pointer. The marks of a picture
         are too many to be read one by one: a table stands for them.
         """
+        if self._convert is None:
+            return f'<p class="soft">{escape(label)}: not drawn, pip install vl-convert-python does.</p>'
         config = _CONFIG | {"legend": _CONFIG["legend"] | ({"columns": 2} if width < HALF else {})}
         whole: Spec = {"$schema": "https://vega.github.io/schema/vega-lite/v6.json", "config": config} | spec
         if "vconcat" not in spec:

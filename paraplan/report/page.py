@@ -13,6 +13,10 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """A browser that honours it loads nothing, whatever a name or a path in the report may hold."""
 
 
+_MANY_COLUMNS = 5
+"""A table of so many is one card a row on a phone, where it would be cut off."""
+
+
 class Column(NamedTuple):
     """A column of a table; numbers stand on the right."""
 
@@ -80,8 +84,9 @@ def table(columns: Sequence[Column], rows: Sequence[Row], *, caption: str) -> st
     """Return a table that scrolls by itself where a page is narrow; its first column heads the rows."""
     head = "".join(f"<th scope='col'{_number(column)}>{escape(column.title)}</th>" for column in columns)
     body = "".join(_row(columns, row) for row in rows)
+    kind = ' class="cards"' if len(columns) >= _MANY_COLUMNS else ""
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table{kind}>'
         f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -114,6 +119,9 @@ def _row(columns: Sequence[Column], row: Row) -> str:
     first, *rest = row.cells
     anchor = f' id="{row.anchor}"' if row.anchor else ""
     chosen = ' class="chosen"' if row.is_chosen else ""
-    cells = "".join(f"<td{_kind(column)}>{escape(text)}</td>" for column, text in zip(columns[1:], rest, strict=True))
+    cells = "".join(
+        f'<td{_kind(column)} data-title="{escape(column.title)}">{escape(text)}</td>'
+        for column, text in zip(columns[1:], rest, strict=True)
+    )
     head = f"<th scope='row'{_kind(columns[0])}>{escape(first)}</th>"
     return f"<tr{anchor}{chosen}>{head}{cells}</tr>"
