@@ -42,12 +42,12 @@ class Record(BaseModel):
 class _Told(ModelMetaclass):
     """Makes records whose wrong fields are a `WrongFieldError`."""
 
-    def __call__(cls, *values: Any, **fields: Any) -> Any:
+    def __call__(self, *values: Any, **fields: Any) -> Any:
         """Return a record of these fields."""
         try:
             return super().__call__(*values, **fields)
         except ValidationError as error:
-            raise _wrong_field(cls, error) from None
+            raise _wrong_field(self, error) from None
 
 
 class Spec(Record, metaclass=_Told):

@@ -170,8 +170,8 @@ def estimate(workload: Workload, plan: Sequence[ParallelPlan]) -> list[Estimate]
 def estimate(workload: Workload, plan: ParallelPlan | Sequence[ParallelPlan]) -> Estimate | list[Estimate]:
     """Return the memory of every stage and the step time of one plan, or of several, each in its place.
 
-    A plan that says no `num_microbatches` has as many as the global batch needs. Raises `PlanError` where the plan does not suit the model, the training or the machines: the value, the limit and
-    what would do.
+    A plan that says no `num_microbatches` has as many as the global batch needs. Raises `PlanError` where the plan does
+    not suit the model, the training or the machines: the value, the limit and what would do.
     """
     model = CostModel.of_workload(workload)
     if isinstance(plan, ParallelPlan):

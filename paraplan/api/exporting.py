@@ -30,9 +30,10 @@ def export(
 ) -> Exported:
     """Return a plan in the words of `target`: torchrun, accelerate, deepspeed, megatron-lm, slurm and others.
 
-    `plan` is a recommendation, a plan file or its path. `path` is where commands find it, `script` what they start, `image` the container of Kubernetes targets.
-    Raises `UsageError` for an unknown target, and `UnsupportedPlanError` where the target cannot express all of the
-    plan. `partial` leaves out what changes neither batch nor memory: the order of ranks, the name of the machines.
+    `plan` is a recommendation, a plan file or its path. `path` is where commands find it, `script` what they start,
+    `image` the container of Kubernetes targets. Raises `UsageError` for an unknown target, and `UnsupportedPlanError`
+    where the target cannot express all of the plan. `partial` leaves out what changes neither batch nor memory: the
+    order of ranks, the name of the machines.
     """
     if isinstance(plan, Recommendation):
         plan = plan.plan_file()

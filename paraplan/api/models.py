@@ -26,9 +26,10 @@ def load_model(
 
     `reference` is a Hugging Face config.json or a folder that holds one, a bundled name (`llama-3-8b`), a hub id
     (`owner/name`), or an `nn.Module`, which is traced with `micro_batch_size` sequences and stays as it is: the module
-    itself, a class or function that makes it without arguments, or `file.py:factory` for such a function. What layers with a sliding window keep depends on the length, so that a default is
-    read as if it were given; where the length is searched for (`finds_length`), they keep the masks of sequences
-    longer than the window. Raises `ModelError` for what cannot be read.
+    itself, a class or function that makes it without arguments, or `file.py:factory` for such a function. What layers
+    with a sliding window keep depends on the length, so that a default is read as if it were given; where the length is
+    searched for (`finds_length`), they keep the masks of sequences longer than the window. Raises `ModelError` for what
+    cannot be read.
     """
     if callable(reference):
         from paraplan.model.trace import trace_given  # torch, which a configuration does without

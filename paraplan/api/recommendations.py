@@ -189,8 +189,8 @@ def recommend(
 def sweep(workload: Workload, plan: ParallelPlan | None = None, /, **values: Iterable[Any]) -> list[dict[str, Any]]:
     """Return a flat row for each combination of values, for pandas: `sweep(job, seq_length=[2048, 4096, 8192])`.
 
-    `values` are what `Workload.replace` takes. A row has the values, and the recommended plan with its figures, or those
-    of `plan`. Where no plan fits, or a value cannot be, it has `fits` False and `why`.
+    `values` are what `Workload.replace` takes. A row has the values, and the recommended plan with its figures, or
+    those of `plan`. Where no plan fits, or a value cannot be, it has `fits` False and `why`.
     """
     rows = []
     for chosen in product(*values.values()):

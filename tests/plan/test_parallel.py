@@ -12,7 +12,7 @@ from paraplan.plan.parallel import ParallelPlan, micro_batches
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pp": 2}, "a schedule goes with pp > 1"),
+        ({"pp": 2}, "pp=2 needs a pipeline_schedule, such as '1f1b'"),
         ({"pipeline_schedule": "1f1b"}, "a schedule goes with pp > 1"),
         ({"sequence_parallel": True}, "needs tp > 1"),
         ({"zero_stage": 1}, "nothing to shard over"),
