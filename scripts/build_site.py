@@ -33,7 +33,10 @@ GROUPS = {
         "load_calibration",
         "load_history",
     ),
-    "Plan": ("Workload", "TrainingSpec", "ParallelPlan", "Constraints", "estimate", "recommend", "sweep", "check"),
+    "Plan": (
+        *("Workload", "TrainingSpec", "StackSettings", "ParallelPlan", "Constraints"),
+        *("estimate", "recommend", "sweep", "check", "check_script"),
+    ),
     "Answers": ("Estimate", "Recommendation", "PlanCheck"),
     "Plans in files and in other tools": ("PlanFile", "load_plan", "export", "Exported", "import_plan", "ImportedPlan"),
     "Records": ("ModelSpec", "Cluster", "NodeTopology"),

@@ -34,6 +34,7 @@ FLOORS = {
 }
 MAY_IMPORT = {
     "resources": {0},
+    "records": {0},
     "runtime": {0, 1, 2},
     "launch": {0, 1, 2},
     "interop": {0, 1, 2},
@@ -217,7 +218,8 @@ def undescribed_names(path: Path) -> Iterator[str]:
         else:
             continue
         for item in described:
-            is_public = not item.name.startswith("_") and item not in private
+            is_overload = any(isinstance(one, ast.Name) and one.id == "overload" for one in item.decorator_list)
+            is_public = not item.name.startswith("_") and item not in private and not is_overload
             if is_public and not ast.get_docstring(item):
                 yield f"{path}:{item.lineno}: {item.name} has no docstring"
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
@@ -171,7 +170,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
             virtual_pipeline_size=virtual,
             stage_blocks=draw(blocks),
         )
-    except ValidationError:
+    except PlanError:
         return ParallelPlan(dp=dp, num_microbatches=draw(st.sampled_from([1, 2, 8])))
 
 
