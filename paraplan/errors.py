@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 
 PREEMPTED_EXIT_STATUS = 75
@@ -71,6 +72,12 @@ class NoGpuError(ParaplanError):
     """No GPU, or no driver to ask for one, and no profile in its place."""
 
     exit_status = 3
+
+
+def require_torch(what: str) -> None:
+    """Raise `UsageError` where torch is not installed, which planning does without; `what` needs it."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"{what} needs torch, which is not installed", hint="pip install torch")
 
 
 def near_names(name: str, known: Iterable[str], *, count: int = 3, listed: Iterable[str] | None = None) -> str:

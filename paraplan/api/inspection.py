@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paraplan.errors import UsageError
+from paraplan.errors import UsageError, require_torch
 
 if TYPE_CHECKING:  # each reader is imported where it is asked for
     from paraplan.hardware.interconnect import InterconnectThresholds
@@ -102,8 +101,7 @@ def gather_nodes(
     """Return the survey of all nodes, of which this is one; every node must ask for it. `on_wait` is told of waits."""
     if endpoint is None:
         raise UsageError("--nnodes needs --rdzv-endpoint", hint="give HOST:PORT of the first node, the same on all")
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("nodes meet through torch, which is not installed", hint="pip install torch")
+    require_torch("a survey of several nodes")
     from paraplan.hardware.node_survey import survey_nodes
     from paraplan.hardware.readers.json_topology import read_json
     from paraplan.launch.nodes.endpoint import Endpoint

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import paraplan
-from paraplan.errors import NoGpuError, UsageError
+from paraplan.errors import NoGpuError, UsageError, require_torch
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
 from paraplan.hardware.catalogue.real_machines import machine_content as machine_content
 from paraplan.hardware.catalogue.real_machines import save_machine as save_machine
@@ -39,6 +39,7 @@ def measure_links(
 
     With `num_ranks`, and where there is no GPU, so many CPU processes of this machine are measured instead.
     """
+    require_torch("measuring links")
     survey, environment = survey_to_measure(read, num_ranks=num_ranks)
     machine = survey.machine
     report = measure_machine(
@@ -85,6 +86,7 @@ def measure_this_machine(
     With `num_ranks`, and where there is no GPU, these are CPU processes. What is watched is told each timing. A
     `precision` is measured alone, which leaves it the time of the others.
     """
+    require_torch("paraplan calibrate")
     survey, environment = survey_to_measure(_this_machine, num_ranks=num_ranks)
     gpu = survey.machine.gpu if survey.machine is not None else None
     on_gpus = gpu is None or gpu.vendor != "cpu"

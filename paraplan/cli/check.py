@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +13,7 @@ from paraplan.api.plans import load_plan
 from paraplan.api.scripts import check_script
 from paraplan.cli import completion
 from paraplan.cli.options import JsonOption
-from paraplan.errors import UsageError
+from paraplan.errors import UsageError, require_torch
 
 if TYPE_CHECKING:
     from paraplan.plan.check import CheckReport
@@ -73,8 +72,7 @@ def check(
 
     paraplan check --script train.py --ranks 4 -- --batch-size 2
     """
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("paraplan check needs torch, which is not installed", hint="pip install torch")
+    require_torch("paraplan check")
     shows = sys.stderr.isatty() and not as_json
 
     def say(text: str) -> None:

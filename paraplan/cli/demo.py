@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import typer
 from paraplan.api.machines import probe_topology
 from paraplan.api.scripts import example_script
 from paraplan.cli.terminal import in_lines
-from paraplan.errors import NoGpuError, UsageError
+from paraplan.errors import NoGpuError, UsageError, require_torch
 
 app = typer.Typer(add_completion=False)
 
@@ -36,11 +35,7 @@ def demo(
     The text is the sources of Python's standard library. The training script is copied into the folder, to be read and
     changed.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError(
-            "paraplan demo trains a model and needs torch, which is not installed",
-            hint="pip install torch; recommend, estimate, import and export go without",
-        )
+    require_torch("paraplan demo")
     _copy_script(folder)
     started_s = time.monotonic()
     typer.echo(f"$ cd {folder}")

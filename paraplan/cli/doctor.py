@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paraplan.errors import UsageError
+from paraplan.errors import UsageError, require_torch
 from paraplan.launch.handover import become_launcher
 from paraplan.launch.parser import parse_arguments
 
@@ -28,6 +28,7 @@ def doctor(
     All other options are those of `paraplan launch`: --nproc-per-node, --nnodes and --rdzv-endpoint on every node,
     --hostfile, --gpus. Exit status 1: something stands out.
     """
+    require_torch("paraplan doctor")
     words = ["--seconds", str(seconds)]
     words += ["--report", report] if report is not None else []
     words += ["--json"] if json else []

@@ -126,12 +126,13 @@ class LazyGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `paraplan help COMMAND` and `paraplan version` as the options of these names."""
+        args = args or ["--help"]
         words = {"help": [*args[1:2], "--help"], "version": ["--version"]}
-        if args and args[0] in _PLANNING:
+        if args[0] in _PLANNING:
             end = args.index("--") if "--" in args else len(args)  # behind it stand another tool's words
             args = [*_as_we_say(args[:end]), *args[end:]]
         ctx.meta[_WORDS] = args
-        return super().parse_args(ctx, words.get(args[0], args) if args else args)
+        return super().parse_args(ctx, words.get(args[0], args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the subcommand that the words start with; name near ones where there is none."""
@@ -233,7 +234,6 @@ def _print_version(wanted: bool) -> None:
 
 app = typer.Typer(
     cls=LazyGroup,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

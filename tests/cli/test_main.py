@@ -42,7 +42,8 @@ def test_an_unknown_command_is_a_usage_error_that_names_near_ones() -> None:
 
 def test_help_and_version_are_words_too() -> None:
     run = CliRunner().invoke
-    assert run(app, ["help"]).stdout == run(app, ["--help"]).stdout
+    assert run(app, ["help"]).stdout == run(app, ["--help"]).stdout == run(app, []).stdout
+    assert run(app, []).exit_code == 0
     assert run(app, ["help", "verify"]).stdout == run(app, ["verify", "--help"]).stdout
     assert run(app, ["version"]).stdout == run(app, ["--version"]).stdout
 

@@ -27,7 +27,7 @@ def test_a_plan_file_survives_its_own_json() -> None:
         ("[]", "has no field 'plan'"),
         ('{"schema_version": 9, "plan": {}}', "schema_version 9, and this paraplan reads 1"),
         ('{"plan": {"dp": "many"}}', "plan.dp: .*integer.*'many'"),
-        ('{"plan": {"pp": 2}}', "plan: pipeline_schedule=None with pp=2"),
+        ('{"plan": {"pp": 2}}', "plan: pp=2 needs a pipeline_schedule"),
         ('{"plan": {"dp": 2, "ddp": 1}}', "plan.ddp: Extra inputs"),
     ],
 )
