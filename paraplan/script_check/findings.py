@@ -16,6 +16,7 @@ from paraplan.script_check.causes import (
     update_cause,
 )
 from paraplan.script_check.evidence import Sight, distance, ranks_of
+from paraplan.script_check.places import in_context, is_vague, loss_of
 from paraplan.script_check.records import Difference, Kind, Quantity
 
 _ROUNDING = 3e-5
@@ -23,7 +24,6 @@ _ROUNDING = 3e-5
 
 _NOISE_FACTOR = 16.0
 _SMALLEST = 1e-3
-_LOSS_TOLERANCE = 1e-3
 
 _SKIPPING = (
     "a step is skipped on some ranks alone, as where each decides by its own gradients or loss, or has fewer batches"
@@ -128,7 +128,7 @@ def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | 
     chosen = 0
     if quantity == "gradient":
         # on the way back it goes wrong behind the last that is wrong
-        is_last = _loss(sight, step)[0] == "right"
+        is_last = loss_of(sight, step).is_right
 
         def order(place: int) -> tuple[int, int]:
             plain = _plainness(sight, causes, partings[place], place)
@@ -136,7 +136,7 @@ def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | 
             return plain, -place if is_last and follows else place
 
         chosen = min(range(len(causes)), key=order)
-        causes[chosen] = _with_context(sight, names, partings, causes, chosen)
+        causes[chosen] = in_context(sight, names, partings, causes, chosen)
     told = partings[chosen]
     error = max(told.errors)
     difference = _difference(
@@ -159,72 +159,13 @@ def _error(value: torch.Tensor | None, expected: torch.Tensor, floor: float) -> 
 
 def _plainness(sight: Sight, causes: Sequence[Cause], parting: Parting, place: int) -> int:
     """Return how little the cause of a parameter tells: that which tells most is told."""
-    kind, factor, text = causes[place]
-    if kind == "another direction" or (kind == "not reduced" and "neither" in text):
+    kind, factor, _ = causes[place]
+    if is_vague(causes[place]):
         return len(_TELLING) + (kind != "not reduced")
     if kind == "scaled" and (parting.expected.numel() < 3 or factor is None or not is_of_known_size(sight, factor)):
         # one number is always a multiple of another
         return len(_TELLING) + 2
     return _TELLING.index(kind)
-
-
-def _with_context(
-    sight: Sight, names: Sequence[str], partings: Sequence[Parting], causes: Sequence[Cause], chosen: int
-) -> Cause:
-    """Return the cause that is told with what the other parameters, and the loss, say of it."""
-    cause = causes[chosen]
-    factors = [one.factor for one in causes]
-    if cause.kind == "scaled" and len(partings) == len(names) > 1 and cause.factor is not None:
-        is_one = all(factor is not None and abs(factor / cause.factor - 1) < 1e-3 for factor in factors)
-        if is_one and not is_of_known_size(sight, cause.factor):
-            return Cause(
-                "scaled",
-                cause.factor,
-                f"all gradients are {cause.factor:.4g} times those of one process, and its loss is "
-                f"{_loss(sight, partings[0].step)[0]}: the script clips by a norm that is {1 / cause.factor:.4g} times "
-                "the right one, which is not summed over all ranks or counts what they hold alike more than once, or "
-                "scales its loss",
-            )
-    if cause.kind == "another direction" or (cause.kind == "not reduced" and "neither" in cause.text):
-        return cause._replace(text=f"{cause.text}; {_where(sight, names, partings)}")
-    return cause
-
-
-def _where(sight: Sight, names: Sequence[str], partings: Sequence[Parting]) -> str:
-    """Return what the loss, and which parameters part, say of where in the model it is."""
-    word, ranks, alone = _loss(sight, partings[0].step)
-    if word == "another":
-        return (
-            f"the loss is another too ({ranks:.6g}, {alone:.6g} in one process): the forward pass computes something "
-            "else, as with heads or parts in another order, positions or masks of another part, what each rank adds, "
-            "or a loss that each rank divides by the number of its own targets"
-        )
-    wrong = {parting.name for parting in partings}
-    last = max(place for place, name in enumerate(names) if name in wrong)
-    after = names[last + 1 :]
-    text = "the loss is right, so it goes wrong on the way back"
-    for group in sight.groups:
-        losses = [sight.ranks[rank].loss(partings[0].step) or 0.0 for rank in group]
-        is_alike = len({sight.ranks[rank].record.given for rank in group}) == 1
-        if is_alike and max(losses) - min(losses) > _LOSS_TOLERANCE * abs(max(losses)):
-            shown = ", ".join(f"{loss:.6g}" for loss in losses)
-            return f"{ranks_of(group)}, which read the same, have unlike losses ({shown}): each counts its own part"
-    if after and len(wrong) > 1:
-        text += f": {names[last]} is the last of the model that is wrong, {after[0]} behind it is right"
-    return text
-
-
-def _loss(sight: Sight, step: int) -> tuple[str, float, float]:
-    """Return whether the loss of ranks is that of one process, or another, with the two."""
-    alone = sight.alone.loss(step)
-    losses = [process.loss(step) for process in sight.ranks]
-    if alone is None or any(loss is None for loss in losses):
-        return "right", 0.0, 0.0
-    mean = statistics.fmean(loss or 0.0 for loss in losses)
-    sizes = [float(size) for size in (1, *sight.sizes.values())]
-    scale = min((*sizes, *(1 / size for size in sizes)), key=lambda size: abs(mean / size - alone))
-    is_right = abs(mean / scale - alone) <= _LOSS_TOLERANCE * abs(alone)
-    return ("right" if is_right else "another"), mean / scale, alone
 
 
 def _norm(sight: Sight, step: int) -> Difference | None:

@@ -65,6 +65,7 @@ class Recorder:
         self._num_skipped = 0
         self._is_unsettled = False
         self._given_prints: list[str] = []
+        self._outputs: dict[str, float] = {}
         self._began = time.monotonic()
 
     def follow(self) -> None:
@@ -84,7 +85,9 @@ class Recorder:
             if self._is_unsettled and sources.is_of_script:
                 self._settle()
             if not sources.is_watching or not any(True for _ in module.parameters()):
-                return plain(module, *args, **kwargs)
+                result = plain(module, *args, **kwargs)
+                self._note_output(module, result)
+                return result
             self._meet(module)
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
             self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_data(one[1])]))
@@ -92,6 +95,17 @@ class Recorder:
                 return plain(module, *args, **kwargs)
 
         return call
+
+    def _note_output(self, module: nn.Module, result: Any) -> None:
+        """Note the size of what a module inside of a model gives, in the first step."""
+        name = None if self._steps or self._names is None else self._names.of_modules.get(id(module))
+        if name is None or not torch.is_grad_enabled():
+            return
+        found = [tensor for _, tensor in tensors_in(result) if tensor.ndim > 0 and tensor.is_floating_point()]
+        is_plain = all(type(tensor) is torch.Tensor for tensor in found)
+        with self.sources.inside(), torch.no_grad():
+            size = sum(float(tensor.double().square().sum()) for tensor in found) if is_plain else float("nan")
+        self._outputs[name] = self._outputs.get(name, 0.0) + size
 
     def _note_rounding(self, values: Iterable[Any]) -> None:
         """Note how coarse the types are in which models compute: of what modules are given, and of autocast."""
@@ -293,6 +307,7 @@ class Recorder:
                 sources=tuple(sources),
                 notes=tuple(self._notes),
                 given=tuple(self._given_prints),
+                outputs=self._outputs,
                 rounding=self._rounding,
                 is_whole=is_whole,
             )

@@ -25,6 +25,8 @@ Kind = Literal[
     "scaled",
     "one rank's share",
     "mean of shares",
+    "another output",
+    "another loss",
     "another direction",
     "stale",
     "16 bits",
@@ -126,6 +128,8 @@ class ProcessRecord(Record):
     notes: tuple[str, ...]
     given: tuple[str, ...]
     """Digests of what its models were given."""
+    outputs: dict[str, float]
+    """Of modules inside of models the sum of squares of what they gave in the first step, in the order of the calls."""
     rounding: float
     """The unit of the last place, relative to a value, of the coarsest type in which its models computed."""
     is_whole: bool

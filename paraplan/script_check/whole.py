@@ -30,8 +30,13 @@ class Names:
         self.models = models
         self._flat: dict[str, FlatParameters] = {}
         self._plain: dict[int, tuple[str, nn.Parameter]] = {}
+        self.of_modules: dict[int, str] = {}
+        """Names of the modules inside of the models, by their ids."""
         for number, model in enumerate(models):
             prefix = "" if number == 0 else f"{type(_inner(model)).__name__}{number}."
+            for name, module in model.named_modules():
+                if common_name(name):
+                    self.of_modules.setdefault(id(module), prefix + common_name(name))
             for name, one in flat_parameters_of(model):
                 self._flat[prefix + common_name(name)] = one
             is_flat = {id(parameter) for one in self._flat.values() for parameter in one.parameters()}

@@ -30,6 +30,7 @@ def process(rank: int, num_ranks: int, tensors: dict[str, torch.Tensor], norm: f
         sources=(),
         notes=(),
         given=(str(rank),),
+        outputs={},
         rounding=1.2e-7,
         is_whole=True,
     )
