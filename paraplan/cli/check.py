@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -169,13 +170,20 @@ def script_text(report: ScriptReport) -> list[str]:
         lines.append(f"equal     gradients within {errors}")
     else:
         where = f"before step {found.step + 1}" if found.step == 0 else f"in step {found.step}"
-        what = f"{found.quantity} of {found.name}" if found.name else found.quantity
+        quantity = "value" if found.quantity == "parameter" else found.quantity
+        what = f"{quantity} of {found.name}" if found.name else quantity
         ranks = ", ".join(map(str, found.ranks))
         lines.append(f"NOT EQUAL {where}: the {what} on rank{'s' if len(found.ranks) > 1 else ''} {ranks}")
         lines.append(f"          {found.cause}")
         if found.tolerance:
             lines.append(f"          it differs by {found.error:.2g} of its size; rounding makes {found.tolerance:.0e}")
         if found.num_alike > 1:
-            lines.append(f"          {found.num_alike} parameters differ in this step; it is the first of the model")
+            lines.append(f"          {found.num_alike} parameters differ in this step")
     lines.append(f"losses    {_numbers(report.losses)}; one process {_numbers(report.alone_losses)}")
-    return [*lines, *(f"note      {note}" for note in report.notes)]
+    lines += [f"note      {note}" for note in report.notes]
+    return [part for line in lines for part in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    """Return a line in parts that a terminal of 100 columns shows whole, those after the first indented."""
+    return textwrap.wrap(line, 100, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)

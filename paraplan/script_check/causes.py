@@ -179,22 +179,10 @@ def is_of_known_size(sight: Sight, factor: float) -> bool:
 
 
 def _cause_of_direction(sight: Sight, parting: Parting, value: torch.Tensor) -> Cause:
-    kind = f"gradient/{parting.step}"
+    by_shares = _cause_of_shares(sight, parting, value)
+    if by_shares is not None:
+        return by_shares
     expected = parting.expected
-    shares = [share.of(kind)[parting.name] for share in sight.shares if parting.name in share.of(kind)]
-    for group, share in zip(sight.groups, shares, strict=False):
-        if factor_of(value, share, parting.tolerance) is not None:
-            text = f"all ranks have the gradient of rank {group[0]}'s batch alone: the others' is lost"
-            return Cause("one rank's share", None, text)
-    if len(shares) > 1:
-        mean = torch.stack([share.double() for share in shares]).mean(dim=0)
-        if distance(value, mean, parting.floor) <= max(parting.tolerance, 2e-3):
-            return Cause(
-                "mean of shares",
-                None,
-                "it is the mean of what each rank's batch alone gives, which is not the gradient of all batches: ranks "
-                "count unlike numbers of targets, or the loss compares samples of a batch",
-            )
     for dim in range(expected.ndim):
         parts = list(zip(value.chunk(len(sight.ranks), dim), expected.chunk(len(sight.ranks), dim), strict=True))
         factors = [factor_of(one, other, parting.tolerance) for one, other in parts if other.numel() > 1]
@@ -227,6 +215,34 @@ def _cause_of_direction(sight: Sight, parting: Parting, value: torch.Tensor) -> 
     return Cause("another direction", None, text + "wrong")
 
 
+def _cause_of_shares(sight: Sight, parting: Parting, value: torch.Tensor) -> Cause | None:
+    """Return what a gradient is made of what each rank's batch alone gives, None where that is not seen."""
+    shares = [
+        share.of(f"gradient/{parting.step}")[parting.name]
+        for share in sight.shares
+        if parting.name in share.of(f"gradient/{parting.step}")
+    ]
+    for group, share in zip(sight.groups, shares, strict=False):
+        if factor_of(value, share, parting.tolerance) is not None:
+            text = f"all ranks have the gradient of rank {group[0]}'s batch alone: the others' is lost"
+            return Cause("one rank's share", None, text)
+    if len(shares) > 1:
+        mean = torch.stack([share.double() for share in shares]).mean(dim=0)
+        if distance(value, mean, parting.floor) <= max(parting.tolerance, 2e-3):
+            return Cause(
+                "mean of shares",
+                None,
+                "it is the mean of what each rank's batch alone gives, which is not the gradient of all batches: ranks "
+                "count unlike numbers of targets, or the loss compares samples of a batch",
+            )
+        each = torch.stack(list(shares))
+        for what, edge in (("largest", each.amax(dim=0)), ("smallest", each.amin(dim=0))):
+            if parting.is_near(value, edge):
+                text = f"each of its numbers is the {what} of those that ranks' batches give: it is reduced by another "
+                return Cause("another direction", None, text + "operation than a sum or mean")
+    return None
+
+
 def update_cause(sight: Sight, parting: Parting) -> Cause:
     """Return what is seen of a parameter whose gradient was right, and whose value after the step is not."""
     step, name = parting.step, parting.name
@@ -239,12 +255,10 @@ def update_cause(sight: Sight, parting: Parting) -> Cause:
     smallest = 1e-3 * float(way.norm())
     still = [rank for rank, one in zip(parting.ranks, ways, strict=True) if float(one.norm()) < smallest]
     if still:
-        held = [rank for rank in still if sight.ranks[rank].record.steps[step - 1].rates_of(name) is not None]
-        why = (
-            "the optimizer there steps it, and does not change it, or what it makes is overwritten"
-            if held
-            else "the optimizer there does not hold it, or has no gradient for it, and no other rank sends the value"
-        )
+        if len(still) == len(parting.values):
+            why = "no optimizer holds it, or its step is skipped"
+        else:
+            why = "the optimizer there does not hold it, or has no gradient for it, and no other rank sends the value"
         return Cause("not stepped", 0.0, f"it did not change on {ranks_of(still)}: {why}")
     factor = factor_of(ways[0], way, max(parting.tolerance * float(parting.expected.norm()) / float(way.norm()), 1e-4))
     if factor is not None:

@@ -24,7 +24,7 @@ from paraplan.script_check.reading_plan import (
 )
 from paraplan.script_check.records import Role, ScriptReport, ScriptRequest
 
-_NEEDING_SHARES = ("another direction", "scaled")
+_NEEDING_SHARES = ("another direction", "another output", "another loss", "scaled")
 """Kinds of differences of which what each rank's batch gives alone may say more."""
 
 

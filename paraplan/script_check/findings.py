@@ -228,6 +228,12 @@ def _unlike(one: dict[str, float], other: dict[str, float]) -> str:
 def _skipped(sight: Sight, step: int) -> Difference | None:
     """Return that ranks have made unlike numbers of passes for a step, which explains gradients that part."""
     steps = [process.record.steps[step - 1] for process in sight.ranks]
+    again = [rank for rank, one in enumerate(steps) if not one.losses]
+    if again and sight.alone.record.steps[step - 1].losses:
+        text = (
+            f"{ranks_of(again)} step again by the gradients of step {step - 1}: no backward pass lies between the two"
+        )
+        return _difference(step, "steps", "", again, Cause("unlike steps", None, text))
     counts = [len(one.losses) * (1 + one.num_skipped) for one in steps]
     more = [rank for rank, count in enumerate(counts) if count > min(counts)]
     if not more:
