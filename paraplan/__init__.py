@@ -2,11 +2,7 @@
 
     import paraplan
 
-    job = paraplan.Workload.of(
-        paraplan.load_model("llama-3-8b", seq_length=8192),
-        paraplan.TrainingSpec(global_batch_size=64, seq_length=8192),
-        paraplan.load_cluster("dgx-h100", num_nodes=2),
-    )
+    job = paraplan.load_workload("llama-3-8b", "dgx-h100", num_nodes=2, seq_length=8192, global_batch_size=64)
     print(paraplan.recommend(job))
 
 Each name is imported when it is first used, so that `import paraplan` and `from paraplan import runtime` stay fast.
@@ -19,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paraplan.api.calibrations import load_calibration as load_calibration
+    from paraplan.api.checking import check_script as check_script
     from paraplan.api.estimates import Estimate as Estimate
     from paraplan.api.estimates import estimate as estimate
     from paraplan.api.exporting import export as export
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from paraplan.api.recommendations import check as check
     from paraplan.api.recommendations import recommend as recommend
     from paraplan.api.recommendations import sweep as sweep
-    from paraplan.api.scripts import check_script as check_script
     from paraplan.api.workloads import load_workload as load_workload
     from paraplan.cost.workload import Workload as Workload
     from paraplan.errors import NoPlanFitsError as NoPlanFitsError
@@ -63,7 +59,7 @@ _HOMES = {
     "api.models": ("load_model",),
     "api.plans": ("load_plan",),
     "api.recommendations": ("Recommendation", "check", "recommend", "sweep"),
-    "api.scripts": ("check_script",),
+    "api.checking": ("check_script",),
     "api.workloads": ("load_workload",),
     "cost.workload": ("Workload",),
     "errors": ("NoPlanFitsError", "ParaplanError", "PlanError"),

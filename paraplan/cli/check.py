@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paraplan.api.gradients import check_gradients
+from paraplan.api.checking import check_gradients, check_script
 from paraplan.api.plans import load_plan
-from paraplan.api.scripts import check_script
 from paraplan.cli import completion
 from paraplan.cli.options import JsonOption
 from paraplan.errors import UsageError, require_torch

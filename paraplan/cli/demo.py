@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from paraplan.api.checking import example_script
 from paraplan.api.machines import probe_topology
-from paraplan.api.scripts import example_script
 from paraplan.cli.terminal import in_lines
 from paraplan.errors import NoGpuError, UsageError, require_torch
 

@@ -188,7 +188,7 @@ def _from_file(
 
 
 def _trace(model: str, plan: ParallelPlan, training: TrainingSpec) -> list[TracedMemory]:
-    from paraplan.api.traced_memory import trace_stages  # torch, which an estimate does without
+    from paraplan.api.checking import trace_stages  # torch, which an estimate does without
 
     def say(stage: int) -> None:
         if sys.stderr.isatty():

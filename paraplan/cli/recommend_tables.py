@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from paraplan.api.explanations import part_words
+from paraplan.api.recommendations import part_words
 from paraplan.cli.estimate_tables import lines_table, print_estimate, print_lines
 from paraplan.cli.money_tables import print_money
 from paraplan.cli.terminal import command_in_lines, make_console

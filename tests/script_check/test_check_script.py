@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paraplan.api.scripts import check_script
+from paraplan.api.checking import check_script
 from paraplan.cli.main import app
 from paraplan.errors import UsageError
 from paraplan.launch.checking import CheckRunError
