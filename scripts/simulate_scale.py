@@ -22,8 +22,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it from C++ unmarked
 
 from paraplan.launch.faults.failures import Cause, NodeFailure
-from paraplan.launch.nodes.endpoint import Endpoint
-from paraplan.launch.nodes.hosted_store import host_store
+from paraplan.launch.nodes.endpoint import Endpoint, host_store
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import Arrival
 from paraplan.launch.nodes.store import NodeFacts, NodeStore

@@ -14,9 +14,8 @@ from rank_harness import RankHarness
 from waiting import PATIENCE_S, wait_until
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.fake.estimate import StageEstimate
 from paraplan.launch.fake.ranks import show_fake_launch
-from paraplan.launch.fake.report import FakeLaunchReport, render_report
+from paraplan.launch.fake.report import FakeLaunchReport, StageEstimate, render_report
 from paraplan.launch.parser import parse_arguments
 from paraplan.plan.fake import CountedCollective, FakeRankReport
 from paraplan.plan.files import ModelReference, PlanFile

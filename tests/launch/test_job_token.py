@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore, TCPStore  # type: ignore[attr-defined]
 from waiting import PATIENCE_S
 
-from paraplan.launch.nodes.hosted_store import host_store
+from paraplan.launch.nodes.endpoint import host_store
 from paraplan.launch.nodes.job_token import (
     PROTOCOL,
     TOKEN_VARIABLE,

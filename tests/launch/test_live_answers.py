@@ -14,16 +14,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from waiting import PATIENCE_S
 
 from paraplan.launch.live.answers import LiveJob
-from paraplan.launch.live.channel import VERSION, answer, ask, launchers, listen, receive
-from paraplan.launch.live.log_files import read_log
+from paraplan.launch.live.channel import VERSION, answer, ask, launchers, listen, read_log, receive
 from paraplan.launch.live.logs import LogFollower
 from paraplan.launch.live.ranks import LiveRank, LiveRanks, catches
 from paraplan.launch.live.runs import RunError, ask_run, find_run, live_runs, question
 from paraplan.launch.live.server import LiveServer
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.store import NodeStore
-from paraplan.launch.ranks.profile_requests import ask_for_profile, read_profile
 from paraplan.launch.ranks.step_marks import MARKS_FILE, StepMarks
+from paraplan.launch.stragglers.steps import ask_for_profile, read_profile
 
 NOBODY = 65534
 

@@ -11,8 +11,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from waiting import PATIENCE_S, wait_until
 
 from paraplan.errors import PlanError
+from paraplan.launch.elastic.ending import Heartbeat
 from paraplan.launch.faults.failures import Cause, NodeFailure, first_node_failure
-from paraplan.launch.nodes.heartbeat import Heartbeat
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 

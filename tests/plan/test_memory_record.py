@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paraplan.cost.estimate import MemoryEstimate
-from paraplan.launch.fake.estimate import StageEstimate
+from paraplan.launch.fake.report import StageEstimate
 from paraplan.plan.fake import FakeRankReport
 from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan

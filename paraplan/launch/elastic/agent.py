@@ -20,11 +20,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.elastic.ending import await_other_nodes, end_without_restart, require_all_nodes
+from paraplan.launch.elastic.ending import Heartbeat, await_other_nodes, end_without_restart, require_all_nodes
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
-from paraplan.launch.nodes.heartbeat import Heartbeat
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
 from paraplan.launch.nodes.static_rendezvous import StaticRendezvous

@@ -1,10 +1,12 @@
-"""The end of a job on a node: how it waits for the other nodes."""
+"""The other nodes of a job: signs of life of those of a static rendezvous, and how the end waits for them."""
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from paraplan.launch.faults.failures import NodeFailure
 from paraplan.launch.faults.report import say
@@ -77,3 +79,45 @@ def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time
         pause(look_s)
         look_s = min(2 * look_s, _LOOK_S[1])
     store.take_leave(timeout_s=_LEAVE_S)
+
+
+_INTERVAL_S = 1.0
+_SILENCE_S = 15.0  # as torch's dynamic rendezvous: keep_alive_interval times keep_alive_max_attempt
+_SILENCE_AT_END_S = 5.0  # once the ranks of this node have ended or failed, which a lost node explains
+
+
+class Heartbeat:
+    """A thread that beats for this node, and tells all when the node before it does not: two calls a second."""
+
+    def __init__(self, store: NodeStore, *, silence_s: float = _SILENCE_S, interval_s: float = _INTERVAL_S) -> None:
+        self._store, self._silence_s, self._interval_s = store, silence_s, interval_s
+        self._is_over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True, name="paraplan-heartbeat").start()
+
+    def close(self) -> None:
+        """Beat no more."""
+        self._is_over.set()
+
+    def _beat(self) -> None:
+        watched, count, seen_s = self._before(self._store.node), -1, time.monotonic()
+        with suppress(RuntimeError):  # a store that is gone: the look of this node says so
+            while not self._is_over.wait(self._interval_s):
+                self._store.beat(self._store.node, 1)
+                if self._store.is_over(watched):
+                    before = self._before(watched)
+                    watched, count, seen_s = before, -1, time.monotonic()
+                if watched == self._store.node:
+                    continue
+                beats = self._store.beat(watched, 0)
+                if beats != count:
+                    count, seen_s = beats, time.monotonic()
+                elif time.monotonic() - seen_s > self._patience_s():
+                    self._store.note_silent(watched)
+                    watched, count, seen_s = self._before(watched), -1, time.monotonic()
+
+    def _patience_s(self) -> float:
+        is_over = self._store.is_over(self._store.node)
+        return min(self._silence_s, _SILENCE_AT_END_S) if is_over else self._silence_s
+
+    def _before(self, node: int) -> int:
+        return (node - 1) % self._store.num_nodes

@@ -26,7 +26,6 @@ from paraplan.launch.elastic.following import (
     say_who_is_waited_for,
 )
 from paraplan.launch.elastic.health import HealthCheck
-from paraplan.launch.elastic.held_signals import HeldSignals, raise_signal
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.activity import read_activities
 from paraplan.launch.faults.calls import RankCalls, ask_for_calls, read_calls
@@ -35,6 +34,7 @@ from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhe
 from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.store import StoreLostError
+from paraplan.launch.preemption import HeldSignals, raise_signal
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy

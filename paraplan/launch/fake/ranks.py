@@ -21,8 +21,7 @@ import paraplan
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.cluster import Cluster
-from paraplan.launch.fake.estimate import StageEstimate, estimate_stages
-from paraplan.launch.fake.report import FakeLaunchReport, render_report
+from paraplan.launch.fake.report import FakeLaunchReport, StageEstimate, estimate_stages, render_report
 from paraplan.launch.faults.report import say
 from paraplan.launch.planning import RunPython, make_plan
 from paraplan.launch.ranks.cores import usable_cores

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.launch.faults.calls import ask_for_calls
-from paraplan.launch.live.channel import VERSION
-from paraplan.launch.live.log_files import read_log
+from paraplan.launch.live.channel import VERSION, read_log
 from paraplan.launch.live.ranks import LiveRank, LiveRanks, catches, send_signal
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
-from paraplan.launch.ranks.profile_requests import ask_for_profile, read_profile, trace_path
 from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
-from paraplan.launch.stragglers.steps import last_step
+from paraplan.launch.stragglers.steps import ask_for_profile, last_step, read_profile, trace_path
 from paraplan.shared_memory import StatusPage
 
 STACKS_S = 3.0

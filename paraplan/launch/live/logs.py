@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paraplan.launch.live.log_files import MAX_BYTES, read_log
+from paraplan.launch.live.channel import MAX_BYTES, read_log
 from paraplan.launch.live.runs import Run, RunEndedError, RunError, ask_run, question
 
 _BYTES_PER_LINE = 400

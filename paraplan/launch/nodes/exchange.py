@@ -11,8 +11,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 
 from paraplan.errors import UsageError
-from paraplan.launch.nodes.endpoint import Endpoint
-from paraplan.launch.nodes.hosted_store import host_store
+from paraplan.launch.nodes.endpoint import Endpoint, host_store
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import Arrival, open_store
 

@@ -21,10 +21,10 @@ from paraplan.launch.nodes.endpoint import (
     describe_silence,
     find_listener,
     host_of,
+    host_store,
     is_own_address,
     meaning_of,
 )
-from paraplan.launch.nodes.hosted_store import host_store
 from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.native_calls import CallThreads, run_interruptibly

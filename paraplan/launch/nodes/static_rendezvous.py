@@ -9,8 +9,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from paraplan.launch.nodes.endpoint import Endpoint
-from paraplan.launch.nodes.hosted_store import host_store
+from paraplan.launch.nodes.endpoint import Endpoint, host_store
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import Arrival, open_store
 from paraplan.launch.nodes.store import NodeStore

@@ -1,12 +1,28 @@
-"""The steps of ranks as they have noted them, and what a step of one rank is made of."""
+"""The ring of a rank: its steps as it has noted them, what a step is made of, and profiles that are asked for there."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paraplan.launch.ranks.step_marks import CAPACITY, FIELDS, HEADER, MAGIC, MARKS_FILE, RECORD, RECORDS_AT, SIZE
+from paraplan.launch.ranks.step_marks import (
+    ANSWER,
+    ANSWER_AT,
+    CAPACITY,
+    FIELDS,
+    HEADER,
+    MAGIC,
+    MARKS_FILE,
+    RECORD,
+    RECORDS_AT,
+    REQUEST,
+    REQUEST_AT,
+    SIZE,
+    STATES,
+    trace_name,
+)
 
 
 @dataclass(frozen=True)
@@ -100,3 +116,47 @@ def as_rows(steps: Iterable[Step]) -> list[list[float]]:
 def of_rows(rows: Iterable[Sequence[float]]) -> list[Step]:
     """Return the steps of `as_rows`; rows of another version are left out."""
     return [_step([float(value) for value in row]) for row in rows if len(row) == len(FIELDS)]
+
+
+LONGEST_S = 600.0
+"""Seconds of a profile at most: torch keeps all its events in memory until the end."""
+
+
+def trace_path(folder: Path, *, rank: int, number: int) -> Path:
+    """Return the trace that a rank with its error file in `folder` writes for a request."""
+    return folder / trace_name(rank, number)
+
+
+def ask_for_profile(folder: Path, *, number: int, seconds: float, begin_by_s: float) -> bool:
+    """Ask a rank to profile itself from its next step on; return whether it notes steps, at which it could begin.
+
+    A step that comes after `begin_by_s`, in seconds from the epoch, begins nothing.
+    """
+    try:
+        ring = os.open(folder / MARKS_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.fstat(ring).st_size != SIZE or HEADER.unpack(os.pread(ring, HEADER.size, 0))[0] != MAGIC:
+            return False
+        # the number last: the rank looks at it between two steps, whenever these are
+        details = REQUEST.pack(number, seconds, begin_by_s)
+        os.pwrite(ring, details[8:], REQUEST_AT + 8)
+        os.pwrite(ring, details[:8], REQUEST_AT)
+    finally:
+        os.close(ring)
+    return True
+
+
+def read_profile(folder: Path, *, number: int) -> tuple[str, str]:
+    """Return how far a rank is with a request, "" where it has not begun, and why where it failed."""
+    try:
+        data = (folder / MARKS_FILE).read_bytes()[ANSWER_AT : ANSWER_AT + ANSWER.size]
+    except OSError:
+        return "", ""
+    if len(data) != ANSWER.size:
+        return "", ""
+    answered, state, text = ANSWER.unpack(data)
+    if answered != number or not 0 < state < len(STATES):
+        return "", ""
+    return STATES[state], bytes(text).rstrip(b"\0").decode(errors="replace")
