@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from paraplan.launch.nodes.batch_systems import (
 )
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, job_port
 from paraplan.launch.parser import parse_arguments
-from paraplan.launch.spec import ArgumentError, NodeRange
+from paraplan.launch.spec import ONE_NODE, ArgumentError, NodeRange
 
 SECRET = {TOKEN_VARIABLE: "s" * 32}
 SRUN = {
@@ -76,9 +77,12 @@ def test_two_jobs_of_mpirun_are_told_apart_by_the_batch_system(variables: dict[s
     assert chosen.port == 29501
 
 
-def test_a_batch_script_without_srun_and_a_job_of_one_node_are_no_several_nodes() -> None:
+def test_a_batch_script_without_srun_is_of_no_batch_system_and_a_job_of_one_node_has_one() -> None:
     assert find_place({"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}) is None
-    assert find_place(SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    alone = find_place(SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"})
+    assert alone is not None
+    asked = parse_arguments(["train.py"], {})
+    assert take_place(asked, alone, SECRET) == (replace(asked, nodes=ONE_NODE), None)
     assert find_place({}) is None
 
 
@@ -162,7 +166,7 @@ def test_several_launchers_on_the_only_node_are_told_that_each_has_a_job_of_its_
     assert found is not None
     asked = parse_arguments(["train.py"], {})
     spec, line = take_place(asked, found, SECRET)
-    assert spec == asked
+    assert spec == replace(asked, nodes=ONE_NODE)
     assert line is not None
     assert line.startswith("srun started 4 launchers on this node, and each runs a job of its own")
 

@@ -39,12 +39,9 @@ class NodePlace:
 
 
 def find_place(environment: Mapping[str, str]) -> NodePlace | None:
-    """Return this node's place; None where no batch system has started this process, or this process alone."""
-    for find in (_slurm_place, _open_mpi_place, _pmi_place):
-        place = find(environment)
-        if place is not None:
-            return place if max(place.num_nodes, place.num_tasks) > 1 else None
-    return None
+    """Return this node's place; None where no batch system has started this process."""
+    places = (find(environment) for find in (_slurm_place, _open_mpi_place, _pmi_place))
+    return next((place for place in places if place is not None), None)
 
 
 def _slurm_place(environment: Mapping[str, str]) -> NodePlace | None:
@@ -164,8 +161,8 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
     """Return `spec` with a batch system's nodes, rank and rendezvous, and a line about them.
 
     The port follows from the secret of the job's user in `environment`: others cannot tell it from the job's number.
-    `spec` as it is, and None, where it has a rendezvous of its own. Several launchers on the only node have a job each,
-    of which the line is then. Raises `ArgumentError` for more than one launcher on one of several nodes, for a node
+    `spec` as it is, and None, where it has a rendezvous of its own. A node that is alone gets one node and no line;
+    several launchers on it have a job each, of which the line is then. Raises `ArgumentError` for more than one launcher on one of several nodes, for a node
     beyond their number, and where no address is known.
     """
     says_where = (
@@ -180,9 +177,12 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
     if says_where:
         return spec, None
     if place.num_nodes == 1:
+        alone = replace(spec, nodes=spec.nodes or ONE_NODE)  # of a plan for more nodes, too
+        if place.num_tasks == 1:
+            return alone, None
         one = "srun --ntasks-per-node=1" if place.system == "srun" else "one process on each node"
         line = f"{place.system} started {place.num_tasks} launchers on this node, and each runs a job of its own"
-        return spec, f"{line}; for one job: {one}"
+        return alone, f"{line}; for one job: {one}"
     if place.num_tasks != place.num_nodes:
         raise ArgumentError(
             f"{place.system} started {place.num_tasks} launchers on {place.num_nodes} nodes; each starts all ranks of "
