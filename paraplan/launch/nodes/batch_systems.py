@@ -162,8 +162,8 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
 
     The port follows from the secret of the job's user in `environment`: others cannot tell it from the job's number.
     `spec` as it is, and None, where it has a rendezvous of its own. A node that is alone gets one node and no line;
-    several launchers on it have a job each, of which the line is then. Raises `ArgumentError` for more than one launcher on one of several nodes, for a node
-    beyond their number, and where no address is known.
+    several launchers on it have a job each, of which the line is then. Raises `ArgumentError` for more than one
+    launcher on one of several nodes, for a node beyond their number, and where no address is known.
     """
     says_where = (
         spec.standalone
