@@ -228,7 +228,8 @@ def _cause_of_shares(sight: Sight, parting: Parting, value: torch.Tensor) -> Cau
             return Cause("one rank's share", None, text)
     if len(shares) > 1:
         mean = torch.stack([share.double() for share in shares]).mean(dim=0)
-        if distance(value, mean, parting.floor) <= max(parting.tolerance, 2e-3):
+        apart = distance(value, parting.expected, parting.floor)
+        if distance(value, mean, parting.floor) <= max(parting.tolerance, min(2e-3, apart / 4)):
             return Cause(
                 "mean of shares",
                 None,

@@ -96,7 +96,7 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
     if by_rank:
         runs.read = [*runs.read, *by_rank]
         alone, shaken = runs.alone(readers)
-    notes += rows_read_twice(ranks, readers)
+    notes += [*runs.notes, *rows_read_twice(ranks, readers)]
     return Sight(ranks, alone, shaken, (), groups, num_micro_batches, num_parts), notes
 
 
@@ -109,6 +109,7 @@ class _Runs:
         self.read: list[tuple[str, int]] = []
         self.start: dict[str, torch.Tensor] = {}
         self.spreads = False
+        self.notes: list[str] = []
         self.last_folder = folder
         self._num_runs = 0
 
@@ -152,7 +153,11 @@ class _Runs:
                 hint="a script that needs a GPU, a download or more ranks than these is not checked here: give it what "
                 "it needs after --",
             )
-        if not all(process.record.steps for process in processes):
+        if status != 0:
+            self.notes.append(
+                f"{request.script} ended {where} with status {status}: {(said.strip().splitlines() or [''])[-1]}"
+            )
+        if not processes[0].record.steps:
             raise CheckRunError(
                 f"{request.script} ended {where} without a step of a torch optimizer",
                 hint="give it arguments after -- with which it trains",

@@ -100,6 +100,8 @@ FAULTS: dict[str, tuple[Change, str, str]] = {
     ),
     "a gradient that is lost": (lambda name, whole, _: whole * (name != "head.bias"), "zero", "zero on all ranks"),
     "a gradient that overflows": (lambda _, whole, rank: whole / (1 - rank), "not finite", "finite in one process"),
+    "ranks that each scale the gradient": (lambda _, whole, rank: whole * (1 + rank), "scaled", "1, 2 times"),
+    "a gradient in bf16": (lambda _, whole, __: whole.bfloat16().float(), "16 bits", "bfloat16"),
     "a gradient that is scaled": (lambda _, whole, __: whole * 1.3, "scaled", "1.3 times those"),
     "noise in the gradient": (
         lambda _, whole, __: whole + torch.tensor([[1.0, -1.0, 0.5]] * 4),
@@ -143,6 +145,29 @@ def test_the_gradient_of_one_rank_and_the_mean_of_all_shares_are_known_by_what_e
 
     assert told(lambda name, _, __: second[name]) == "one rank's share"
     assert told(lambda name, _, __: (first[name] + second[name]) / 2) == "mean of shares"
+
+
+def test_the_axis_over_which_ranks_differ_is_named_and_a_sum_told_from_a_mean() -> None:
+    seen = sight(4, lambda _, whole, rank: whole / 2 + (1 if rank % 2 else -1))
+    groups = {rank: (("dp", (rank % 2, rank % 2 + 2)), ("tp", (rank // 2 * 2, rank // 2 * 2 + 1))) for rank in range(4)}
+    ranks = [Process(one.record.replace(groups=groups[one.record.rank]), one.tensors) for one in seen.ranks]
+    found, _, _ = first_difference(Sight(ranks, seen.alone, seen.shaken, seen.shares, seen.groups))
+    assert found is not None
+    assert found.kind == "not reduced"
+    assert "ranks of tp differ (0, 2 | 1, 3), and their sum is the gradient" in found.cause
+
+
+def test_a_parameter_that_one_rank_does_not_step_and_steps_that_one_rank_does_not_make_are_told() -> None:
+    seen = sight(2, lambda _, whole, __: whole)
+    first, second = seen.ranks
+    still = second.tensors | {"parameter/1/head.bias": second.tensors["start/head.bias"]}
+    found, _, _ = first_difference(Sight([first, Process(second.record, still)], seen.alone, seen.shaken))
+    assert found is not None
+    assert (found.kind, found.name, found.ranks) == ("not stepped", "head.bias", (1,))
+    fewer = Process(second.record.replace(steps=()), second.tensors)
+    found, _, _ = first_difference(Sight([first, fewer], seen.alone, seen.shaken))
+    assert found is not None
+    assert (found.kind, found.ranks) == ("unlike steps", (1,))
 
 
 def test_a_norm_that_is_another_is_told_where_gradients_are_right() -> None:
