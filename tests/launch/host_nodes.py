@@ -51,7 +51,10 @@ class Node:
 
     def end(self, timeout_s: float = MEETING_S) -> tuple[int, str]:
         """Return the exit status and all that was written."""
-        status = self.process.wait(timeout=timeout_s)
+        try:
+            status = self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"it goes on, and has written:\n{self.output.read_text()}") from error
         return status, self.output.read_text()
 
     def wait_for(self, word: str) -> None:
