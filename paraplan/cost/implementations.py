@@ -87,6 +87,10 @@ class DispatchImplementation(Record):
     NCCL's all-to-all does."""
     host_s_per_layer: float = 0.0
     """Seconds of the host to start what an expert layer has beside a dense one in a pass."""
+    option_of: tuple[str, ...] = ()
+    """Frameworks, by the names of their profiles, that have it as an option."""
+    architectures: tuple[str, ...] = ()
+    """Architectures of the GPUs for which it is built, where it is an option."""
     source: str
     """Where the values come from."""
 

@@ -50,7 +50,8 @@ def is_known(workload: Workload, column: Callable[[str], Ints]) -> Mask:
 
     All plans of models without experts are, and all on one GPU. The runs of all frameworks count where the family of
     the workload's own has none so large, and for adapters those of full training where none of adapters is. A plan is
-    of the kind of a run if both use the same of tp, pp, cp and ep, and both or neither sharded parameters (ZeRO-3).
+    of the kind of a run if both use the same of tp, pp, cp and ep, and both or neither sharded parameters (ZeRO-3);
+    experts over ranks of `ep` are less without `tp` than beside it.
     """
     count = len(column("dp"))
     if workload.model.num_experts == 1 or workload.cluster.num_gpus == 1:
@@ -65,6 +66,7 @@ def is_known(workload: Workload, column: Callable[[str], Ints]) -> Mask:
     for run in runs:
         same = (column("zero_stage") == 3) == (run.shards == "full")
         for axis in _AXES:
-            same &= (column(axis) > 1) == (axis in run.axes)
+            if not (axis == "tp" and {"tp", "ep"} <= set(run.axes)):
+                same &= (column(axis) > 1) == (axis in run.axes)
         known |= same
     return known

@@ -212,7 +212,11 @@ def _helps(workload: Workload, question: SearchRequest, result: SearchResult) ->
     from paraplan.search.what_helps import what_helps
 
     return what_helps(
-        workload, result.best, executor=question.executor, fixed=question.fixed, searches=question.prices_changes
+        workload,
+        result.best,
+        executor=question.executor,
+        fixed=question.fixed,
+        searches=question.prices_changes,
     )
 
 

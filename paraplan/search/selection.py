@@ -57,7 +57,7 @@ class Selection:
     def of(cls, plans: EvaluatedPlans, objective: Objective) -> Selection:
         """Return the simplest plan within the tolerance of the best, of equally simple ones the best.
 
-        Plans that cannot be loaded are left out where others can.
+        Plans that cannot be loaded are left out where others can, and none is simple that nobody ran at that scale.
 
         Where what is selected of the framework's known runs is within `RANGE` of that, or small rigs' plain
         data parallelism, or else their pipelines without virtual stages, or with a usual number of them, it is taken.
@@ -92,6 +92,7 @@ class Selection:
     def _among(cls, plans: EvaluatedPlans, objective: Objective, known: Mask, kept: Mask) -> Selection:
         """Return the selection from the plans that are kept, or the best of all where none of these fits."""
         levels = complexities(plans.workload, partial(getattr, plans.priced.table))
+        levels = np.where(known, levels, levels.max() + 1)  # nobody knows what is simple about them
         left = np.where(kept, plans.settled(objective), np.inf)
         most = (1 + TOLERANCE[objective]) * left.min()
         order = np.lexsort((left, levels))

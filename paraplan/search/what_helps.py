@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paraplan.cost.estimate import PlanEstimate, allocator_holds, estimate_plan, evaluate_plans, why_unsuitable
+from paraplan.cost.implementations import implementations
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.plan.executor import OWN_RUNTIME, Executor, training_gap
@@ -139,13 +140,33 @@ def _options(workload: Workload, executor: Executor) -> Iterator[_Change]:
         changes.append(("flash-attention", "--attention flash", True, {"attention": "flash"}))
     if training.optimizer == "adamw_foreach":
         changes.append(("fused AdamW", "--optimizer adamw", True, {"optimizer": "adamw"}))
+    stacks = [training.stack.replace(dispatcher=name) for name in _dispatchers(workload)]
+    changes += [("exchange of experts", f"--stack {one.text}", True, {"stack": one}) for one in stacks]
+    if (training.linear_precision, training.precision) == ("16bit", "bf16") and (
+        workload.cluster.gpu.fp8_speedup or 1
+    ) > 1:
+        changes.append(("products in 8 bits", "--precision fp8", False, {"linear_precision": "fp8"}))
     for name, options, same, change in changes:
-        yield _Change(name, options, workload.trained_as(training.replace(**change)), keeps_training=same)
+        try:
+            changed = workload.trained_as(training.replace(**change))
+        except ParaplanError:  # what else is asked for excludes it
+            continue
+        yield _Change(name, options, changed, keeps_training=same)
     for lever in levers(workload, FREE, executor):
+        if lever.trains_adapter and training.train == "full" and workload.cluster.num_gpus > MOST_SEARCHED_GPUS:
+            continue  # on so many GPUs a model is trained, not adapted
         try:
             yield _Change(lever.name, lever.options, lever.workload(workload), keeps_training=lever.keeps_training)
         except ParaplanError:  # the model has no layers for it
             continue
+
+
+def _dispatchers(workload: Workload) -> Iterator[str]:
+    """Yield what else the framework may have send tokens to their experts."""
+    if workload.model.num_experts > 1 and workload.training.stack.dispatcher is None:
+        for name, one in implementations().dispatchers.items():
+            if workload.framework.name in one.option_of and workload.cluster.gpu.architecture in one.architectures:
+                yield name
 
 
 def _plan_options(workload: Workload, plan: ParallelPlan) -> Iterator[_Change]:

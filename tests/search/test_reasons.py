@@ -149,6 +149,18 @@ def test_clusters_of_mixtures_get_a_kind_of_plan_that_somebody_ran(
     assert is_known(made, lambda name: getattr(table, name)).tolist() == [True, False]
 
 
+def test_of_plans_that_nobody_ran_none_is_simple(workload: MakeWorkload) -> None:
+    plain = workload("qwen3-30b-a3b", profile="8xh100", num_nodes=4, seq_length=4096, global_batch_size=512)
+    made = Workload.of(plain.model, plain.training, plain.cluster, plain.links, framework="megatron-core")
+    plans = [ParallelPlan(dp=32, zero_stage=stage, num_microbatches=16) for stage in (0, 3)]
+    plans += [ParallelPlan(dp=16, pp=2, ep=8, zero_stage=1, num_microbatches=32, pipeline_schedule="1f1b")]
+    plans += [ParallelPlan(dp=8, tp=2, pp=2, ep=8, zero_stage=1, num_microbatches=64, pipeline_schedule="1f1b")]
+    table = PlanTable.of_plans(plans)
+    assert is_known(made, lambda name: getattr(table, name)).tolist() == [False, False, True, True]
+    result = search(made, executor=executor_of(made))
+    assert result.reason is None or result.reason.cause != "simplicity" or result.best.plan.ep > 1
+
+
 def _adapted(plain: Workload) -> Workload:
     training = plain.training.replace(train="lora:r=8")
     return Workload.of(plain.model, training, plain.cluster, plain.links, framework="megatron-bridge")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from paraplan.api.executors import executor_of
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
@@ -106,3 +107,23 @@ def test_a_node_is_filled_before_there_are_more(workload: MakeWorkload) -> None:
     found = more_gpus(made)
     assert found is not None
     assert (found[0], found[1].num_gpus) == ("--profile 2xh100-sxm-80gb", 2)
+
+
+def _under_megatron(made: Workload) -> Workload:
+    return Workload.of(made.model, made.training, made.cluster, made.links, framework="megatron-core")
+
+
+def test_another_exchange_of_experts_helps_where_framework_and_gpu_have_it(workload: MakeWorkload) -> None:
+    words = {"profile": "8xh100", "num_nodes": 4, "seq_length": 4096, "global_batch_size": 512}
+    plan = ParallelPlan(dp=32, ep=8, zero_stage=1, num_microbatches=16, recompute="full")
+    options = dict[str, set[str]]()
+    for model, profile in (("qwen3-30b-a3b", "8xh100"), ("qwen3-30b-a3b", "8xa100"), ("llama-3-8b", "8xh100")):
+        made = _under_megatron(workload(model, **(words | {"profile": profile})))
+        each = plan if made.model.num_experts > 1 else plan.replace(ep=1)
+        helps = what_helps(made, estimate_plan(made, each), executor=executor_of(made))
+        options[f"{model} {profile}"] = {one.options for one in helps}
+        assert not any("--train" in one.options for one in helps), "32 GPUs train a model"
+    has = {name: "--stack dispatcher=deepep" in found for name, found in options.items()}
+    assert has == {"qwen3-30b-a3b 8xh100": True, "qwen3-30b-a3b 8xa100": False, "llama-3-8b 8xh100": False}
+    assert "--precision fp8" in options["llama-3-8b 8xh100"]
+    assert "--precision fp8" not in options["qwen3-30b-a3b 8xa100"]
