@@ -76,8 +76,8 @@ def training_reason(training: TrainingSpec | None) -> str | None:
         return f"--linear-precision {training.linear_precision}: the runtime multiplies in the training's own precision"
     if training is not None and training.offloads_activations:
         return "--offload-activations: the runtime keeps activations on the GPU, or computes them again"
-    if training is not None and training.stack.mlp_tile is not None:
-        return f"--stack mlp_tile={training.stack.mlp_tile}: the runtime runs feed-forward layers over whole sequences"
+    if training is not None and training.stack.mlp_tile is not None and training.compiled:
+        return f"--stack mlp_tile={training.stack.mlp_tile}: tiles run again, which compiled blocks have compiled"
     return None
 
 

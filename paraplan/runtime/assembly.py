@@ -26,7 +26,7 @@ from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, check_experts
 from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.precision import check_stored_type
-from paraplan.runtime.rank_part import ParallelContext, RankPart, wrap_module
+from paraplan.runtime.rank_part import ParallelContext, RankPart, find_chunked, work_in_chunks, wrap_module
 from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
 from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.split.context_check import ContextSplit, apply_split, find_context_split, take_tokens
@@ -163,10 +163,11 @@ def wrap_model(
     if plan.tp > 1 and split is None:
         split = _tensor_split(structure, parallel, given)
     context = _context_split(structure, parallel, has_values=has_values) if plan.cp > 1 else None
+    chunked = find_chunked(structure, parallel)
     if plan.pp > 1:
-        return wrap_stages(model, stages, split, context, parallel, again, layers)
+        return wrap_stages(model, stages, split, context, parallel, again, layers, chunked)
     ends = large_ends(structure) if plan.zero_stage else ()
-    return _wrap_whole(model, structure, ends, split, context, parallel, again, layers)
+    return _wrap_whole(model, structure, ends, split, context, parallel, again, layers, chunked)
 
 
 def _wrap_whole(
@@ -178,12 +179,15 @@ def _wrap_whole(
     parallel: ParallelContext,
     again: RecomputedBlocks,
     layers: Mapping[str, ExpertLayer],
+    chunked: Sequence[str],
 ) -> RankPart:
     experts = NO_EXPERTS
     if layers:
         experts = share_experts(model, layers, parallel.mesh, are_gathered=parallel.plan.zero_stage > 0)
     group = tensor_group(parallel.mesh, keeps_products=again.keeps is not None)
     shardings = {} if split is None else apply_tensor_split(model, split, split.names, group, parallel.logits)
+    names = structure.stack.names if structure.has_blocks else ()
+    work_in_chunks(model, names, chunked, parallel, group)
     if context is not None and parallel.loss.context is not None:
         apply_split(model, context.names, context, parallel.loss.context, backend=parallel.compile_backend)
         parallel.loss.refuse_other_calls(model)

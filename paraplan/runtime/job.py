@@ -279,6 +279,7 @@ class Job:
             recompute=options.recompute,
             compile_backend=backend,
             reduce_dtype=options.reduce_dtype,
+            training=None if self.file is None else self.file.training,
         )
         part = wrap_model(model, stack, parallel, example_inputs=options.example_inputs, given=options.split)
         if options.weights is not None:

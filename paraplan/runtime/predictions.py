@@ -32,6 +32,7 @@ from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.split.logits import gathered_classes
+from paraplan.runtime.step.chunked_loss import ChunkedLogits
 from paraplan.runtime.step.execution import Execution, evaluation_mode
 from paraplan.runtime.structure.outputs import described_outputs, map_outputs, numbered_outputs, outputs_of
 from paraplan.runtime.torch_private import pytree
@@ -98,6 +99,8 @@ def whole_output(tensor: torch.Tensor, context: Context | None = None) -> torch.
 
 def _plain_outputs(outputs: Any) -> Any:
     def plain(leaf: Any) -> Any:
+        if isinstance(leaf, ChunkedLogits):
+            return leaf.whole()
         is_kept = isinstance(leaf, (torch.Tensor, bool, int, float, str)) or is_dataclass(leaf)
         return leaf if is_kept else None
 

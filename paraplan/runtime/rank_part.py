@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import TrainingPrecision
+from paraplan.plan.training import TrainingPrecision, TrainingSpec
 from paraplan.runtime.data_parallel.block_order import BlockOrder, watch_blocks
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.data_parallel.replica_reduction import ReplicaReduction
@@ -20,12 +21,15 @@ from paraplan.runtime.optimizers.several import RankParameters
 from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.recompute.blocks import recompute_blocks
 from paraplan.runtime.recompute.policy import RecomputedBlocks, RecomputePolicy
-from paraplan.runtime.shards.group import Shardings
+from paraplan.runtime.recompute.tiles import find_feed_forward, run_in_tiles
+from paraplan.runtime.shards.group import Shardings, TensorGroup
 from paraplan.runtime.split.forms import tensor_group
 from paraplan.runtime.split.logits import VocabularyLogits, without_custom_functions
+from paraplan.runtime.step.chunked_loss import compute_loss_in_chunks, find_heads
 from paraplan.runtime.step.execution import Execution
 from paraplan.runtime.step.global_batch import GlobalBatch
 from paraplan.runtime.step.loss import LossFunction, StepLoss
+from paraplan.runtime.structure.model_structure import ModelStructure
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ class ParallelContext:
 
     `find_unused` says that parameters may take no part in some steps; `recompute` refines what the plan says of it.
     `compile_backend` is what torch.compile compiles blocks by, None where it does not. Gradients travel between
-    replicas in `reduce_dtype`.
+    replicas in `reduce_dtype`. `chunks_loss` says that the loss is computed in chunks of tokens, `mlp_tile` in how many
+    tokens at a time feed-forward layers work, None for all.
     """
 
     plan: ParallelPlan
@@ -89,6 +94,8 @@ class ParallelContext:
     recompute: RecomputePolicy | None = None
     compile_backend: str | None = None
     reduce_dtype: ReduceType = "fp32"
+    chunks_loss: bool = False
+    mlp_tile: int | None = None
 
     @classmethod
     def of(
@@ -102,8 +109,26 @@ class ParallelContext:
         recompute: RecomputePolicy | None = None,
         compile_backend: str | None = None,
         reduce_dtype: ReduceType = "fp32",
+        training: TrainingSpec | None = None,
     ) -> ParallelContext:
-        """Return the context of a training by `loss_fn`, which sees split outputs under tp and cp."""
+        """Return the context of a training by `loss_fn`, which sees split outputs under tp and cp.
+
+        Of the `training` that the plan was made for options of the model's code are taken. Raises
+        `UnsupportedPlanError` where they do not go with others.
+        """
+        chunks_loss = training is not None and training.loss == "chunked"
+        mlp_tile = None if training is None else training.stack.mlp_tile
+        if chunks_loss and find_unused:
+            raise UnsupportedPlanError(
+                "loss=chunked, find_unused=True: DDP looks for unused parameters by the logits, which are not there",
+                hint="use a plan with the plain loss, or leave find_unused out",
+            )
+        if mlp_tile is not None and compile_backend is not None:
+            raise UnsupportedPlanError(
+                f"mlp_tile={mlp_tile}, compile_backend={compile_backend}: tiles run again in the backward pass, which "
+                "compiled blocks have compiled",
+                hint="use a plan without tiles, or one that is not compiled",
+            )
         if plan.tp * plan.cp > 1:
             loss_fn = without_custom_functions(loss_fn)
         logits = VocabularyLogits(tensor_group(mesh)) if plan.tp > 1 else None
@@ -118,6 +143,8 @@ class ParallelContext:
             recompute=recompute,
             compile_backend=compile_backend,
             reduce_dtype=reduce_dtype,
+            chunks_loss=chunks_loss,
+            mlp_tile=mlp_tile,
         )
 
     @property
@@ -125,6 +152,34 @@ class ParallelContext:
         """The logits of this rank under tp."""
         assert self.loss.logits is not None
         return self.loss.logits
+
+
+def find_chunked(structure: ModelStructure, parallel: ParallelContext) -> tuple[str, ...]:
+    """Return the names of the feed-forward layers that work in tiles, and of the heads whose loss is in chunks."""
+    names = structure.stack.names if structure.has_blocks else ()
+    tiled = () if parallel.mlp_tile is None else find_feed_forward(structure, parallel.mlp_tile)
+    return (*tiled, *(find_heads(structure.meta_model, names) if parallel.chunks_loss else ()))
+
+
+def work_in_chunks(
+    model: nn.Module,
+    names: Sequence[str],
+    parts: Sequence[str],
+    parallel: ParallelContext,
+    group: TensorGroup | None,
+) -> None:
+    """Have feed-forward layers and the loss of `model`, or of a stage of it with blocks `names`, work in chunks.
+
+    `parts` are what `find_chunked` found in the whole model; `group` is that of `tp`.
+    """
+    held = tuple(f"{name}." for name in names)
+    apart = group if parallel.plan.sequence_parallel else None
+    for name in parts:
+        module = model.get_submodule(name)
+        if name.startswith(held) and parallel.mlp_tile is not None:
+            run_in_tiles(module, parallel.mlp_tile, apart)
+        elif isinstance(module, nn.Linear):  # in the last stage
+            compute_loss_in_chunks(module, parallel.loss)
 
 
 def wrap_module(

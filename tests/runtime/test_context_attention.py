@@ -17,7 +17,10 @@ from torch import nn
 from training_cases import HIDDEN, AttentionLayer, GroupedLayer, Transformer
 
 from paraplan import runtime
+from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stack import StackSettings
+from paraplan.plan.training import TrainingSpec
 
 pytestmark = pytest.mark.ranks
 
@@ -32,7 +35,7 @@ ON_ALL_TOKENS = ("bloom", "gpt_oss", "mpt")
 
 
 class _Said(logging.Handler):
-    """Keeps what is said of tokens of all ranks."""
+    """Keeps what is said of cp: parts that have the tokens of all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ class _Said(logging.Handler):
         logger.handlers, logger.propagate = [self], False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "all ranks" in record.getMessage():
+        if record.getMessage().startswith("cp="):
             self._lines.append(record.getMessage())
 
     def take(self) -> list[str]:
@@ -84,7 +87,10 @@ def off(job: runtime.Job, model: nn.Module, inputs: Any, targets: torch.Tensor) 
 
 
 def of_families(
-    families: list[str], plan: ParallelPlan, more: Callable[[], dict[str, torch.Tensor]], attention: str | None
+    families: list[str],
+    plan: ParallelPlan | PlanFile,
+    more: Callable[[], dict[str, torch.Tensor]],
+    attention: str | None,
 ) -> dict[str, tuple[float, str]]:
     """Return the largest error of each family, with inputs beside the tokens; None leaves attention to the family.
 
@@ -157,6 +163,35 @@ def test_masks_of_documents_and_of_padding_hold_over_split_tokens(ranks: RankHar
     all_families = ["gpt_oss", "deepseek_v3"] if more is blocks else ["llama", "gpt_oss", "llama4_text", "gpt2"]
     families = with_all(all_families) or families
     assert_right(ranks.run(of_families, families, plan, more, None, size=2))
+
+
+CHUNKED = TrainingSpec(
+    global_batch_size=BATCH, seq_length=TOKENS, precision="fp32", loss="chunked", stack=StackSettings(mlp_tile=3)
+)
+"""Feed-forward layers over tiles that do not divide the tokens, and the loss over chunks."""
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(cp=2, micro_batch_size=BATCH, recompute="full"),
+        ParallelPlan(dp=2, zero_stage=3, micro_batch_size=BATCH),  # of the same batch
+        ParallelPlan(tp=2, micro_batch_size=BATCH, sequence_parallel=True),
+        ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=BATCH // 2),
+        *with_all(
+            [
+                ParallelPlan(tp=2, micro_batch_size=BATCH),
+                ParallelPlan(dp=2, micro_batch_size=BATCH),
+                ParallelPlan(cp=2, tp=2, micro_batch_size=BATCH, sequence_parallel=True),
+            ]
+        ),
+    ],
+    ids=lambda plan: plan.describe(),
+)
+def test_layers_over_tiles_and_losses_over_chunks_are_those_of_all_tokens(ranks: RankHarness, plan: Any) -> None:
+    file = PlanFile(plan=plan, training=CHUNKED)
+    families = ["llama", "gpt2", *with_all(["gemma2", "deepseek_v3"])]  # a head of its own, and the embedding's
+    assert_right(ranks.run(of_families, families, file, nothing_more, None, size=plan.world_size))
 
 
 class Filled(AttentionLayer):

@@ -67,7 +67,7 @@ class PlanCheck:
         self._is_random = self._is_always_random = self._has_verified = False
         changes = changes_the_model(self._plan) and self._plan.devices_per_process == 1
         if has_values and reference is None and changes:
-            runs.loss.watch = self._reads = WeightReads(self._module)
+            runs.loss.watch = self._reads = WeightReads(self._module, runs.loss.heads)
 
     def is_due(self, call: Call) -> bool:
         """Whether `run` is to look at a batch, the same on every rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,21 @@ from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_ke
 
 
 class WeightReads:
-    """Notes which parameters of `module` are computed with in the contexts that it is called for."""
+    """Notes which parameters of `module` are computed with in the contexts that it is called for.
 
-    def __init__(self, module: nn.Module) -> None:
+    Those of `heads` are not noted, of which the runtime itself makes logits there.
+    """
+
+    def __init__(self, module: nn.Module, heads: Sequence[nn.Module] = ()) -> None:
         self.found: set[str] = set()
         self._module = module
+        self._heads = heads
 
     def __call__(self) -> TorchDispatchMode:
         """Return a context that notes them: of parameters as they are now, gathered or not."""
-        return _Reads(self._module, self.found)
+        of_heads = {id(one) for head in self._heads for one in head.parameters()}
+        held = {name: one for name, one in self._module.named_parameters() if id(one) not in of_heads}
+        return _Reads(held, self.found)
 
     def check(self, mesh: Mesh, plan_words: str) -> None:
         """Raise `UnsupportedPlanError` on every rank where one has found some."""
@@ -45,10 +51,9 @@ def weights_in_loss(name: str, plan_words: str) -> UnsupportedPlanError:
 
 
 class _Reads(TorchDispatchMode):
-    def __init__(self, module: nn.Module, found: set[str]) -> None:
+    def __init__(self, held: Mapping[str, nn.Parameter], found: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
-        held = dict(module.named_parameters())
         self._names = {storage_key(one): name for name, one in held.items() if not isinstance(one, DTensor)}
 
     def __torch_dispatch__(

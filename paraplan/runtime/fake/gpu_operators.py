@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.model.trace_on_gpu import CHECKS, SDPA, AsOnGpu
 from paraplan.runtime.split.context_attention import EarlierKeys
+from paraplan.runtime.step.chunked_loss import ChunkedLogits
 from paraplan.runtime.torch_private import (
     GROUPED_MM,
     FakeTensor,
@@ -60,7 +61,7 @@ class GpuOperators(AsOnGpu):
                 args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
             elif func is SDPA:
                 args, kwargs = pytree.tree_map(_to_half, (args, kwargs))
-            elif func is F.cross_entropy and _is_plain_loss(args, kwargs):
+            elif func is F.cross_entropy and type(args[0]) is not ChunkedLogits and _is_plain_loss(args, kwargs):
                 return _cross_entropy(*args, **kwargs)
         if func in CHECKS and len(args) == 1 and not kwargs and isinstance(args[0], FakeTensor):
             return torch.tensor(CHECKS[func])

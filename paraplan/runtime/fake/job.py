@@ -58,6 +58,7 @@ class FakeJob(Job):
             find_unused=options.find_unused,
             recompute=options.recompute,
             reduce_dtype=options.reduce_dtype,
+            training=None if self.file is None else self.file.training,
         )
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):

@@ -126,7 +126,7 @@ def trace_peak(
         stack.enter_context(without_values())
         stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         materialise(model, world.device)
-        parallel = ParallelContext.of(plan, mesh, training.precision, loss_fn or token_loss)
+        parallel = ParallelContext.of(plan, mesh, training.precision, loss_fn or token_loss, training=training)
         tracked = _TrackedRank(model, parallel, training, world, split)
         stack.enter_context(tracked.tracker.following_resizes())
         stack.enter_context(GpuOperators())

@@ -24,10 +24,10 @@ from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
-from paraplan.runtime.rank_part import ParallelContext, RankPart, wrap_module
+from paraplan.runtime.rank_part import ParallelContext, RankPart, work_in_chunks, wrap_module
 from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
-from paraplan.runtime.shards.group import Shardings
+from paraplan.runtime.shards.group import Shardings, TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_check import ContextSplit, apply_split, take_tokens
 from paraplan.runtime.split.forms import tensor_group
@@ -100,6 +100,7 @@ def wrap_stages(
     parallel: ParallelContext,
     again: RecomputedBlocks,
     layers: Mapping[str, ExpertLayer],
+    chunked: Sequence[str] = (),
 ) -> RankPart:
     """Return this rank's stages of `model`, which is changed in place.
 
@@ -120,6 +121,7 @@ def wrap_stages(
             split=split,
             context=context,
             layers=layers,
+            chunked=chunked,
             parallel=parallel,
             keeps=again.keeps is not None,
         )
@@ -192,26 +194,30 @@ def _cut_piece(
     split: TensorSplit | None,
     context: ContextSplit | None,
     layers: Mapping[str, ExpertLayer],
+    chunked: Sequence[str],
     parallel: ParallelContext,
     keeps: bool,
 ) -> _Piece:
     device = parallel.mesh.world.device
     start, end = bounds[index]
+    names = chain.stack.names[start:end]
     sharding: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
     experts = NO_EXPERTS
     if layers:
         experts = share_experts(model, layers, parallel.mesh, are_gathered=parallel.plan.zero_stage > 0)
     shardings: Mapping[str, Sharding] = {}
+    group: TensorGroup | None = None
     in_model = {own: name for name, own in sharding.names.items()}
     if split is not None:
         in_halves = parallel.plan.pipeline_schedule == "zero_bubble"
         group = tensor_group(parallel.mesh, keeps_products=keeps, in_halves=in_halves)
-        found = apply_tensor_split(model, split, chain.stack.names[start:end], group, parallel.logits)
+        found = apply_tensor_split(model, split, names, group, parallel.logits)
         shardings = {in_model[own]: place for own, place in found.items()}
+    work_in_chunks(model, names, chunked, parallel, group)
     if context is not None and parallel.loss.context is not None:
         apply_split(
             model,
-            chain.stack.names[start:end],
+            names,
             context,
             parallel.loss.context,
             has_first=start == 0,
@@ -234,9 +240,7 @@ def _cut_piece(
         buffer_names=sharding.buffers,
         shardings=Shardings(shardings, {in_model[own]: place for own, place in experts.shardings.items()}),
         experts=experts,
-        partial=frozenset(sharding.names.keys() & split.partial(chain.stack.names[start:end]))
-        if split
-        else frozenset(),
+        partial=frozenset(sharding.names.keys() & split.partial(names)) if split else frozenset(),
     )
 
 

@@ -85,7 +85,9 @@ class StepLoss:
         self.watch: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.context: Context | None = None
         self.num_stages = 1
-        self._is_in_pass = False
+        self.heads: list[nn.Module] = []
+        """Layers whose logits are computed in chunks, beside the loss."""
+        self.is_in_pass = False
         self._device = device
         self._batch = batch
 
@@ -128,11 +130,11 @@ class StepLoss:
         by_classes = nullcontext() if self.logits is None else self.logits.passing()
         by_tokens = nullcontext() if self.context is None else self.context.passing()
         with by_tokens, by_classes:
-            self._is_in_pass = True
+            self.is_in_pass = True
             try:
                 outputs = call_model(model, inputs)
             finally:
-                self._is_in_pass = False
+                self.is_in_pass = False
         if self.context is not None and self.context.is_local:
             micro_batch = replace(micro_batch, targets=self.context.cut_targets(micro_batch.targets))
         return outputs, micro_batch
@@ -143,7 +145,7 @@ class StepLoss:
 
         def check(*_: Any) -> None:
             loss = known()
-            if loss is None or not loss._is_in_pass:
+            if loss is None or not loss.is_in_pass:
                 raise called_with_batch("a model that has some tokens of each sequence")
 
         model.register_forward_pre_hook(check)
