@@ -215,6 +215,8 @@ class LossProfile(_Group):
     """The same of a loss on logits that tensor parallelism divided; None: as of those that are not."""
     gathers_logits: bool = False
     """Logits that tensor parallelism divided are gathered, and each of its ranks computes the loss of all."""
+    recomputes_chunks: bool = False
+    """A loss in chunks keeps no logits: backward passes compute those of each chunk again."""
 
     @property
     def peak_logit_bytes(self) -> float:

@@ -152,9 +152,10 @@ def compare(
     stage: int = 0,
     *,
     attention: Literal["sdpa", "eager"] = "sdpa",
+    **options: Any,
 ) -> None:
     training = TrainingSpec(
-        global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision=precision, attention=attention
+        global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision=precision, attention=attention, **options
     )
     workload = Workload.of(
         spec, training, cluster_from_profile("dgx-h100", num_nodes=-(-plan.world_size // 8)), load_link_speeds()
@@ -270,3 +271,9 @@ def test_experts_are_in_fp32_where_autocast_does_not_know_their_products(precisi
 def test_the_first_stage_of_a_mixture_of_experts_is_what_the_runtime_holds() -> None:
     spec, build = of_config(MIXTRAL)
     compare(spec, build, ParallelPlan.model_validate({**PIPELINE, "micro_batch_size": 8}), "bf16")
+
+
+@pytest.mark.parametrize("plan", [{"cp": 2}, {"dp": 8, "zero_stage": 3, "recompute": "full"}])
+def test_losses_in_chunks_hold_what_is_estimated(plan: dict[str, Any]) -> None:
+    spec, build = of_config(LLAMA | {"vocab_size": 32768})
+    compare(spec, build, ParallelPlan.model_validate({"micro_batch_size": 32} | plan), "bf16", loss="chunked")

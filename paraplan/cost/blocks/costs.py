@@ -219,6 +219,7 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
     """Return the columns of the embedding, of the head with the loss, and of what blocks hand on."""
     model, training, framework = workload.model, workload.kernel_training, workload.framework
     times = KernelTimes(training, workload.cluster.gpu, shardings, workload.constants, framework)
+    makes_logits_twice = training.loss == "cut" or (training.loss == "chunked" and framework.loss.recomputes_chunks)
     towers, fused = tower_of(model), framework.kernels.fused
     width = model.hidden_size * model.residual_streams
     boundary = shardings.tokens * width * training.activation_bytes / shardings.sequence_tp
@@ -237,7 +238,7 @@ def _embedding_and_head_costs(workload: Workload, shardings: Shardings) -> dict[
         "head_copied_parameters": _copied_parameters(model.head, shardings),
         "head_saved_bytes": saved_bytes(model.head, training, shardings, fused_kernels=fused),
         "head_output_gradient_bytes": output_gradient_bytes(model.head, training, shardings),
-        "head_s": times.block_s(model.head) * (2.0 if training.loss == "cut" else 1.0)  # which makes logits twice
+        "head_s": times.block_s(model.head) * (2.0 if makes_logits_twice else 1.0)
         + times.block_s(model.head, backward=True)
         + times.loss_s(model.vocab_size or 0),
         "boundary_bytes": boundary,

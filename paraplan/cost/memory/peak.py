@@ -17,15 +17,12 @@ import numpy as np
 
 from paraplan.cost.communication.exchanges import run_again
 from paraplan.cost.indexers import index_heads
-from paraplan.cost.memory.losses import loss_without_all_logits
+from paraplan.cost.memory.losses import loss_bytes
 from paraplan.cost.memory.overheads import held_by_collectives_bytes
 from paraplan.cost.memory.parts import FP32, HALF, StageMemory
 from paraplan.cost.memory.rank import RankMemory
 from paraplan.cost.plan_table import Floats, Mask, OffloadCode
 from paraplan.plan.allocators import grows_segments
-
-_KEPT_LOSS_BYTES = HALF + FP32
-"""torch's cross-entropy keeps log-probabilities in 16 bits and a copy of these in fp32 (ATen/native/LossNLL.cpp)."""
 
 
 def peak_of(rank: RankMemory) -> StageMemory:
@@ -116,7 +113,7 @@ def host_bytes(rank: RankMemory) -> Floats:
 
 def end_of_forward(rank: RankMemory) -> StageMemory:
     """Return the point when all weights have their copies, and the loss has made its tensors."""
-    kept = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1) + _loss_forward_bytes(rank)
+    kept = _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1) + loss_bytes(rank).forward
     kept = kept + np.where(run_again(rank.workload, rank.table), 0.0, rank.unscattered_bytes)
     return rank.candidate(
         parameters=rank.gathered_head_bytes + rank.forward_copies_bytes,
@@ -182,10 +179,10 @@ def block_backward(rank: RankMemory) -> StageMemory:
 
 
 def waiting_head_bytes(rank: RankMemory) -> Floats:
-    """Return the gradient of the head's matrix under FSDP: as computed, or what its own reduction reads."""
+    """Return the gradient of the head's matrix under FSDP: as computed, or what its own reduction reads and writes."""
     head = rank.costs.head_parameters[rank.costs.key] * rank.stage.is_last
     is_reduced = (rank.head_alone > 0) & (rank.table.zero_stage > 1)
-    return np.asarray(head * np.where(is_reduced, rank.full_bytes, rank.compute_bytes))
+    return np.asarray(head * np.where(is_reduced, rank.full_bytes * (1 + 1 / rank.shards), rank.compute_bytes))
 
 
 def _working_bytes(rank: RankMemory) -> Floats:
@@ -358,39 +355,11 @@ def _split_working_bytes(rank: RankMemory) -> Floats:
     return np.asarray(rank.costs.first_half_bytes[key] + rank.costs.boundary_bytes[key] + unadded)
 
 
-def _loss_forward_bytes(rank: RankMemory) -> Floats:
-    """Return what stands when a forward pass has made its loss: beside what that keeps, the logits themselves."""
-    if rank.workload.training.loss != "plain":
-        return loss_without_all_logits(rank).forward
-    fused = rank.framework.loss.peak_logit_bytes
-    whole = min(HALF + _KEPT_LOSS_BYTES, fused) if rank.is_mixed else 2 * FP32
-    divided = HALF + FP32 if rank.is_mixed else 2 * FP32
-    return rank.num_logits * np.where(_has_parallel_loss(rank), divided, whole)
-
-
 def _kept_loss_bytes(rank: RankMemory) -> Floats:
-    """Return what the loss of one micro-batch keeps for its backward pass; of divided logits the fp32 softmax."""
-    if rank.workload.training.loss != "plain":
-        return loss_without_all_logits(rank).kept
-    whole = min(_KEPT_LOSS_BYTES, rank.framework.loss.peak_logit_bytes) if rank.is_mixed else FP32
-    return rank.num_logits * np.where(_has_parallel_loss(rank), FP32, whole)
+    """Return what the loss of one micro-batch keeps for its backward pass."""
+    return loss_bytes(rank).kept
 
 
 def loss_backward_bytes(rank: RankMemory) -> Floats:
-    """Return the most that a loss holds while its backward pass makes gradients, what it kept included.
-
-    A first half of a backward pass frees nothing: the fp32 log-probabilities stand beside the 16-bit gradients too.
-    """
-    if rank.workload.training.loss != "plain":
-        return loss_without_all_logits(rank).backward
-    framework = rank.framework
-    whole = framework.loss.peak_logit_bytes if rank.is_mixed else 3 * FP32
-    is_plain = rank.is_mixed and whole >= _KEPT_LOSS_BYTES + FP32
-    unfreed = np.where(rank.splits_backward, HALF if is_plain else 0.0, 0.0)
-    divided = (framework.loss.parallel_logit_bytes or 0.0) if rank.is_mixed else FP32
-    return rank.num_logits * np.where(_has_parallel_loss(rank), divided, whole + unfreed)
-
-
-def _has_parallel_loss(rank: RankMemory) -> Mask:
-    """Return the plans whose loss is computed on logits that tensor parallelism divided, by code of its own."""
-    return np.asarray((rank.table.tp > 1) & (rank.framework.loss.parallel_logit_bytes is not None))
+    """Return the most that a loss holds while its backward pass makes gradients, what it kept included."""
+    return loss_bytes(rank).backward

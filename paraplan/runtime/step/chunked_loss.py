@@ -27,7 +27,8 @@ from paraplan.runtime.step.loss import StepLoss
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.torch_private import function_modes, pytree, without_memory
 
-_ABOUT = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "is_quantized"})
+_ENTRIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})  # attributes that are logits
+_OF_GRAPH = frozenset({"requires_grad", "is_leaf", "grad_fn", "grad", "output_nr"})
 _ASKS = frozenset({"size", "dim", "is_floating_point", "is_complex", "get_device", "__len__", "numel"})
 _LAYOUTS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
 _OF_EACH = frozenset({"float", "to", "type", "bfloat16", "half", "double", "tanh", "mul", "div", "true_divide"})
@@ -86,10 +87,11 @@ class ChunkedLogits(torch.Tensor):
         """Put off what works on each logit by itself, compute cross-entropy in chunks, and all else of all tokens."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         about = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        if about in (_ABOUT if name == "__get__" else _ASKS):
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         first = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ChunkedLogits))
-        if about in ("requires_grad", "is_leaf", "grad_fn", "grad") or name in ("register_hook", "retain_grad"):
+        is_of_graph = about in _OF_GRAPH if name == "__get__" else name in ("register_hook", "retain_grad")
+        if not is_of_graph and (about not in _ENTRIES if name == "__get__" else name in _ASKS):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if is_of_graph:
             return func(*(first.source.anchor if one is first else one for one in args), **kwargs)
         if args and args[0] is first:
             made = first._later(func, name, args[1:], kwargs)
