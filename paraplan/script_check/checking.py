@@ -13,6 +13,7 @@ import torch
 from paraplan.errors import UsageError
 from paraplan.launch.checking import CheckRunError, LaunchRanks
 from paraplan.script_check.evidence import Process, Sight
+from paraplan.script_check.failures import no_step_error, run_error
 from paraplan.script_check.findings import first_difference
 from paraplan.script_check.reading_plan import (
     groups_of,
@@ -22,7 +23,7 @@ from paraplan.script_check.reading_plan import (
     rows_read_twice,
     write_inputs,
 )
-from paraplan.script_check.records import Role, ScriptReport, ScriptRequest
+from paraplan.script_check.records import ALONE, Role, ScriptReport, ScriptRequest
 
 _NEEDING_SHARES = ("another direction", "another output", "another loss", "scaled")
 """Kinds of differences of which what each rank's batch gives alone may say more."""
@@ -100,6 +101,10 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
     return Sight(ranks, alone, shaken, (), groups, num_micro_batches, num_parts), notes
 
 
+_STILL_S = "40"
+"""A script is ended once no rank of it has moved for so many seconds."""
+
+
 class _Runs:
     """Starts processes of a check, and reads what they wrote."""
 
@@ -121,7 +126,7 @@ class _Runs:
         try:
             return self.alone(readers)
         except CheckRunError:
-            failed = Process.read(self.last_folder, 0)
+            failed = Process.read(self.last_folder / ALONE[0], 0)
             counts = {} if failed is None else {source.place: len(source.prints) for source in failed.record.sources}
             most = {source.place: len(source.prints) for source in self.ranks[0].record.sources}
             kept = [(place, time) for place, time in self.read if counts.get(place, 0) <= most[place]]
@@ -131,7 +136,7 @@ class _Runs:
             return self.alone(readers)
 
     def run(self, role: Role, num_ranks: int, inputs: str = "") -> list[Process]:
-        """Run the script in `num_ranks` processes; return their records, in the order of ranks."""
+        """Run the script in `num_ranks` processes; return their records, in the order of ranks, or of `ALONE`."""
         self._num_runs += 1
         folder = self.folder / f"{self._num_runs}-{role}"
         folder.mkdir()
@@ -140,36 +145,30 @@ class _Runs:
         request = self.request.replace(folder=str(folder), role=role, inputs=inputs, shake=shake)
         path = folder / "request.json"
         path.write_text(request.to_json(), encoding="utf-8")
-        words = ["--nproc-per-node", str(num_ranks), "--nnodes", "1", "--no-logs"]
+        words = ["--nproc-per-node", str(num_ranks), "--nnodes", "1", "--no-logs", "--skip-preflight"]
+        words += ["--hang-timeout", _STILL_S, "--no-straggler-watch"]
         status, said = self.launch([*words, "-m", "paraplan.script_check.rank", str(path)])
-        found = [Process.read(folder, rank) for rank in range(num_ranks)]
+        places = [(folder, rank) if role == "ranks" else (folder / ALONE[rank], 0) for rank in range(num_ranks)]
+        found = [Process.read(place, rank) for place, rank in places]
         processes = [process for process in found if process is not None]
         where = f"on {num_ranks} CPU ranks" if role == "ranks" else "as one process"
         # where some end because they made fewer steps than others, that is what is told
         is_whole = any(process.record.is_whole for process in processes)
         if len(processes) < num_ranks or (status != 0 and not is_whole):
-            raise CheckRunError(
-                f"{request.script} failed {where}, status {status}:\n{said.strip()}",
-                hint="a script that needs a GPU, a download or more ranks than these is not checked here: give it what "
-                "it needs after --",
-            )
+            raise run_error(request.script, where, status, said)
         if status != 0:
             self.notes.append(
                 f"{request.script} ended {where} with status {status}: {(said.strip().splitlines() or [''])[-1]}"
             )
         if not processes[0].record.steps:
-            raise CheckRunError(
-                f"{request.script} ended {where} without a step of a torch optimizer",
-                hint="give it arguments after -- with which it trains",
-            )
+            raise no_step_error(request.script, where)
         return processes
 
     def alone(self, readers: Sequence[int]) -> tuple[Process, Process]:
         """Run one process on the batches of `readers`, twice: as it is, and with shaken weights."""
         inputs = self.folder / f"inputs-{self._num_runs}"
         write_inputs(inputs, self.ranks, self.read, readers, self.start, spreads=self.spreads)
-        (alone,) = self.run("alone", 1, str(inputs))
-        (shaken,) = self.run("shaken", 1, str(inputs))
+        alone, shaken = self.run("alone", len(ALONE), str(inputs))
         return alone, shaken
 
     def with_shares(self, sight: Sight) -> Sight:

@@ -16,14 +16,22 @@ from safetensors.torch import load_file
 from paraplan.script_check.loaders import follow_loaders
 from paraplan.script_check.reading_plan import INPUTS_FILE, READ_FILE, START_FILE
 from paraplan.script_check.recording import Given, Recorder
-from paraplan.script_check.records import Inputs, ScriptRequest
+from paraplan.script_check.records import ALONE, Inputs, ScriptRequest
 from paraplan.script_check.sources import Replay
 from paraplan.script_check.torch_private import around_groups, be_one_process, use_gloo
+
+_NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_PORT")
+_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")
+_ONE_PROCESS = dict.fromkeys(_NAMES, "0") | dict.fromkeys(_SIZES, "1") | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+"""The variables of a process that is alone, with a store of its own at any port."""
 
 
 def main(path: str) -> None:
     """Run the script of the request at `path` until it has made its steps, and write what was noted."""
     request = ScriptRequest.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    if request.role != "ranks":
+        request = _alone(request)
+    torch.compiler.set_stance("force_eager")  # a variable would be for each process to set before it imports torch
     recorder = Recorder(request, _given(request) if request.role != "ranks" else None)
     use_gloo()
     if request.role == "ranks":
@@ -42,6 +50,15 @@ def main(path: str) -> None:
             runpy.run_path(request.script, run_name="__main__")
     finally:
         recorder.stop()
+
+
+def _alone(request: ScriptRequest) -> ScriptRequest:
+    """Return what this process is to do of the processes that run the script alone, and have it be one."""
+    role = ALONE[int(os.environ["LOCAL_RANK"])]
+    os.environ.update(_ONE_PROCESS)
+    folder = Path(request.folder) / role
+    folder.mkdir()
+    return request.replace(role=role, folder=str(folder))
 
 
 def _given(request: ScriptRequest) -> Given:
@@ -66,5 +83,4 @@ def _given(request: ScriptRequest) -> Given:
 
 
 if __name__ == "__main__":
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
     main(sys.argv[1])

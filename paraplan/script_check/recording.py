@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -279,7 +279,7 @@ class Recorder:
         folder, num_ranks = Path(self.request.folder), int(os.environ.get("WORLD_SIZE", "1"))
         patience_s = _PATIENCE_S + time.monotonic() - self._began
         began = time.monotonic()
-        while len(list(folder.glob("*.json"))) <= num_ranks and time.monotonic() - began < patience_s:
+        while len(list(folder.glob("[0-9]*.json"))) < num_ranks and time.monotonic() - began < patience_s:
             time.sleep(0.01)
         os._exit(0)
 
@@ -312,7 +312,10 @@ class Recorder:
                 is_whole=is_whole,
             )
             path = Path(self.request.folder) / f"{rank}"
-            save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, f"{path}.safetensors")
+            # not save_file: in ranks that are forked its temporary files may have one name
+            path.with_suffix(".safetensors").write_bytes(
+                save({key: value.cpu().contiguous() for key, value in tensors.items()})
+            )
             path.with_suffix(".json").write_text(record.to_json(), encoding="utf-8")
 
 

@@ -10,6 +10,9 @@ Role = Literal["ranks", "alone", "shaken"]
 """What a process does with the script: one of its ranks; one process on what ranks read; the same from weights that are
 shaken by as much as rounding does."""
 
+ALONE: tuple[Role, ...] = ("alone", "shaken")
+"""What the processes do that each run the script by themselves, in their order."""
+
 Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate", "steps"]
 """What may part: the parameters before the first step, what ranks read, gradients after the last reduction and before
 they are clipped, the norm that clipping is told, parameters after a step, the rates of optimizers, and the number of
