@@ -17,7 +17,7 @@ from paraplan.script_check.causes import (
 )
 from paraplan.script_check.evidence import Sight, distance, ranks_of
 from paraplan.script_check.places import in_context, is_vague, loss_of
-from paraplan.script_check.records import Difference, Kind, Quantity
+from paraplan.script_check.records import Difference, Kind, ProcessRecord, Quantity
 
 _ROUNDING = 3e-5
 """Relative difference that sums of another order make of fp32, beyond what shaken weights show."""
@@ -213,12 +213,21 @@ def _rates(sight: Sight, step: int) -> Difference | None:
                 text += "replicas drift apart"
                 return _difference(step, "rate", name, [rank], Cause("rates", None, text))
         own = alone.rates_of(name) or {}
-        found = _unlike({key: value for key, value in own.items() if key != "lr"}, first)
+        # schedules count batches, of which one process has others
+        scheduled = {"lr", *_scheduled(sight.ranks[held[0]].record, name, first)}
+        found = _unlike({key: value for key, value in own.items() if key not in scheduled}, first)
         if found:
             text = f"its {found} is {first[found]:g} on ranks and {own[found]:g} in one process: the script chooses "
             text += "groups of parameters by something that ranks change, as the shape of a shard"
             return _difference(step, "rate", name, held, Cause("rates", None, text))
     return None
+
+
+def _scheduled(record: ProcessRecord, name: str, rates: dict[str, float]) -> list[str]:
+    """Return which of an optimizer's numbers are others than in the first step of a parameter."""
+    by_step = (step.rates_of(name) for step in record.steps)
+    first: dict[str, float] = next((found for found in by_step if found is not None), {})
+    return [key for key, value in rates.items() if first.get(key, value) != value]
 
 
 def _unlike(one: dict[str, float], other: dict[str, float]) -> str:
