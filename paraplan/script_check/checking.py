@@ -13,7 +13,7 @@ import torch
 from paraplan.errors import UsageError
 from paraplan.launch.checking import CheckRunError, LaunchRanks
 from paraplan.script_check.evidence import Process, Sight
-from paraplan.script_check.failures import no_step_error, run_error
+from paraplan.script_check.failures import ALONE_WHERE, no_step_error, run_error
 from paraplan.script_check.findings import first_difference
 from paraplan.script_check.reading_plan import (
     groups_of,
@@ -151,7 +151,7 @@ class _Runs:
         places = [(folder, rank) if role == "ranks" else (folder / ALONE[rank], 0) for rank in range(num_ranks)]
         found = [Process.read(place, rank) for place, rank in places]
         processes = [process for process in found if process is not None]
-        where = f"on {num_ranks} CPU ranks" if role == "ranks" else "as one process"
+        where = f"on {num_ranks} CPU ranks" if role == "ranks" else ALONE_WHERE
         # where some end because they made fewer steps than others, that is what is told
         is_whole = any(process.record.is_whole for process in processes)
         if len(processes) < num_ranks or (status != 0 and not is_whole):

@@ -33,6 +33,11 @@ _HINTS = (
     (r"No such file|not found|does not exist", "it runs in this folder: give it paths that are here, after --"),
     (r"out of memory|MemoryError|SIGKILL", "give it a smaller model or batch after --, or fewer --ranks"),
 )
+ALONE_WHERE = "as one process"
+_ALONE_HINT = (
+    "on ranks it ran, where each has a part of the rows: sizes of batches that it writes down, and batches that one "
+    "rank reads and sends, do not fit one process that is given all of them"
+)
 _ANY = "arguments of the script come after --; run it by paraplan launch --nproc-per-node N first, to see it train"
 
 
@@ -64,6 +69,8 @@ def run_error(script: str, where: str, status: int, said: str) -> CheckRunError:
     here = next(((path, line) for path, line in reversed(frames) if path.endswith(script)), None)
     at = f" (line {here[1]})" if here is not None else ""
     hint = next((text for words, text in _HINTS if re.search(words, what)), _ANY)
+    if where == ALONE_WHERE:
+        hint = _ALONE_HINT
     return CheckRunError(f"{script} failed {where}, {found[1]}: {what}{at}", hint=hint)
 
 

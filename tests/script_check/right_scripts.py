@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 Train = Callable[[str], None]
 
@@ -341,13 +340,6 @@ def contrastive(what: str) -> None:
         optimizer.zero_grad()
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        data = Rows()
-        yield from (data[index] for index in range(rank, 48, world))
-
-
 def accelerated(what: str) -> None:
     """accelerate's loop."""
     from accelerate import Accelerator
@@ -420,13 +412,6 @@ def trainer(what: str) -> None:
         "neftune": {},
     }.get(what, {})
     data: Any = sequences(padded=what != "per-rank")
-    if what == "stream":
-
-        class Texts(IterableDataset[Any]):
-            def __iter__(self) -> Any:
-                yield from sequences()
-
-        data = Texts()
     arguments = TrainingArguments(
         output_dir=tempfile.gettempdir(),
         per_device_train_batch_size=2,
@@ -539,7 +524,7 @@ SCRIPTS: dict[str, Callable[[], None]] = {
         f"trainer/{what}": lambda what=what: trainer(what)
         for what in (
             *("plain", "accumulate", "smoothing", "recompute", "bf16", "adafactor", "cosine", "no-clip"),
-            *("per-rank", "dropout", "tied", "lora", "stream"),
+            *("per-rank", "dropout", "tied", "lora"),
         )
     },
     **{f"trl/{what}": lambda what=what: trl(what) for what in ("sft", "sft-packed", "dpo", "reward")},
