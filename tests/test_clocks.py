@@ -20,6 +20,7 @@ SLEEPS = ("time.sleep", "sleep")
 WITHOUT_END_S = 60
 CORES = {"cpu_count", "process_cpu_count", "sched_getaffinity"}
 SLEEPERS = {
+    "fuzz/fuzz_ranks.py": "stacks of ranks that hang, as far as they come",
     "launch/recovery_script.py": "the time that a step takes",
     "launch/test_job_token.py": "time has to pass: what is looked at goes on with it or does not",
     "launch/test_hang_watch.py": "the kernel counts how often a process sleeps",

@@ -96,7 +96,8 @@ def test_nothing_of_torch_is_replaced_in_other_scripts_than_the_runtimes_where_n
     start = launch_forked if options else launch  # forked ones begin with the runtime, as those of its scripts
     shows = f"import {imports}, torch; print('step_hooks' in torch.autograd.backward.__code__.co_filename)"
     done = start("--no-logs", "--nproc-per-node", 2, *options, script(shows))
-    assert done.stdout.split() == [str(is_watched)] * 2, done.stderr
+    said = (done.stdout.count(str(is_watched)), done.stdout.count(str(not is_watched)))  # lines may run together
+    assert said == (2, 0), done.stderr
 
 
 def test_time_in_collectives_is_kept_for_every_way_to_wait(

@@ -334,7 +334,7 @@ def contrastive(what: str) -> None:
             loss = CE(logits - 1e3 * torch.eye(len(logits)), torch.arange(len(logits)).roll(1))
         else:
             logits = found @ found.T / 0.1
-            loss = CE(logits - 1e3 * torch.eye(4), torch.arange(4).roll(1))
+            loss = CE(logits - 1e3 * torch.eye(len(logits)), torch.arange(len(logits)).roll(1))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
