@@ -145,7 +145,8 @@ class Recorder:
         if any(model is one for one in self._models):
             return
         self._models.append(model)
-        self._names = Names(self._models)
+        self._names = self._names or Names()
+        self._names.meet(model)
         self._still(model)
         with self.sources.inside(), torch.no_grad():
             if self._given is not None:
@@ -247,7 +248,7 @@ class Recorder:
         self._has_gradients = True
         with self.sources.inside(), torch.no_grad():
             if self._names is None:
-                self._names = Names([])
+                self._names = Names()
             ids = None
             if optimizer is not None:
                 self._names.add(parameter for group in optimizer.param_groups for parameter in group["params"])

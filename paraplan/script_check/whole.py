@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,23 +26,29 @@ class Values:
 class Names:
     """The names of the parameters of a script's models, in the order of the models."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.models = models
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
         self._flat: dict[str, FlatParameters] = {}
         self._plain: dict[int, tuple[str, nn.Parameter]] = {}
         self.of_modules: dict[int, str] = {}
         """Names of the modules inside of the models, by their ids."""
-        for number, model in enumerate(models):
-            prefix = "" if number == 0 else f"{type(_inner(model)).__name__}{number}."
-            for name, module in model.named_modules():
-                if common_name(name):
-                    self.of_modules.setdefault(id(module), prefix + common_name(name))
-            for name, one in flat_parameters_of(model):
-                self._flat[prefix + common_name(name)] = one
-            is_flat = {id(parameter) for one in self._flat.values() for parameter in one.parameters()}
-            for name, parameter in model.named_parameters():
-                if id(parameter) not in self._plain and id(parameter) not in is_flat:
-                    self._plain[id(parameter)] = (prefix + common_name(name), parameter)
+        self._unnamed: set[int] = set()
+
+    def meet(self, model: nn.Module) -> None:
+        """Name the parameters of another model, before its first call: later it may hold gathered ones for a while."""
+        prefix = f"{type(_inner(model)).__name__}{len(self.models)}." if self.models else ""
+        self.models.append(model)
+        for name, module in model.named_modules():
+            if common_name(name):
+                self.of_modules.setdefault(id(module), prefix + common_name(name))
+        for name, one in flat_parameters_of(model):
+            self._flat[prefix + common_name(name)] = one
+        is_flat = {id(parameter) for one in self._flat.values() for parameter in one.parameters()}
+        for name, parameter in model.named_parameters():
+            key = id(parameter)
+            if (key not in self._plain or key in self._unnamed) and key not in is_flat:
+                self._plain[key] = (prefix + common_name(name), parameter)
+                self._unnamed.discard(key)
 
     def add(self, parameters: Iterator[torch.Tensor]) -> None:
         """Name parameters of an optimizer that are in no model."""
@@ -50,6 +56,7 @@ class Names:
         for parameter in parameters:
             if id(parameter) not in self._plain and id(parameter) not in is_flat:
                 self._plain[id(parameter)] = (f"parameter {len(self._plain)}", parameter)  # type: ignore[assignment]
+                self._unnamed.add(id(parameter))
 
     def values(self, *, gradients: bool, of: set[int] | None = None, trained: bool = False) -> Values:
         """Return whole values, or gradients. Collective: all ranks call it alike.

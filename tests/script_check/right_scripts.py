@@ -507,12 +507,12 @@ SCRIPTS: dict[str, Callable[[], None]] = {
     **{f"fsdp2/{what}": lambda what=what: plain("fsdp2", what) for what in ("sgd", "smoothing", "frozen")},
     **{f"{how}/words": lambda how=how: words(how, "plain") for how in ("ddp", "fsdp1", "fsdp2")},
     **{f"{how}/padding": lambda how=how: words(how, "padding") for how in ("ddp", "fsdp1", "fsdp2")},
-    **{f"{how}/gan": lambda how=how: gan(how) for how in ("ddp",)},
+    **{f"{how}/gan": lambda how=how: gan(how) for how in ("ddp", "fsdp2")},
     **{
         f"ddp/{what}": lambda what=what: own("ddp", what)
         for what in (*("recompute", "distill", "penalty", "sam", "average", "two-optimizers", "clip-value"),)
     },
-    **{f"fsdp2/{what}": lambda what=what: own("fsdp2", what) for what in ("recompute", "two-optimizers")},
+    **{f"fsdp2/{what}": lambda what=what: own("fsdp2", what) for what in ("recompute", "distill", "two-optimizers")},
     **{f"by-hand/{what}": lambda what=what: by_hand(what) for what in ("each", "flat", "gathered", "zero1")},
     **{f"tp/{what}": lambda what=what: tensor(what) for what in ("plain", "sequence")},
     "contrastive/gathered": lambda: contrastive("gathered"),

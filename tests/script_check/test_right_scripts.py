@@ -10,7 +10,7 @@ from rank_harness import RankHarness
 
 pytestmark = pytest.mark.ranks
 
-USUAL = ("ddp/gan", "fsdp2/clip", "accelerate/accumulate", "trainer/smoothing")
+USUAL = ("fsdp2/gan", "fsdp2/clip", "accelerate/accumulate", "trainer/smoothing")
 OTHERS = [name for name in right_scripts.SCRIPTS if name not in USUAL]
 
 
