@@ -157,7 +157,7 @@ def plan_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
             if lower_bound_reason(workload, estimate.plan) is None
             else f"at least {format_seconds(step.step_time_s)} a step, at most {rate} tokens/s per GPU",
         ),
-        *((Line("", basis, "dim"),) if basis is not None else ()),
+        *((Line("", basis, "caution" if own else "dim"),) if basis is not None else ()),
         *(Line("Samples", words) for words in (samples_in_words(workload, estimate),) if words is not None),
         *_loading(workload, estimate),
         *(Line("Caution", words, "caution") for words in cautions(workload, estimate)),

@@ -383,6 +383,6 @@ def test_what_fits_is_found_with_nothing_larger_that_does(workload: MakeWorkload
 
 def test_one_long_sequence_goes_over_more_ranks_than_its_heads_divide(workload: MakeWorkload) -> None:
     made = workload("qwen2.5-7b", profile="8xa100", seq_length=131072, global_batch_size=1)  # 28 heads
-    best = search(made).best.plan
-    assert best.cp * best.tp == 8
-    assert best.cp > 4
+    fastest = search(made).candidates[0].plan
+    assert fastest.cp * fastest.tp == 8
+    assert fastest.cp > 4

@@ -111,7 +111,9 @@ def _looking_up(module: nn.Module, context: Context) -> Callable[..., Any]:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if context.is_cut or not args or not args[0].ndim or args[0].shape[-1] != context.num_tokens:
+        tokens = args[0] if args else None
+        is_of_tokens = isinstance(tokens, torch.Tensor) and tokens.ndim > 0 and tokens.shape[-1] == context.num_tokens
+        if context.is_cut or not is_of_tokens:
             return inner(*args, **kwargs)
         tokens = context.cut(args[0], -1)
         with context.embedding():
