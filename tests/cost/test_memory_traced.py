@@ -280,7 +280,8 @@ def test_the_first_stage_of_a_mixture_of_experts_is_what_the_runtime_holds() -> 
     compare(spec, build, ParallelPlan.model_validate({**PIPELINE, "micro_batch_size": 8}), "bf16")
 
 
-@pytest.mark.parametrize("plan", [*with_all([{"cp": 2}]), {"dp": 8, "zero_stage": 3, "recompute": "full"}])
+@pytest.mark.with_all  # as those under cp
+@pytest.mark.parametrize("plan", [{"cp": 2}, {"dp": 8, "zero_stage": 3, "recompute": "full"}])
 def test_losses_in_chunks_hold_what_is_estimated(plan: dict[str, Any]) -> None:
     spec, build = of_config(LLAMA | {"vocab_size": 32768})
     compare(spec, build, ParallelPlan.model_validate({"micro_batch_size": 32} | plan), "bf16", loss="chunked")
