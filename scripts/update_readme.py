@@ -24,7 +24,7 @@ PICTURE = README.parent / "paraplan" / "docs" / "recommend.svg"
 PICTURE_WIDTH, PICTURE_LINES = 100, 22
 DRAWN = "    paraplan recommend "
 """How the line begins whose output is the picture."""
-SEARCHED = re.compile(r"in&#160;[\d.]+&#160;s\.")
+SEARCHED = re.compile(r"in&#160;[\d.]+&#160;s\b")
 """The seconds of a search, which are those of a machine and a moment."""
 
 
