@@ -174,6 +174,13 @@ class Pairs:
         return torch.full((8,), index % 32), torch.full((8,), (index + 1) % 32)
 
 
+def is_told(folder):
+    told = torch.tensor(float((folder / "stop").exists()))
+    if torch.distributed.is_initialized():  # the file may come between the looks of two ranks
+        torch.distributed.all_reduce(told)
+    return bool(told)
+
+
 def main(folder, num_steps=None):
     from paraplan import runtime
 
@@ -187,7 +194,7 @@ def main(folder, num_steps=None):
         if job.is_main:
             sys.stdout.write(f"step {engine.num_steps} of {job.world.size} ranks: {loss:.4f}\\n")  # in one piece
             sys.stdout.flush()
-        if engine.num_steps % 4 == 0 and (folder / "stop").exists() or engine.num_steps == num_steps:
+        if is_told(folder) or engine.num_steps == num_steps:
             break
         if num_steps is None:  # not of the one to compare with, which nothing interrupts
             time.sleep(0.3)
