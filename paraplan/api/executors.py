@@ -22,7 +22,8 @@ def executor_of(workload: Workload) -> Executor:
         return OWN_RUNTIME
     if framework.export_target is not None:
         return executor_of_target(framework.export_target, workload)
-    return Executor(framework.name, partial(_lacking, framework, ANYTHING.reason_of))
+    executor = Executor(framework.name, partial(_lacking, framework, ANYTHING.reason_of))
+    return _that_trains(executor, framework.title, workload)
 
 
 def why_unplanned(workload: Workload, plan: ParallelPlan) -> str | None:
@@ -51,7 +52,12 @@ def executor_of_target(target: str, workload: Workload) -> Executor:
 
     reason_of = partial(_lacking, workload.framework, partial(why_inexpressible, target))
     executor = Executor(target, reason_of, spreads_experts=spreads_experts(target), rank_orders=(MEGATRON_RANK_ORDER,))
+    return _that_trains(executor, target, workload)
+
+
+def _that_trains(executor: Executor, name: str, workload: Workload) -> Executor:
+    """Return an executor. Raises `PlanError` where it cannot do the training under any plan."""
     gap = training_gap(executor, workload.training, workload.model.num_blocks)
     if gap is not None:
-        raise PlanError(f"{target} cannot train so: {gap}", hint="change that, or leave out --framework")
+        raise PlanError(f"{name} cannot train so: {gap}", hint="change that, or leave out --framework")
     return executor

@@ -1,4 +1,4 @@
-"""What a framework has of the options that save memory, as far as its exported configuration does not say so."""
+"""What a framework has of the options that save memory or time, as far as its configuration does not say so."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class LeverProfile(Record):
     """Formats of frozen weights beside 16 and 32 bits; None: all that anybody has."""
     tiles_mlp: bool = False
     """Whether feed-forward layers may run over tiles of a sequence."""
+    engine_settings: frozenset[str] = frozenset()
+    """The settings of its software that it has, of those that not every framework has
+    (`plan.stack.ENGINE_SETTINGS`)."""
     sources: tuple[Source, ...] = ()
     """Where the values come from."""
 
@@ -26,6 +29,12 @@ class LeverProfile(Record):
             return f"--loss {training.loss}: it has {' and '.join(others) if others else 'no loss in chunks'}"
         if training.stack.mlp_tile is not None and not self.tiles_mlp:
             return f"--stack mlp_tile={training.stack.mlp_tile}: it runs feed-forward layers over whole sequences"
+        for name, value in training.stack.of_engines.items():
+            if name not in self.engine_settings:
+                has = ", ".join(sorted(self.engine_settings)) or "none"
+                return (
+                    f"--stack {name}={str(value).lower()}: of the settings that not every framework has, it has {has}"
+                )
         base, known = training.base_weights, self.frozen_weights
         if base in (None, "bf16", "fp32") or known is None or base in known:
             return None

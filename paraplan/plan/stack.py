@@ -23,6 +23,14 @@ latent attention's up projections (core/transformer/transformer_config.py; Korth
 experts: its `--recompute-modules layernorm moe`, which runs router, exchanges and experts again, and keeps what
 attention has."""
 
+ENGINE_SETTINGS = frozenset(
+    {
+        *("dispatcher", "etp", "overlaps_experts", "drops_tokens"),
+        *("cuda_graphs", "fp8_attention", "engine_loss", "overlaps_products"),
+    }
+)
+"""Settings that a framework has where it was written for them; a user's own script or model brings the others."""
+
 
 class StackSettings(Spec):
     """Settings of the software that runs a plan. None is what the framework's profile has."""
@@ -114,6 +122,12 @@ class StackSettings(Spec):
             raise PlanError(
                 f"{name}={values[name]} of a stack is not {reason}", hint=f"give {name}=VALUE, or leave it out"
             ) from None
+
+    @property
+    def of_engines(self) -> dict[str, object]:
+        """What is switched on of the settings that only frameworks written for them have, by name."""
+        told = self.model_dump(exclude_defaults=True)
+        return {name: value for name, value in told.items() if name in ENGINE_SETTINGS and value not in (False, "none")}
 
     def without(self, names: frozenset[str]) -> Self:
         """Return the settings with those of these names as the framework has them."""

@@ -78,6 +78,8 @@ def training_reason(training: TrainingSpec | None) -> str | None:
         return "--offload-activations: the runtime keeps activations on the GPU, or computes them again"
     if training is not None and training.stack.mlp_tile is not None and training.compiled:
         return f"--stack mlp_tile={training.stack.mlp_tile}: tiles run again, which compiled blocks have compiled"
+    for name, value in training.stack.of_engines.items() if training is not None else ():
+        return f"--stack {name}={str(value).lower()}: the runtime has no such setting"
     return None
 
 

@@ -86,7 +86,9 @@ def nothing_loads(workload: Workload, best: PlanEstimate, loading: LoadingEstima
 
 def _option_of(training: TrainingSpec) -> str:
     """Return the option that asks for what the runtime has not."""
-    narrow = training.linear_precision
+    settings, narrow = training.stack.of_engines, training.linear_precision
+    if settings and narrow == "16bit" and not training.offloads_activations:
+        return f"{next(iter(settings))} of --stack"
     return "--offload-activations" if narrow == "16bit" else f"--linear-precision {narrow} (or --precision {narrow})"
 
 

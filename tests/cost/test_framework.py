@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from paraplan.api.executors import executor_of
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import GROUPS, FrameworkCatalog, load_framework
 from paraplan.cost.workload import Workload
-from paraplan.errors import ProfileError
+from paraplan.errors import PlanError, ProfileError
+from paraplan.plan.executor import training_gap
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stack import ENGINE_SETTINGS, StackSettings
 
 MakeWorkload = Callable[..., Workload]
 CATALOG = FrameworkCatalog()
@@ -175,3 +178,23 @@ def test_a_framework_may_switch_settings_on_that_nobody_names(workload: MakeWork
     assert cut.training.loss == "cut"
     assert made.framework.fixed.lacking(ParallelPlan(dp=4)) is None
     assert made.framework.fixed.lacking(ParallelPlan(tp=2)) == "tp: it has dp alone"
+
+
+ENGINE_VALUES = {"dispatcher": "deepep", "etp": 1, "cuda_graphs": "full"}
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE_SETTINGS))
+def test_a_setting_that_a_framework_lacks_is_refused_by_name(name: str, workload: MakeWorkload) -> None:
+    plain = workload()
+    stack = StackSettings.model_validate({name: ENGINE_VALUES.get(name, True)})
+    for framework in map(CATALOG.load, NAMES):
+        told = Workload.of(plain.model, plain.training.replace(stack=stack), plain.cluster, framework=framework.name)
+        if framework.is_own_runtime:
+            assert training_gap(executor_of(told), told.training, 4)
+        elif name in framework.levers.engine_settings:
+            assert training_gap(executor_of(told), told.training, 4) is None
+        else:
+            with pytest.raises(PlanError, match=f"--stack {name}="):
+                executor_of(told)
+    assert name in load_framework("megatron-core").levers.engine_settings
+    assert name not in load_framework("fsdp").levers.engine_settings
