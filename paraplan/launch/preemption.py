@@ -217,11 +217,21 @@ def requeue(environment: Mapping[str, str]) -> None:
     Slurm then ends this process by SIGTERM.
     """
     job = environment["SLURM_JOB_ID"]
-    if was_canceled(_scontrol("show", "job", "--oneliner", job)[0]):
+    text = _scontrol("show", "job", "--oneliner", job)[0]
+    if was_queued_again(text, restart=environment.get("SLURM_RESTART_COUNT", "0")):
+        say(f"job {job} is queued again: Slurm itself has done so, as after the loss of a node")
+        return
+    if was_canceled(text):
         say(f"job {job} was canceled: it is not queued again")
         return
     _, words = _scontrol("requeue", job)
     say(f"job {job} is queued again" if words is None else f"scontrol requeue {job} failed: {words}")
+
+
+def was_queued_again(text: str, *, restart: str) -> bool:
+    """Whether Slurm has queued again a job that `scontrol show job` prints; `restart`: how often it was before."""
+    found = re.search(r"\bRestarts=(\d+)", text)
+    return found is not None and restart.isdecimal() and int(found[1]) > int(restart)
 
 
 def was_canceled(text: str) -> bool:

@@ -21,6 +21,12 @@ _STATES: dict[str, StateName] = {
     "CANCELLED": "canceled",
 }
 """All others are ends that failed: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, PREEMPTED, DEADLINE, BOOT_FAIL."""
+_EARLY_S = 60
+"""How much earlier than --signal says Slurm may send it (man sbatch)."""
+
+_SHORT_S = 300
+"""A job with a shorter time limit than this is told to save later than the script says: not right at its start."""
+
 _LOOK_S, _ASK_S = 0.5, 5.0
 """How often the log is looked at, and the controller asked: a site's controller serves all its users."""
 
@@ -46,6 +52,9 @@ class Slurm:
     def submission(self, job: Handle) -> Sequence[str]:
         """Return sbatch's words: what the user named comes before what has to be."""
         needed = [f"--chdir={job.work_folder}", f"--output={job.log}", "--open-mode=append", f"--job-name={job.name}"]
+        limit_s = _seconds(job.options.get("time", ""))
+        if limit_s is not None and limit_s < _SHORT_S and "signal" not in job.options:
+            needed.append(f"--signal=USR1@{max(1, (limit_s - _EARLY_S) // 2)}")
         return ["sbatch", "--parsable", *option_words(job.options), *needed, job.document]
 
     def job_id(self, job: Handle, output: str) -> str:
@@ -118,3 +127,16 @@ def _state(word: str, words: str, exit_code: str) -> JobState:
 
 
 SCHEDULER: Scheduler = Slurm()
+
+
+def _seconds(limit: str) -> int | None:
+    """Return a time limit as sbatch takes it: `3`, `3:30`, `1:00:00`, `1-0`, `1-0:30`; None for other words."""
+    if not re.fullmatch(r"(\d+-\d+(:\d+){0,2})|(\d+(:\d+){0,2})", limit):
+        return None
+    days, dash, rest = limit.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -13,7 +13,7 @@ from forked_launcher import ForkedLauncher
 from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
 
-from paraplan.launch.preemption import kill_wait_s, notice_reader, was_canceled
+from paraplan.launch.preemption import kill_wait_s, notice_reader, was_canceled, was_queued_again
 from paraplan.launch.spec import ArgumentError
 
 
@@ -255,3 +255,7 @@ def test_what_slurm_leaves_of_a_job_is_read() -> None:
     assert not was_canceled(ended.format("1-00:00:03", "1-00:00:00"))  # its time was over
     assert not was_canceled(ended.format("00:00:01", "00:05:00").replace("COMPLETING", "RUNNING"))
     assert kill_wait_s("slurm_load_ctl_conf error") is None
+    lost = f"JobState=COMPLETING Reason=BeginTime Requeue=1 Restarts=1 {ended.format('00:00:09', '00:05:00')}"
+    assert was_queued_again(lost, restart="0")  # after the loss of a node
+    assert not was_queued_again(lost, restart="1")
+    assert not was_queued_again(ended.format("00:04:59", "00:05:00"), restart="0")

@@ -116,6 +116,8 @@ def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(cluster: Cluster, tmp_
     cluster.run("scontrol update NodeName=n2 State=DOWN Reason=test")
     cluster.wait_for(number, "PENDING")
     assert "queued" in cluster.run(f"paraplan status {job}")
+    cluster.wait_for(job, "is queued again: Slurm itself has done so", command="paraplan logs {}")
+    assert "was canceled" not in cluster.run(f"paraplan logs {job}")
     cluster.run(f"scontrol update NodeName=n2 State=RESUME; scontrol update JobId={number} StartTime=now")
     cluster.wait_for(job, "nats per byte after [1-9][0-9]* steps", command="paraplan logs {}")
     cluster.run(f"paraplan cancel {job}")
@@ -128,7 +130,7 @@ def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(cluster: Cluster, tmp_
 
 def test_a_job_that_its_time_limit_ends_has_saved_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     words = f"--nodes 2 --gpus-per-node 1 train_lm.py {TRAIN.replace('16', '9000')} --checkpoint {tmp_path / 'c'}"
-    job, number = cluster.submit(f"--option time=3 --option signal=USR1@60 {words}")
+    job, number = cluster.submit(f"--option time=3 {words}")
     cluster.wait_for(number, "PENDING")
     cluster.run(f"scontrol update JobId={number} StartTime=now")
     cluster.wait_for(job, "nats per byte after [1-9][0-9]* steps", command="paraplan logs {}")

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,6 +18,7 @@ from paraplan.interop.export import TARGETS
 from paraplan.submit.handle import Handle, handles
 from paraplan.submit.package import find_package
 from paraplan.submit.scheduler import SchedulerError, find_scheduler
+from paraplan.submit.slurm import Slurm
 
 CLIENT = """#!/bin/sh
 here=$(dirname "$0")
@@ -67,13 +70,14 @@ def submitted(*words: str) -> Handle:
 
 def test_a_job_is_packed_submitted_followed_and_ended(clients: Path) -> None:
     hostile = "$(touch x); '"
-    job = submitted("--option", "partition=gpu", "train.py", "--steps", "5", hostile)
+    job = submitted("--option", "partition=gpu", "--option", "time=3", "train.py", "--steps", "5", hostile)
     package = job.folder / "package"
     assert (package / "train.py").read_text() == "print('changed')\n"
     assert (package / "new.py").exists()
     assert not (package / "data").exists()
     (call,) = [line for line in (clients / "calls").read_text().splitlines() if line.startswith("sbatch")]
-    assert f"--partition=gpu --chdir={package} --output={job.log}" in call
+    assert f"--partition=gpu --time=3 --chdir={package} --output={job.log}" in call
+    assert "--signal=USR1@60" in call  # two minutes before the end Slurm may say so at the start
     last = Path(job.document).read_text().splitlines()[-1]
     assert last.endswith("train.py --steps 5 '$(touch x); '\"'\"''")
     assert subprocess.run(["/bin/bash", "-n", job.document], check=False).returncode == 0
@@ -231,3 +235,13 @@ def test_another_package_may_bring_a_scheduler(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "their_pbs.py").write_text("class Pbs:\n    title = 'PBS'\nSCHEDULER = Pbs()\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_scheduler("pbs").title == "PBS"
+
+
+@pytest.mark.parametrize(
+    ("limit", "warning_s"),
+    [("3:30", 75), ("1", 1), ("0-0:4", 90), ("00:04:59", 119), ("5", None), ("1-0", None), ("UNLIMITED", None)],
+)
+def test_a_short_job_is_not_told_to_save_at_its_start(limit: str, warning_s: int | None) -> None:
+    job = cast("Handle", SimpleNamespace(options={"time": limit}, work_folder="", log="", name="", document=""))
+    told = [word for word in Slurm().submission(job) if word.startswith("--signal")]
+    assert told == ([] if warning_s is None else [f"--signal=USR1@{warning_s}"])
