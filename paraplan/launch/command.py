@@ -65,7 +65,7 @@ def _launch(arguments: Sequence[str]) -> int:
     place = find_place(os.environ)
     spec, line = take_place(spec, place, os.environ) if place is not None else (spec, None)
     if spec.dry_run:
-        from paraplan.launch.preview import show_dry_run  # imports pydantic too
+        from paraplan.launch.dry_run import show_dry_run  # imports pydantic too
 
         return show_dry_run(spec)
     _refuse_preview_options(spec)

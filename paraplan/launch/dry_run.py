@@ -1,22 +1,28 @@
-"""What a launch would start: every rank with its host, GPU, place on the plan's axes, environment and command."""
+"""`paraplan launch --dry-run`: every rank as it would start, with its host, GPU, place in the plan, and environment."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from paraplan.errors import CheckFailedError
-from paraplan.launch.accelerate import accelerate_variables
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
+from paraplan.launch.accelerate import accelerate_variables, drives_accelerate
+from paraplan.launch.nodes.hosts import Host, carried_variables, read_host_file
+from paraplan.launch.planning import make_plan
 from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
-from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest
-from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec
+from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request
+from paraplan.launch.spec import DEFAULT_MASTER_PORT, ArgumentError, LaunchSpec, NodeRange
+from paraplan.plan.files import PlanFile
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.support import training_reason, unsupported_reason
-from paraplan.units import format_bytes
+from paraplan.units import format_bytes, printable
 
 CHOSEN_AT_START = "<chosen at start>"
 
@@ -98,13 +104,10 @@ class DryRun:
             raise CheckFailedError(self.problems[0], hint="make a plan for these machines: paraplan recommend MODEL")
 
 
-def plan_launch(
-    request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget, drives_accelerate: bool = False
-) -> DryRun:
+def plan_launch(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget) -> DryRun:
     """Return what the launch of `request` would start with `ranks_per_node` ranks on each node of `target`.
 
-    `drives_accelerate` puts the plan into the variables of accelerate too. For an elastic launch
-    (MIN:MAX nodes) it is the start with all nodes.
+    For an elastic launch (MIN:MAX nodes) it is the start with all nodes.
     """
     num_nodes = request.nodes.max
     grid = RankGrid.of_plan(request.plan) if request.plan else None
@@ -121,13 +124,7 @@ def plan_launch(
                 gpu=gpus[local_rank] if local_rank < len(gpus) else None,
                 coordinates={axis: grid.coordinates(rank)[axis] for axis in axes} if grid else {},
                 groups={axis: grid.group(axis, rank) for axis in axes} if grid else {},
-                environment=_environment(
-                    request,
-                    rank,
-                    ranks_per_node=ranks_per_node,
-                    target=target,
-                    drives_accelerate=drives_accelerate,
-                ),
+                environment=_environment(request, rank, ranks_per_node=ranks_per_node, target=target),
                 command=_command(request.spec),
             )
         )
@@ -139,9 +136,7 @@ def _gpu_names(request: LaunchRequest, target: LaunchTarget) -> Sequence[str]:
     return request.gpus if request.gpus is not None else [str(index) for index in range(target.num_gpus)]
 
 
-def _environment(
-    request: LaunchRequest, rank: int, *, ranks_per_node: int, target: LaunchTarget, drives_accelerate: bool
-) -> dict[str, str]:
+def _environment(request: LaunchRequest, rank: int, *, ranks_per_node: int, target: LaunchTarget) -> dict[str, str]:
     """Return what the launcher adds to the environment of a rank, where it is known before the start."""
     spec, num_nodes = request.spec, request.nodes.max
     world_size = str(num_nodes * ranks_per_node)
@@ -162,7 +157,7 @@ def _environment(
     }
     if request.plan_path:
         environment[PLAN_VARIABLE] = request.plan_path
-    if request.file is not None and drives_accelerate:
+    if request.file is not None and drives_accelerate(request):
         environment |= accelerate_variables(request.file, os.environ)
     if request.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(request.gpus)
@@ -195,3 +190,84 @@ def _problems(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarg
             f"the plan needs {format_bytes(predicted)} on a GPU, and one of {target.host} has {format_bytes(memory)}"
         )
     return problems
+
+
+def show_dry_run(spec: LaunchSpec) -> int:
+    """Print what would be started, on stdout; return the exit status. Raises `CheckFailedError` if it could not run."""
+    if spec.profile is None:
+        import torch
+
+        from paraplan.launch.run import count_gpus
+
+        num_gpus = count_gpus()
+        memory = min((torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus)), default=None)
+        target = LaunchTarget(host=socket.gethostname(), num_gpus=num_gpus, gpu_memory_bytes=memory)
+    else:
+        target = _profile_target(spec.profile)
+    if spec.hostfile is not None:
+        hosts = read_host_file(Path(spec.hostfile))
+        target = replace(target, hosts=tuple(host.name for host in hosts))
+        spec = _with_hosts(spec, hosts)
+    request = _dry_request(spec, target)
+    words = request.nproc_per_node
+    if words in ("gpu", "auto") and target.num_gpus:
+        ranks = target.num_gpus if request.gpus is None else len(request.gpus)
+    elif words.isdigit():
+        ranks = int(words)
+    else:
+        from torch.distributed.run import determine_local_world_size
+
+        ranks = determine_local_world_size(words)
+    request = _with_made_plan(request, ranks=ranks)
+    plan = plan_launch(request, ranks_per_node=ranks, target=target)
+    if spec.hostfile is not None:
+        plan = replace(plan, carried=carried_variables(os.environ))
+    sys.stdout.write(plan.to_json() + "\n" if spec.json else printable(plan.render()))
+    plan.require_runnable()
+    return 0
+
+
+def _with_hosts(spec: LaunchSpec, hosts: Sequence[Host]) -> LaunchSpec:
+    """Return `spec` with what the launchers on the hosts of its host file would get."""
+    slots = list(dict.fromkeys("unknown" if host.slots is None else str(host.slots) for host in hosts))
+    if spec.nproc_per_node is None and len(slots) > 1:
+        raise ArgumentError(
+            f"the slots of the hosts in {spec.hostfile} differ ({', '.join(slots)}), and --dry-run shows nodes alike",
+            hint="give --nproc-per-node",
+        )
+    return replace(
+        spec,
+        nodes=spec.nodes or NodeRange(len(hosts), len(hosts)),
+        nproc_per_node=spec.nproc_per_node or (str(hosts[0].slots) if hosts[0].slots else None),
+        master_addr=hosts[0].address,
+    )
+
+
+def _with_made_plan(request: LaunchRequest, *, ranks: int) -> LaunchRequest:
+    """Return the request with the plan that its planner makes, as the start of the job would."""
+    if request.planner is None:
+        return request
+    num_nodes = request.nodes.max
+    text = make_plan(request.planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
+    return replace(request, file=PlanFile.from_json(text, source="plan"), plan_path=CHOSEN_AT_START)
+
+
+def _dry_request(spec: LaunchSpec, target: LaunchTarget) -> LaunchRequest:
+    profile = spec.profile
+    if profile is None:
+        return check_request(spec, num_gpus=target.num_gpus, current_folder=Path.cwd())
+    return check_request(
+        spec,
+        num_gpus=target.num_gpus,
+        current_folder=Path.cwd(),
+        read_gpus=lambda: load_machine(profile).node.gpus,
+        environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # a profile's GPUs have no UUIDs, only their numbers
+    )
+
+
+def _profile_target(name: str) -> LaunchTarget:
+    cluster = cluster_from_profile(name)
+    if cluster.gpu.vendor == "cpu":
+        return LaunchTarget(host=cluster.name, num_gpus=0, num_cores=None)
+    memory = cluster.gpu_memory_bytes
+    return LaunchTarget(host=cluster.name, num_gpus=cluster.gpus_per_node, gpu_memory_bytes=memory, num_cores=None)

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-import paraplan
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import load_link_speeds
@@ -35,6 +34,7 @@ from paraplan.hardware.measurement.links import (
     report_links,
 )
 from paraplan.hardware.topology import NodeTopology
+from paraplan.launch.planning import search_path
 
 _START_ALLOWANCE_S = 180.0  # importing torch on slow disks, and one message that takes longer than the time for all
 _GRACE_S = 2.0
@@ -152,9 +152,7 @@ def _start(
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     """Start the process that the ranks are forked off."""
-    package_folder = str(Path(paraplan.__file__).parent.parent)
-    search_path = os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))
-    own = {"PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"} | _on_loopback(environment)
+    own = search_path(environment) | {"OMP_NUM_THREADS": "1"} | _on_loopback(environment)
     with (folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(num_ranks), str(folder), str(write_fd)],

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +56,12 @@ def planner_of(file: PlanFile, *, profile: str | None, objective: str | None = N
     return PlannerRequest(model.source or model.name, words, profile=profile)
 
 
+def search_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which a Python that is started with `environment` finds this package too."""
+    package_folder = str(Path(paraplan.__file__).parent.parent)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))}
+
+
 def make_plan(
     request: PlannerRequest,
     *,
@@ -75,12 +81,10 @@ def make_plan(
         "num_nodes": num_nodes,
         "gpus_per_node": ranks_per_node,
     }
-    package_folder = str(Path(paraplan.__file__).parent.parent)
-    search_path = os.pathsep.join(filter(None, [package_folder, environment.get("PYTHONPATH", "")]))
     try:
         done = run(
             [sys.executable, "-P", "-m", "paraplan.api"],
-            env=environment | {"PYTHONPATH": search_path},
+            env=environment | search_path(environment),
             input=json.dumps(question),
             capture_output=True,
             text=True,

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-import paraplan
 from paraplan.errors import CheckFailedError
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
+from paraplan.launch.planning import search_path
 from paraplan.launch.ranks.spawning import RankCommand, SpawnerHandle
 from paraplan.units import ranks_in_words
 
@@ -74,17 +74,12 @@ class HealthCheck:
 
     def _measure(self) -> None:
         words = ["--preflight", str(self.folder.absolute()), "--seconds", str(self.seconds)]
-        root = str(Path(paraplan.__file__).parent.parent)
         log = str(self.folder / _LOG_FILE)
         ranks = [
             RankCommand(
                 local_rank=rank,
                 command=(sys.executable, "-u", "-m", _MODULE, *words),
-                environment={
-                    **environment,
-                    "TORCHELASTIC_ERROR_FILE": "",
-                    "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
-                },
+                environment={**environment, "TORCHELASTIC_ERROR_FILE": "", **search_path(os.environ)},
                 stdout=log if rank == 0 else os.devnull,
                 stderr=log if rank == 0 else f"{log}.{rank}",
             )

@@ -17,13 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import paraplan
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.cluster import Cluster
 from paraplan.launch.fake.report import FakeLaunchReport, StageEstimate, estimate_stages, render_report
 from paraplan.launch.faults.report import say
-from paraplan.launch.planning import RunPython, make_plan
+from paraplan.launch.planning import RunPython, make_plan, search_path
 from paraplan.launch.ranks.cores import usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
 from paraplan.launch.spec import AUTO, ArgumentError, LaunchSpec
@@ -75,8 +74,7 @@ def show_fake_launch(spec: LaunchSpec, *, start: StartRanks = start_python, run:
         planned = "" if file is None else f": {plan.describe()}"
         say(f"running {_counted(ranks)} of {num_ranks} without a GPU{planned}")
         plan_path = None if path is None else str(path.resolve())
-        estimates = _Later(lambda: _estimates(file, plan_path, spec.profile, run))
-        estimates.start(pool)
+        estimates = pool.submit(_estimates, file, plan_path, spec.profile, run)  # made beside the ranks
         reports = _run(spec, ranks, plan_path, Path(folder), cluster, start)
         stages, reason = estimates.result()
         if file is not None and any(one.plan != plan for one in reports):
@@ -104,21 +102,6 @@ def _orderly_end() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class _Later:
-    """The estimate, made beside the ranks."""
-
-    def __init__(self, work: Callable[[], tuple[Sequence[StageEstimate], str | None]]) -> None:
-        self._work = work
-
-    def start(self, pool: ThreadPoolExecutor) -> None:
-        """Begin in a thread of `pool`."""
-        self._future = pool.submit(self._work)
-
-    def result(self) -> tuple[Sequence[StageEstimate], str | None]:
-        """Wait for it."""
-        return self._future.result()
 
 
 def _checked_size(spec: LaunchSpec) -> int:
@@ -236,17 +219,15 @@ def _report(rank: int, folder: Path, done: subprocess.CompletedProcess[str]) -> 
 
 def _environment(outer: Mapping[str, str], *, size: int, plan_path: str | None) -> dict[str, str]:
     dropped = {PLAN_VARIABLE, "PARAPLAN_METRICS"}
-    package_folder = str(Path(paraplan.__file__).parent.parent)
-    search_path = os.pathsep.join(filter(None, [package_folder, outer.get("PYTHONPATH", "")]))
     found = {name: value for name, value in outer.items() if name not in dropped} | {
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": search_path,
         "PYTHONWARNINGS": "ignore",
     }
+    found |= search_path(outer)
     found.setdefault("OMP_NUM_THREADS", "1")
     # transformers would load weights to the GPU by threads of its own, to which the modes of a fake GPU do not reach.
     found.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")

@@ -7,10 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import paraplan
-from paraplan.launch.planning import CPU_PROFILE, RunPython
+from paraplan.launch.planning import CPU_PROFILE, RunPython, search_path
 from paraplan.plan.fake import CountedCollective, FakeRankReport
 from paraplan.plan.memory_record import MemoryParts
 from paraplan.records import Record
@@ -133,12 +131,10 @@ def estimate_stages(
     """
     command = [sys.executable, "-P", "-m", "paraplan", "estimate", model, "--plan", plan_path, "--json"]
     command += ["--profile", profile or CPU_PROFILE]
-    package_folder = str(Path(paraplan.__file__).parent.parent)
-    search_path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH", "")]))
     try:
         done = run(
             command,
-            env=dict(os.environ) | {"PYTHONPATH": search_path},
+            env=dict(os.environ) | search_path(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
