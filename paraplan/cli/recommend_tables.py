@@ -33,8 +33,9 @@ MOST_LINES = 22
 """Of the short answer."""
 _ROWS = 5
 """Plans of its table, where there is room for them; all of `--top` with -v."""
-_LEFT_OUT = ("Samples", "Loading", "", "Offload", "Mixed", "GPUs", "Roomier", "Why")
-"""Labels of lines that the short answer leaves to -v where it would be too long, in this order; "" is what goes on."""
+_LEFT_OUT = ("Samples", "Loading", "", "Offload", "Mixed", "GPUs", "Lever", "Roomier", "Why")
+"""Labels of lines that the short answer leaves to -v where it would be too long, in this order; "" is what goes on. The
+first lever stays."""
 
 
 def print_answer(
@@ -98,7 +99,8 @@ def _print_short(
     for label in _LEFT_OUT:
         if _height(console, lines_table(lines), tables[-1]) < room:
             break
-        lines = [line for line in lines if line.label != label or line.tone in ("bad", "caution")]
+        first = next((line for line in lines if line.label == label == "Lever"), None)
+        lines = [line for line in lines if line.label != label or line.tone in ("bad", "caution") or line is first]
     print_lines(console, lines)
     table = next((each for each in tables if _height(console, lines_table(lines), each) < room), tables[-1])
     console.print()

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ForkedLaunch, WriteScript
 
-from paraplan.launch.guard import GUARD_EXIT_STATUS, Entry, GuardVerdict, Judge, Look
-from paraplan.launch.ranks.replica_sums import sum_of_bits
+from paraplan.launch.guard import GUARD_EXIT_STATUS, Entry, GuardVerdict, Judge, Look, SumsReader
+from paraplan.launch.ranks.replica_sums import ReplicaSums, sum_of_bits
+from paraplan.launch.torch_private import replicas
 
 ALL, NOBODY, UNKNOWN = ((0, 1, 2, 3),), (), None
 Sums = list[list[int]]
@@ -99,6 +100,20 @@ def test_one_flipped_bit_is_another_sum_and_an_order_in_memory_is_not(
     if values.ndim == 4:
         permuted = values.contiguous(memory_format=torch.channels_last)
         assert int(sum_of_bits(permuted)) == int(sum_of_bits(permuted.clone()))
+
+
+def test_an_optimizer_in_the_memory_of_one_that_is_gone_is_another(tmp_path: Path) -> None:
+    sums, reader = ReplicaSums(str(tmp_path), 1, replicas), SumsReader(tmp_path)
+    numbers = []
+    for _ in range(20):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sums._before_step(optimizer)
+        sums._after_step(optimizer)
+        numbers += [(look.optimizer, look.step) for look in reader.read()]
+        del model, optimizer
+    assert numbers == [(number, step) for number in range(20) for step in range(2)]
+    assert not sums._watched
 
 
 TRAIN = """

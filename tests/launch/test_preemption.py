@@ -157,9 +157,9 @@ def test_scripts_without_the_engine_get_the_signal_itself(start_forked: StartFor
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGUSR1)
-    status, stdout, _ = finish(process)
+    status, stdout, stderr = finish(process)
     assert status == 128 + signal.SIGUSR1
-    assert stdout.count("saved by SIGUSR1") == 2
+    assert stdout.count("saved by SIGUSR1") == 2, stderr
     wait_until_dead(*pids)
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import struct
 import sys
+import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
@@ -65,11 +66,11 @@ class ReplicaSums:
 
     def __init__(self, folder: str, every: int, replicas: Any) -> None:
         self.folder, self.every, self.replicas = folder, every, replicas
-        self._watched: dict[int, _Watched] = {}
-        self._num_looks = self._num_layouts = 0
+        self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
+        self._num_looks = self._num_layouts = self._num_optimizers = 0
         self._batch: list[Any] = []
         self._handles: list[Any] = []
-        self._wrappers: dict[int, Any] = {}
+        self._wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._running: list[int] = []
         self._pid = os.getpid()
         self._is_on = True
@@ -85,14 +86,15 @@ class ReplicaSums:
         if id(optimizer) in self._running:  # its last step raised
             del self._running[self._running.index(id(optimizer)) :]
         self._running.append(id(optimizer))
-        if id(optimizer) not in self._watched and self._is_on and len(self._running) == 1:
-            self._watched[id(optimizer)] = _Watched(len(self._watched))
-            self._look(optimizer, self._watched[id(optimizer)])
+        if optimizer not in self._watched and self._is_on and len(self._running) == 1:
+            self._watched[optimizer] = _Watched(self._num_optimizers)
+            self._num_optimizers += 1
+            self._look(optimizer, self._watched[optimizer])
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if id(optimizer) in self._running:
             del self._running[self._running.index(id(optimizer)) :]
-        watched = self._watched.get(id(optimizer))
+        watched = self._watched.get(optimizer)
         if watched is None or not self._is_on or self._running:  # within another's step, as a shard's of ZeRO-1
             return
         watched.num_steps += 1
