@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError, UsageError
@@ -19,51 +19,83 @@ _SECONDS_PER_DAY = 86_400
 _EXAMPLE = "for example --find by-date --tokens 1T --days 30"
 
 
-def by_date(
-    workload: Workload,
-    *,
-    tokens: float | None,
-    days: float | None,
-    objective: Objective | Literal["cost"],
-    executor: Executor,
-    fixed: Constraints,
-) -> tuple[Workload, str | None]:
+@dataclass(frozen=True)
+class Deadline:
+    """How much is trained in how many days, by which plans."""
+
+    tokens: float
+    days: float
+    objective: Objective
+    executor: Executor
+    fixed: Constraints
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        tokens: float | None,
+        days: float | None,
+        objective: Objective | Literal["cost"],
+        executor: Executor,
+        fixed: Constraints,
+    ) -> Self:
+        """Return what is asked for. Raises `UsageError` where tokens or days are missing."""
+        if objective == "cost":
+            raise UsageError(
+                "--find by-date chooses the number of GPUs, and so does --objective cost", hint="leave out one"
+            )
+        if tokens is None or days is None:
+            raise UsageError("--find by-date needs to know how much is trained, and in how many days", hint=_EXAMPLE)
+        return cls(tokens, days, objective, executor, fixed)
+
+
+def by_date(workload: Workload, deadline: Deadline) -> tuple[Workload, str | None]:
     """Return the workload on the fewest GPUs that train on the tokens in time, and in a sentence how long they take.
 
     Numbers of GPUs go up to many times those asked about. Those are passed over that no plan could make so fast. Raises
-    `UsageError` where tokens or days are missing, and `NoPlanFitsError` where no number is in time.
+    `NoPlanFitsError` where no number is in time.
     """
-    if objective == "cost":
-        raise UsageError(
-            "--find by-date chooses the number of GPUs, and so does --objective cost", hint="leave out one"
-        )
-    if tokens is None or days is None:
-        raise UsageError("--find by-date needs to know how much is trained, and in how many days", hint=_EXAMPLE)
-    steps = tokens / workload.training.tokens_per_step
-    limit_s = days * _SECONDS_PER_DAY / steps
-    step_times = _StepTimes(workload, objective, executor, fixed)
-    too_few = 0
-    for cluster in (*smaller_clusters(workload.cluster), *larger_clusters(workload.cluster)):
-        if step_times.of(cluster) <= limit_s:
-            break
-        too_few = cluster.num_gpus
-    else:
-        return _too_slow(workload, step_times, tokens=tokens, days=days)
+    tokens, days, step_times = deadline.tokens, deadline.days, _StepTimes(workload, deadline)
+    found = _in_time(step_times, deadline)
+    if found is None:
+        return _too_slow(step_times, deadline)
+    first, tried = found
+    taken = tokens / workload.training.tokens_per_step * step_times.of(first) / _SECONDS_PER_DAY
+    words = f"the fewest GPUs that take {days:g} days or less: {first.num_gpus}, {tried}"
+    return replace(workload, cluster=first), f"{words}; {format_count(tokens)} tokens take {taken:.3g} days"
+
+
+def workload_in_time(workload: Workload, deadline: Deadline) -> Workload | None:
+    """Return what `by_date` finds, None where no number of GPUs is in time."""
+    found = _in_time(_StepTimes(workload, deadline), deadline)
+    return None if found is None else replace(workload, cluster=found[0])
+
+
+def _in_time(step_times: _StepTimes, deadline: Deadline) -> tuple[Cluster, str] | None:
+    """Return the fewest GPUs that are in time, and how many were tried in words."""
+    workload = step_times.workload
+    limit_s = deadline.days * _SECONDS_PER_DAY / (deadline.tokens / workload.training.tokens_per_step)
 
     def is_in_time(cluster: Cluster) -> bool:
         return step_times.least_of(cluster) <= limit_s and step_times.of(cluster) <= limit_s
 
-    first, tried = first_between(too_few, cluster, is_in_time)
-    taken = steps * step_times.of(first) / _SECONDS_PER_DAY
-    words = f"the fewest GPUs that take {days:g} days or less: {first.num_gpus}, {tried}"
-    return replace(workload, cluster=first), f"{words}; {format_count(tokens)} tokens take {taken:.3g} days"
+    too_few = 0
+    for cluster in _numbers_of_gpus(workload):
+        if is_in_time(cluster):
+            return first_between(too_few, cluster, is_in_time)
+        too_few = cluster.num_gpus
+    return None
+
+
+def _numbers_of_gpus(workload: Workload) -> tuple[Cluster, ...]:
+    return (*smaller_clusters(workload.cluster), *larger_clusters(workload.cluster))
 
 
 class _StepTimes:
     """Seconds of a step on numbers of GPUs, each searched once; infinite where no plan fits."""
 
-    def __init__(self, workload: Workload, objective: Objective, executor: Executor, fixed: Constraints) -> None:
-        self.workload, self.objective, self.executor, self.fixed = workload, objective, executor, fixed
+    def __init__(self, workload: Workload, deadline: Deadline) -> None:
+        self.workload, self.deadline = workload, deadline
         self.known: dict[int, float] = {}
 
     def of(self, cluster: Cluster) -> float:
@@ -75,16 +107,16 @@ class _StepTimes:
     def least_of(self, cluster: Cluster) -> float:
         """Return what no plan goes below."""
         part = replace(self.workload, cluster=cluster)
-        return least_time_s(part, executor=self.executor, fixed=self.fixed)
+        return least_time_s(part, executor=self.deadline.executor, fixed=self.deadline.fixed)
 
     def _searched(self, cluster: Cluster) -> float:
         try:
             found = search(
                 replace(self.workload, cluster=cluster),
-                objective=self.objective,
+                objective=self.deadline.objective,
                 num_candidates=1,
-                executor=self.executor,
-                fixed=self.fixed,
+                executor=self.deadline.executor,
+                fixed=self.deadline.fixed,
             )
         except (NoPlanFitsError, PlanError):  # or what is fixed cannot be had on so many
             return float("inf")
@@ -93,12 +125,14 @@ class _StepTimes:
         return found.best.step.step_time_s
 
 
-def _too_slow(workload: Workload, step_times: _StepTimes, *, tokens: float, days: float) -> tuple[Workload, str | None]:
-    best_s = min(step_times.known.values())
+def _too_slow(step_times: _StepTimes, deadline: Deadline) -> tuple[Workload, str | None]:
+    workload, tokens = step_times.workload, deadline.tokens
+    best_s = min(map(step_times.of, _numbers_of_gpus(workload)))
     if best_s == float("inf"):
         return workload, None  # the search says what is lacking
     best = tokens / workload.training.tokens_per_step * best_s / _SECONDS_PER_DAY
     raise NoPlanFitsError(
-        f"no number of GPUs tried trains on {format_count(tokens)} tokens in {days:g} days: the best takes {best:.3g}",
+        f"no number of GPUs tried trains on {format_count(tokens)} tokens in {deadline.days:g} days: the best takes "
+        f"{best:.3g}",
         hint="give a larger --global-batch, which more GPUs share out, or more days",
     )

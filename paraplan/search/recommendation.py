@@ -25,6 +25,7 @@ from paraplan.search.search import search
 
 if TYPE_CHECKING:
     from paraplan.plan.goodput import FailureRate, GoodputEstimate, MeasuredCosts
+    from paraplan.search.by_date import Deadline
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.money import Bought
     from paraplan.search.offers import LeverOffer
@@ -189,6 +190,10 @@ def _find_levers(
             return larger_model(workload, executor=question.executor, fixed=fixed)
         if question.find == "fewest-gpus" and best is not None and best.plan.offload == "none":
             fixed = replace(fixed, offload="none")  # on how many fewer it fits with offload is said before
+        if question.find == "by-date":
+            from paraplan.search.by_date import workload_in_time
+
+            return workload_in_time(workload, _deadline(question, question.executor, fixed))
         larger, words = _found(workload, replace(question, fixed=fixed), executor=question.executor)
         return None if words is None else larger
 
@@ -346,6 +351,14 @@ def _placement(workload: Workload, result: SearchResult) -> PlannedPlacement:
     return PlannedPlacement(local_gpus=placed.local_gpus, slowest_bytes_per_s=placed.slowest_bytes_per_s)
 
 
+def _deadline(question: SearchRequest, executor: Executor, fixed: Constraints) -> Deadline:
+    from paraplan.search.by_date import Deadline
+
+    return Deadline.of(
+        tokens=question.tokens, days=question.days, objective=question.objective, executor=executor, fixed=fixed
+    )
+
+
 def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -> tuple[Workload, str | None]:
     """Return the workload to plan for and what was found, in a sentence."""
     training, cluster = workload.training, workload.cluster
@@ -358,14 +371,7 @@ def _found(workload: Workload, question: SearchRequest, *, executor: Executor) -
     if question.find == "by-date":
         from paraplan.search.by_date import by_date
 
-        return by_date(
-            workload,
-            tokens=question.tokens,
-            days=question.days,
-            objective=question.objective,
-            executor=executor,
-            fixed=question.fixed,
-        )
+        return by_date(workload, _deadline(question, executor, question.fixed))
     if question.find == "fewest-gpus":
         # With offload nearly all fits, at the pace of the host.
         without = replace(question.fixed, offload=question.fixed.offload or "none")

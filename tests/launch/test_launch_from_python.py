@@ -60,6 +60,7 @@ def test_main_returns_or_raises_what_torchs_does(scratch: Path, script: WriteScr
     assert names_in(scratch) == []
 
 
+@pytest.mark.with_all
 def test_spares_stand_by_for_a_program_that_launches_too(scratch: Path, script: WriteScript) -> None:
     script(TRAIN)
     program = script(
