@@ -16,7 +16,7 @@ from paraplan.launch.faults.report import render_error, say, write_report
 from paraplan.launch.nodes.batch_systems import find_place, take_place
 from paraplan.launch.nodes.hosts import end_with_stdin, launch_on_hosts, take_variables
 from paraplan.launch.parser import parse_arguments
-from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
+from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawner import RankStart
 from paraplan.launch.request import check_script, forks_ranks, likely_ranks_per_node
 from paraplan.launch.script import own_interpreters_reason, read_traits, script_file, shadowed_modules

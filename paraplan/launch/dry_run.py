@@ -16,7 +16,7 @@ from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load
 from paraplan.launch.accelerate import accelerate_variables, drives_accelerate
 from paraplan.launch.nodes.hosts import Host, carried_variables, read_host_file
 from paraplan.launch.planning import make_plan
-from paraplan.launch.ranks.cores import threads_per_rank, usable_cores
+from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, ArgumentError, LaunchSpec, NodeRange
 from paraplan.plan.files import PlanFile

@@ -45,8 +45,7 @@ from paraplan.launch.preflight import (
     num_files,
     read_node,
 )
-from paraplan.launch.ranks.cores import machine_cores, threads_per_rank, usable_cores
-from paraplan.launch.ranks.limits import Limits, raise_open_files
+from paraplan.launch.ranks.limits import Limits, machine_cores, raise_open_files, threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
 from paraplan.launch.request import LaunchRequest, check_request
 from paraplan.launch.run import count_gpus, run_job

@@ -13,7 +13,6 @@ from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.failures import Cause, NodeFailure, first_failure, first_node_failure
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
-from paraplan.launch.faults.memory_kills import count_memory_kills, new_memory_kill
 from paraplan.launch.faults.report import (
     ReportContext,
     as_node_failure,
@@ -25,6 +24,7 @@ from paraplan.launch.faults.report import (
 from paraplan.launch.guard import GUARD_EXIT_STATUS, GuardVerdict
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.planning import make_plan, planned_layout, planner_of
+from paraplan.launch.ranks.limits import count_memory_kills, new_memory_kill
 from paraplan.launch.request import LaunchRequest
 from paraplan.launch.run_folder import RunFolder
 from paraplan.units import format_bytes

@@ -48,7 +48,7 @@ from paraplan.launch.preemption import notice_reader, watch_for_notice
 from paraplan.launch.preflight import gpus_of_ranks
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
-from paraplan.launch.ranks.cores import cpus_of_ranks, threads_per_rank, usable_cores
+from paraplan.launch.ranks.limits import cpus_of_ranks, threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawning import Spares, SpawnerHandle, open_spawner
 from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paraplan.hardware.topology import Gpu
 from paraplan.launch.preflight import check_cores
-from paraplan.launch.ranks.cores import cpus_of_ranks, machine_cores, parse_cpus, threads_per_rank, usable_cores
+from paraplan.launch.ranks.limits import cpus_of_ranks, machine_cores, parse_cpus, threads_per_rank, usable_cores
 
 
 @given(cores=st.integers(1, 512), ranks=st.integers(1, 64))

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import Std
 
 from paraplan.launch.elastic.launch import make_config, streams_by_rank, with_rendezvous
-from paraplan.launch.nodes.interfaces import (
+from paraplan.launch.nodes.endpoint import (
     address_towards,
     addresses_of,
     interface_towards,

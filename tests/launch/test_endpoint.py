@@ -15,9 +15,15 @@ from launching import free_port
 from waiting import PATIENCE_S
 
 from paraplan.errors import UsageError
-from paraplan.launch.nodes.endpoint import Endpoint, await_answer, describe_silence, find_listener, is_own_address
-from paraplan.launch.nodes.interfaces import addresses_of
-from paraplan.launch.nodes.native_calls import run_interruptibly
+from paraplan.launch.nodes.endpoint import (
+    Endpoint,
+    addresses_of,
+    await_answer,
+    describe_silence,
+    find_listener,
+    is_own_address,
+    run_interruptibly,
+)
 from paraplan.launch.nodes.rendezvous import NoRendezvousError, open_store
 
 SHORT = timedelta(seconds=0.5)

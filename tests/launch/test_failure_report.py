@@ -7,7 +7,6 @@ import pytest
 
 from paraplan.launch.faults.calls import Call, RankCalls
 from paraplan.launch.faults.failures import Cause, ErrorRecord, NodeFailure, RankFailure
-from paraplan.launch.faults.memory_kills import MemoryKillScope
 from paraplan.launch.faults.report import (
     MAX_REPORT_LINES,
     ReportContext,
@@ -18,6 +17,7 @@ from paraplan.launch.faults.report import (
     render_failures,
 )
 from paraplan.launch.ranks import bootstrap
+from paraplan.launch.ranks.limits import MemoryKillScope
 from paraplan.launch.ranks.spawning import RankExit
 from paraplan.launch.ranks.stacks import Frame
 from paraplan.launch.torch_private import step_hooks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import os
 import pickle
@@ -11,9 +10,11 @@ import socket
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 from waiting import PATIENCE_S
 
 from paraplan.launch.nodes.endpoint import host_store
@@ -30,9 +31,8 @@ from paraplan.launch.nodes.job_token import (
 )
 from paraplan.launch.nodes.rendezvous import NoRendezvousError, find_contradiction
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
-from paraplan.launch.nodes.rendezvous_state import StateTranslator
 from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
-from paraplan.launch.torch_private.rendezvous_state import RoundState, pickled, unpickled
+from paraplan.launch.torch_private.rendezvous_state import StateTranslator
 
 LONG = timedelta(seconds=PATIENCE_S)
 PAUSE = timedelta(seconds=1)
@@ -142,57 +142,70 @@ def test_nodes_with_other_numbers_of_nodes_are_told_on_both_sides() -> None:
     assert find_contradiction(store, seal=seal) == f"{socket.gethostname()} came with --nnodes 3, and not 2"
 
 
-NODE = ("gpu-a", 7, 0)
-OTHER = ("gpu-b", 9, 0)
+NODE, OTHER = _NodeDesc("gpu-a", 7, 0), _NodeDesc("gpu-b", 9, 0)
+
+
+def state_of(**values: object) -> _RendezvousState:
+    """Return a state of torch's rendezvous."""
+    state = _RendezvousState()
+    vars(state).update(values)
+    return state
+
+
+def put(state: _RendezvousState, translator: StateTranslator) -> dict[str, Any]:
+    """Return what the store holds of a state."""
+    values: dict[str, Any] = json.loads(json.dumps(translator.to_values(pickle.dumps(state))))
+    return values
+
+
+def got(values: dict[str, Any], translator: StateTranslator) -> Any:
+    """Return the state that torch is given."""
+    return pickle.loads(translator.to_state(values))  # noqa: S301 (of this process)
 
 
 def test_a_state_goes_through_the_store_and_torchs_pickle_as_it_is() -> None:
     now = datetime.now(UTC)
-    state = RoundState(
+    state = state_of(
         round=3,
-        is_complete=True,
+        complete=True,
         participants={NODE: 0, OTHER: 1},
-        waiting={("gpu-c", 1, 0)},
-        redundant={("gpu-d", 1, 2)},
-        last_seen={NODE: now, OTHER: now},
+        wait_list={_NodeDesc("gpu-c", 1, 0)},
+        redundancy_list={_NodeDesc("gpu-d", 1, 2)},
+        last_heartbeats={NODE: now, OTHER: now},
     )
-    assert unpickled(pickled(state)) == state
-    values = json.loads(json.dumps(StateTranslator().to_values(state)))
-    read = StateTranslator().to_state(values | {"a field of tomorrow": [1]})
-    assert dataclasses.replace(read, last_seen=state.last_seen) == state
-    assert set(read.last_seen) == {NODE, OTHER}
+    read = got(put(state, StateTranslator(4)) | {"a field of tomorrow": [1]}, StateTranslator(4))
+    assert set(read.last_heartbeats) == {NODE, OTHER}
+    read.last_heartbeats = state.last_heartbeats
+    assert vars(read) == vars(state)
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_node_lives_by_its_count_whatever_its_clock_says(hours: int) -> None:
-    theirs, ours = StateTranslator(), StateTranslator()
+    theirs, ours = StateTranslator(2), StateTranslator(2)
     wrong = datetime.now(UTC) + timedelta(hours=hours)
-    values = theirs.to_values(RoundState(participants={OTHER: 0}, last_seen={OTHER: wrong}))
+    values = put(state_of(participants={OTHER: 0}, last_heartbeats={OTHER: wrong}), theirs)
     before = datetime.now(UTC)
-    first = ours.to_state(values).last_seen[OTHER]
+    first = got(values, ours).last_heartbeats[OTHER]
     after = datetime.now(UTC)
     assert before <= first <= after
     time.sleep(PAUSE.total_seconds())
-    assert ours.to_state(values).last_seen[OTHER] - after < PAUSE / 2  # nothing new: it grows old
-    theirs.to_state(values)
-    beat = theirs.to_values(RoundState(participants={OTHER: 0}, last_seen={OTHER: wrong + timedelta(seconds=5)}))
+    assert got(values, ours).last_heartbeats[OTHER] - after < PAUSE / 2  # nothing new: it grows old
+    got(values, theirs)
+    beat = put(state_of(participants={OTHER: 0}, last_heartbeats={OTHER: wrong + timedelta(seconds=5)}), theirs)
     before = datetime.now(UTC)
-    assert before <= ours.to_state(beat).last_seen[OTHER] <= datetime.now(UTC)
+    assert before <= got(beat, ours).last_heartbeats[OTHER] <= datetime.now(UTC)
 
 
 def test_a_deadline_is_counted_from_when_a_node_has_first_seen_it() -> None:
-    theirs, ours = StateTranslator(), StateTranslator()
+    theirs, ours = StateTranslator(2), StateTranslator(2)
     began = datetime.now(UTC)
     deadline = began + timedelta(seconds=30)
-    values = theirs.to_values(RoundState(deadline=deadline))
-    first = ours.to_state(values)
-    assert first.deadline is not None
+    values = put(state_of(deadline=deadline), theirs)
+    first = got(values, ours)
     assert abs(first.deadline - deadline) <= datetime.now(UTC) - began
-    assert ours.to_values(first)["deadline"] == values["deadline"]  # passed on as it was
+    assert put(first, ours)["deadline"] == values["deadline"]  # passed on as it was
     time.sleep(PAUSE.total_seconds())
-    second = ours.to_state(values)
-    assert second.deadline is not None
-    assert abs(second.deadline - first.deadline) < PAUSE / 2
+    assert abs(got(values, ours).deadline - first.deadline) < PAUSE / 2
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d", "etcd", "etcd-v2"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.faults.memory_kills import MemoryKills, count_memory_kills, new_memory_kill
+from paraplan.launch.ranks.limits import MemoryKills, count_memory_kills, new_memory_kill
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -143,7 +143,7 @@ def test_an_error_of_the_launcher_itself_keeps_its_traceback_and_is_no_usage_err
 ) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import paraplan.launch.ranks.cores as cores\n"
+        "import paraplan.launch.ranks.limits as cores\n"
         "def usable_cores():\n    raise OSError(22, 'Invalid argument')\n"
         "cores.usable_cores = usable_cores\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from rank_harness import RankHarness
 from recovery_script import SCRIPT
 from test_lost_rendezvous import require_exact, words_of
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
 from paraplan.launch.spec import NodeRange
-from paraplan.launch.torch_private.rendezvous_state import RoundState, pickled, unpickled
 
 WAITS = "the job has its 2 nodes: this one waits, and takes the place of one that is lost"
 
@@ -26,13 +27,14 @@ def test_nodes_for_which_there_is_no_room_do_not_have_the_ranks_start_again(
     is_complete: bool, max_nodes: int, waiting: int
 ) -> None:
     backend = SealedBackend(HashStore(), "job", seal=Seal(b"token"), nodes=NodeRange(2, max_nodes), endpoint="a:1")
-    nodes = [(f"gpu-{number}", 1, 0) for number in range(4)]
-    state = RoundState(is_complete=is_complete, participants={nodes[0]: 0, nodes[1]: 1}, waiting=set(nodes[2:]))
-    set_state = backend.set_state(pickled(state))
+    nodes = [_NodeDesc(f"gpu-{number}", 1, 0) for number in range(4)]
+    state = _RendezvousState()
+    state.complete, state.participants, state.wait_list = is_complete, {nodes[0]: 0, nodes[1]: 1}, set(nodes[2:])
+    set_state = backend.set_state(pickle.dumps(state))
     assert set_state is not None
-    found = unpickled(set_state[0])
-    assert len(found.waiting) == waiting
-    assert found.waiting | found.redundant == set(nodes[2:])
+    found = pickle.loads(set_state[0])  # noqa: S301 (of this process)
+    assert len(found.wait_list) == waiting
+    assert found.wait_list | found.redundancy_list == set(nodes[2:])
 
 
 @pytest.mark.ranks

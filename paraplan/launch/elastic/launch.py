@@ -22,8 +22,7 @@ from paraplan.launch.elastic.agent import NodeAgent
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.processes import RankProcesses
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
-from paraplan.launch.nodes.endpoint import host_of, host_store
-from paraplan.launch.nodes.interfaces import address_towards, addresses_of
+from paraplan.launch.nodes.endpoint import address_towards, addresses_of, host_of, host_store
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import open_store
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend

@@ -16,7 +16,7 @@ from paraplan.errors import PlanError
 from paraplan.launch.accelerate import accelerate_variables
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import say
-from paraplan.launch.nodes.interfaces import address_towards, interface_towards, interface_variables
+from paraplan.launch.nodes.endpoint import address_towards, interface_towards, interface_variables
 from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 from paraplan.launch.planning import PlannerRequest, make_plan
 

@@ -31,11 +31,11 @@ from paraplan.launch.faults.activity import read_activities
 from paraplan.launch.faults.calls import RankCalls, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
-from paraplan.launch.faults.memory_kills import count_memory_kills
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.preemption import HeldSignals, raise_signal
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
+from paraplan.launch.ranks.limits import count_memory_kills
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
 from paraplan.launch.torch_private.elastic import ProcessContext

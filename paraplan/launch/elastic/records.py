@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from paraplan.launch.faults.calls import RankCalls
 from paraplan.launch.faults.failures import RankFailure
 from paraplan.launch.faults.hang import HangVerdict
-from paraplan.launch.faults.memory_kills import MemoryKills
 from paraplan.launch.goodput import JobClock
 from paraplan.launch.guard import GuardVerdict
 from paraplan.launch.live.ranks import LiveRanks
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.preemption import StopRequest
+from paraplan.launch.ranks.limits import MemoryKills
 from paraplan.launch.ranks.spawning import Spares
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder

@@ -23,7 +23,7 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.launch.fake.report import FakeLaunchReport, StageEstimate, estimate_stages, render_report
 from paraplan.launch.faults.report import say
 from paraplan.launch.planning import RunPython, make_plan, search_path
-from paraplan.launch.ranks.cores import usable_cores
+from paraplan.launch.ranks.limits import usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
 from paraplan.launch.spec import AUTO, ArgumentError, LaunchSpec
 from paraplan.plan.fake import MOST_FAKE_RANKS, FakeRankReport

@@ -14,9 +14,8 @@ from paraplan.launch.faults.calls import RankCalls
 from paraplan.launch.faults.collectives import describe_places, describe_timeouts, find_timeout
 from paraplan.launch.faults.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.faults.gpu_errors import abort_reason, advice
-from paraplan.launch.faults.memory_kills import MemoryKillScope
 from paraplan.launch.ranks import bootstrap
-from paraplan.launch.ranks.limits import advice_on_limits
+from paraplan.launch.ranks.limits import MemoryKillScope, advice_on_limits
 from paraplan.launch.ranks.spawning import signal_name
 from paraplan.launch.ranks.stacks import Stack, is_library
 from paraplan.launch.torch_private import step_hooks

@@ -1,16 +1,21 @@
-"""A host and a port: what they mean on this node, whether anybody answers there, and which process listens here."""
+"""Hosts and ports: addresses and interfaces of this node, who answers or listens where, and calls that stay in C."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import fcntl
+import ipaddress
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them from C++ unmarked
     DistNetworkError,
@@ -18,9 +23,14 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 
 from paraplan.errors import UsageError
-from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
-from paraplan.launch.nodes.native_calls import run_interruptibly
 from paraplan.launch.torch_private.texts import PORT_TAKEN
+
+ResultT = TypeVar("ResultT")
+_Answers = SimpleQueue[tuple[Any, BaseException | None]]
+_Calls = SimpleQueue[tuple[Callable[[], Any], _Answers] | None]
+
+WAIT_S = 10.0
+"""How long an answer may take before it is said that it is waited for."""
 
 DEFAULT_PORT = 29400
 """The port of an endpoint that names none, as torchrun has it."""
@@ -30,6 +40,173 @@ _PAUSES_S = (0.05, 0.5)  # between tries: at first, and later
 _SAY_AFTER_S = 5.0
 _LISTENING = "0A"  # the state TCP_LISTEN in /proc/net/tcp
 _NUM_READS = 5
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+_IPV6_TABLE = Path("/proc/net/if_inet6")
+_NCCL_FILES = (Path("/etc/nccl.conf"), Path.home() / ".nccl.conf")
+_BACKLOG = 4096
+_LOOPBACK = "127.0.0.1"
+
+
+class CallThreads:
+    """Threads that make calls which stay in C, where a signal cannot reach them: it ends the wait for an answer.
+
+    One thread serves all calls that follow each other; there are as many as have ever been made at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_Calls] = []
+
+    def run(
+        self, call: Callable[[], ResultT], *, timeout_s: float | None = None, on_wait: Callable[[], None] | None = None
+    ) -> ResultT:
+        """Return what `call` returns.
+
+        `on_wait` is called once when that takes `WAIT_S`, and `timeout_s` counts from there. Raises TimeoutError after
+        `timeout_s` (None: never); `call` then goes on, and nobody waits for it.
+        """
+        try:
+            calls = self._idle.pop()
+        except IndexError:
+            calls = self._begin()
+        answers: _Answers = SimpleQueue()
+        calls.put((call, answers))
+        try:
+            try:
+                result, error = answers.get(timeout=timeout_s if on_wait is None else WAIT_S)
+            except Empty:
+                if on_wait is None:
+                    raise
+                on_wait()
+                result, error = answers.get(timeout=timeout_s)
+        except BaseException as end:  # nobody waits any more: the thread ends when the call does
+            calls.put(None)
+            if isinstance(end, Empty):
+                raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+            raise
+        self._idle.append(calls)
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]  # what `call` has returned
+
+    @staticmethod
+    def _begin() -> _Calls:
+        calls: _Calls = SimpleQueue()
+
+        def serve() -> None:
+            while (one := calls.get()) is not None:
+                call, answers = one
+                try:
+                    answers.put((call(), None))
+                except BaseException as error:  # raised again where it is waited for
+                    answers.put((None, error))
+                del one, call, answers
+
+        threading.Thread(target=serve, daemon=True, name="paraplan-calls").start()
+        return calls
+
+    def close(self) -> None:
+        """End the threads that have nothing to do."""
+        while self._idle:
+            self._idle.pop().put(None)
+
+
+def run_interruptibly(
+    call: Callable[[], ResultT], *, timeout_s: float | None = None, on_wait: Callable[[], None] | None = None
+) -> ResultT:
+    """Return what a single `call` returns, as `CallThreads.run` does."""
+    threads = CallThreads()
+    try:
+        return threads.run(call, timeout_s=timeout_s, on_wait=on_wait)
+    finally:
+        threads.close()
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the name of the interface whose address packets to `host` carry; None for loopback or where unknown."""
+    address = address_towards(host)
+    if address is None or is_loopback(address):
+        return None
+    if ":" in address:
+        return _interface_of_ipv6(address)
+    for _, name in socket.if_nameindex():
+        if _address_of(name) == address:
+            return name
+    return None
+
+
+def address_towards(host: str) -> str | None:
+    """Return this node's address for packets to `host`, None where it has no way there. Sends nothing.
+
+    Of a host with addresses of both kinds the first is taken to which there is a way, IPv4 before IPv6.
+    """
+    for there in sorted(addresses_of(host), key=lambda address: ":" in address):
+        family = socket.AF_INET6 if ":" in there else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # the first: a kernel without IPv6
+            probe.connect((there, 9))
+            return str(probe.getsockname()[0]).partition("%")[0]
+    return None
+
+
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses that `host` means on this node; none where it is unknown.
+
+    Ctrl-C ends the wait for a name service that does not answer.
+    """
+    with suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    try:
+        found = run_interruptibly(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except (OSError, UnicodeError):  # the latter for an invalid name, as one with a label of 64 characters
+        return []
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this node can reach `address`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _address_of(name: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    """Return the interface that has an address of IPv6, by the kernel's table: address, four numbers, name a line."""
+    digits = ipaddress.ip_address(address).packed.hex()
+    with suppress(OSError):
+        for line in _IPV6_TABLE.read_text().splitlines():
+            words = line.split()
+            if words[0] == digits:
+                return words[-1]
+    return None
+
+
+def interface_variables(
+    host: str, environment: Mapping[str, str], *, has_gpus: bool, nccl_files: tuple[Path, ...] = _NCCL_FILES
+) -> dict[str, str]:
+    """Return the variables that put gloo, and NCCL where there are GPUs, on the interface towards `host`.
+
+    gloo takes the address of the host's own name, which often means loopback; NCCL takes the first interface. Nothing
+    that the environment or a file of NCCL's sets is overruled.
+    """
+    name = interface_towards(host)
+    if name is None:
+        return {}
+    chosen = {}
+    if "GLOO_SOCKET_IFNAME" not in environment:
+        chosen["GLOO_SOCKET_IFNAME"] = name
+    has_file = any(path.is_file() and "NCCL_SOCKET_IFNAME" in path.read_text(errors="replace") for path in nccl_files)
+    if has_gpus and "NCCL_SOCKET_IFNAME" not in environment and not has_file:
+        chosen["NCCL_SOCKET_IFNAME"] = f"={name}"  # exactly this one, not all that begin like it
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -42,11 +219,7 @@ class Endpoint:
     @classmethod
     def parse(cls, text: str) -> Endpoint:
         """Read `HOST:PORT`, `HOST` or `[IPV6]:PORT`. Raises UsageError for anything else."""
-        text = text.strip()
-        host, colon, port = text.rpartition(":")
-        if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
-            host, port = text, str(DEFAULT_PORT)  # an IPv6 address is all colons: only brackets set a port apart
-        host = host.removeprefix("[").removesuffix("]")
+        host, port = _split(text)
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise UsageError(f"--rdzv-endpoint {text!r} is not HOST:PORT", hint="write gpu-a:29400, or [fd00::1]:29400")
         return cls(host, int(port))
@@ -57,10 +230,16 @@ class Endpoint:
 
 def host_of(endpoint: str) -> str:
     """Return the host of what may be an endpoint: `HOST:PORT`, `HOST` or `[IPV6]:PORT`."""
-    text = endpoint.strip()
-    host, colon, _ = text.rpartition(":")
-    is_whole = not colon or text.endswith("]") or (":" in host and not host.startswith("["))
-    return (text if is_whole else host).strip("[]")
+    return _split(endpoint)[0]
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return host and port. An IPv6 address is all colons: only brackets set a port apart."""
+    text = text.strip()
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
+        host, port = text, str(DEFAULT_PORT)
+    return host.removeprefix("[").removesuffix("]"), port
 
 
 def meaning_of(host: str) -> str:
@@ -143,16 +322,16 @@ def find_listener(port: int, *, proc: Path = Path("/proc")) -> str | None:
         return None
     for folder in sorted(proc.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         if any(name in sockets for name in _open_files(folder / "fd")):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 return f"{(folder / 'comm').read_text().strip()} (pid {folder.name})"
     return None
 
 
 def _open_files(folder: Path) -> Iterator[str]:
     """Yield what the descriptors of a process are open on; some, such as the one that lists them, are gone by then."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for descriptor in list(folder.iterdir()):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 yield descriptor.readlink().name
 
 
@@ -160,16 +339,12 @@ def _listening_sockets(port: int, proc: Path) -> set[str]:
     """Return the names `socket:[inode]` of sockets that listen on `port`."""
     names = set()
     for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             for line in (proc / "net" / table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
                     names.add(f"socket:[{fields[9]}]")
     return names
-
-
-_BACKLOG = 4096
-_LOOPBACK = "127.0.0.1"
 
 
 def host_store(host: str, port: int, *, timeout: timedelta) -> TCPStore:

@@ -16,18 +16,20 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # t
 from paraplan.errors import ParaplanError
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.endpoint import (
+    CallThreads,
     Endpoint,
+    addresses_of,
     await_answer,
     describe_silence,
     find_listener,
     host_of,
     host_store,
+    is_loopback,
     is_own_address,
     meaning_of,
+    run_interruptibly,
 )
-from paraplan.launch.nodes.interfaces import addresses_of, is_loopback
 from paraplan.launch.nodes.job_token import Seal
-from paraplan.launch.nodes.native_calls import CallThreads, run_interruptibly
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVOUS, NOBODY_THERE, PORT_TAKEN

@@ -8,14 +8,13 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.endpoint import WAIT_S, CallThreads
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
-from paraplan.launch.nodes.native_calls import WAIT_S, CallThreads
 from paraplan.launch.nodes.rendezvous import require_same_nnodes
-from paraplan.launch.nodes.rendezvous_state import StateTranslator
 from paraplan.launch.nodes.store import NodeEndedError
 from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import StoreBackend
-from paraplan.launch.torch_private.rendezvous_state import pickled, unpickled
+from paraplan.launch.torch_private.rendezvous_state import StateTranslator
 
 _SILENCE_S = 60.0
 
@@ -50,11 +49,10 @@ class SealedBackend(StoreBackend):
         """
         self._waits_for_ended = waits_for_ended
         self._threads = CallThreads()
-        self._max_nodes = nodes.max
         super().__init__(store, run_id)
         require_same_nnodes(store, nodes, endpoint=endpoint, seal=seal)
         self._seal = seal
-        self._translator = StateTranslator()
+        self._translator = StateTranslator(nodes.max)
 
     def get_state(self) -> tuple[bytes, Any] | None:
         """Return the state as torch's holder takes it, and what is compared when it is set."""
@@ -65,7 +63,7 @@ class SealedBackend(StoreBackend):
         if token and not isinstance(token, bytes):  # none that this backend has given
             found = self.get_state()
             return None if found is None else (*found, False)
-        text = self._seal.close(self.key, self._translator.to_values(unpickled(state)))
+        text = self._seal.close(self.key, self._translator.to_values(state))
         expected = token.decode() if token else self.no_state
         stored: bytes = self.call_store("compare_set", self.key, expected, text)
         found = self._read(stored)
@@ -75,7 +73,7 @@ class SealedBackend(StoreBackend):
         if stored == self.no_state.encode():
             return None
         try:
-            state = self._translator.to_state(self._seal.open(self.key, stored))
+            return self._translator.to_state(self._seal.open(self.key, stored)), stored
         except ForgedTextError as error:
             raise ForgedStateError(error.message, hint=error.hint) from None
         except (KeyError, TypeError, ValueError) as error:
@@ -83,10 +81,6 @@ class SealedBackend(StoreBackend):
                 f"the state of the rendezvous is of another version: {type(error).__name__}: {error}",
                 hint="install the same version of paraplan on every node",
             ) from error
-        if state.is_complete and len(state.participants) >= self._max_nodes:
-            # torch starts all ranks again for any that wait, also where there is no room for one
-            state.redundant, state.waiting = state.redundant | state.waiting, set()
-        return pickled(state), stored
 
     def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
         """Return what the store answers; say so where that takes long."""

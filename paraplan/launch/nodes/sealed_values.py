@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]  # re-exported from C++ unmarked
 
+from paraplan.launch.nodes.endpoint import CallThreads
 from paraplan.launch.nodes.job_token import Seal
-from paraplan.launch.nodes.native_calls import CallThreads
 
 ResultT = TypeVar("ResultT")
 

@@ -18,8 +18,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-ex
 
 from paraplan.errors import PREEMPTED_EXIT_STATUS, ParaplanError
 from paraplan.launch.faults.failures import Cause, NodeFailure
+from paraplan.launch.nodes.endpoint import run_interruptibly
 from paraplan.launch.nodes.job_token import Seal
-from paraplan.launch.nodes.native_calls import run_interruptibly
 from paraplan.launch.nodes.sealed_values import SealedValues, ValueLog
 
 _POLL_S = 0.05

@@ -1,59 +1,101 @@
-"""The state of torch's dynamic rendezvous, which torch hands to its backend as a pickle, as plain values."""
+"""The state of torch's dynamic rendezvous as values of JSON, in the place of the pickle that torch writes to the store.
+
+That pickle runs what its writer wants, with times of each node's own clock. Here the signs of life are counted: a node
+is alive while its count grows, by the clock of the node that looks.
+"""
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
-from datetime import datetime
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-Node = tuple[str, int, int]
-"""A launcher by its address, its process, and a number for those of one process."""
+
+class StateTranslator:
+    """Turns what torch pickles and unpickles in this process into values for the store, and back.
+
+    It keeps when each count was seen to grow, by this node's clock that never jumps.
+    """
+
+    def __init__(self, max_nodes: int) -> None:
+        self._max_nodes = max_nodes
+        self._beats: dict[_NodeDesc, tuple[int, float]] = {}
+        self._told: dict[_NodeDesc, datetime] = {}
+        self._deadlines: dict[str, float] = {}
+        self._told_deadline: tuple[datetime, str, float] | None = None
+
+    def to_values(self, pickled: bytes) -> dict[str, Any]:
+        """Return what is to be stored of a state of this node; never of bytes that came from another."""
+        state = pickle.loads(pickled)  # noqa: S301 (as the docstring says)
+        beats = []
+        for node, seen in state.last_heartbeats.items():
+            count = self._beats.get(node, (0, 0.0))[0]
+            beats.append([*_words(node), count + (self._told.get(node) != seen)])  # torch sets the time of its own node
+        return {
+            "round": state.round,
+            "is_complete": state.complete,
+            "is_closed": state.closed,
+            "deadline": self._deadline_to_values(state.deadline),
+            "participants": [[*_words(node), rank] for node, rank in state.participants.items()],
+            "waiting": [*map(_words, state.wait_list)],
+            "redundant": [*map(_words, state.redundancy_list)],
+            "beats": beats,
+        }
+
+    def to_state(self, values: Mapping[str, Any]) -> bytes:
+        """Return the state that was stored, as torch unpickles it. Fields that are not known are left out.
+
+        Raises KeyError, TypeError or ValueError for values of another shape.
+        """
+        now, wall = time.monotonic(), datetime.now(UTC)
+        beats = {_node(words): int(words[3]) for words in values["beats"]}
+        for node, beat in beats.items():
+            known = self._beats.get(node)
+            if known is None or known[0] != beat:
+                self._beats[node] = (beat, now)
+        self._beats = {node: seen for node, seen in self._beats.items() if node in beats}
+        self._told = {node: wall - timedelta(seconds=now - seen) for node, (_, seen) in self._beats.items()}
+        state = _RendezvousState()
+        state.round, state.complete = int(values["round"]), bool(values["is_complete"])
+        state.closed, state.deadline = bool(values["is_closed"]), self._deadline_of(values["deadline"])
+        state.participants = {_node(words): int(words[3]) for words in values["participants"]}
+        state.wait_list = set(map(_node, values["waiting"]))
+        state.redundancy_list = set(map(_node, values["redundant"]))
+        state.last_heartbeats = dict(self._told)
+        if state.complete and len(state.participants) >= self._max_nodes:
+            # torch starts all ranks again for any that wait, also where there is no room for one
+            state.redundancy_list, state.wait_list = state.redundancy_list | state.wait_list, set()
+        return pickle.dumps(state)
+
+    def _deadline_to_values(self, deadline: datetime | None) -> dict[str, Any] | None:
+        """Return how long a deadline is, with a name of its own: each node counts from when it has first seen it."""
+        if deadline is None:
+            return None
+        if self._told_deadline is not None and self._told_deadline[0] == deadline:
+            return {"name": self._told_deadline[1], "seconds": self._told_deadline[2]}
+        seconds = (deadline - datetime.now(UTC)).total_seconds()
+        return {"name": secrets.token_hex(8), "seconds": seconds}
+
+    def _deadline_of(self, values: Mapping[str, Any] | None) -> datetime | None:
+        if values is None:
+            return None
+        name, seconds = str(values["name"]), float(values["seconds"])
+        now = time.monotonic()
+        self._deadlines = {name: self._deadlines.get(name, now + seconds)}
+        deadline = datetime.now(UTC) + timedelta(seconds=self._deadlines[name] - now)
+        self._told_deadline = (deadline, name, seconds)
+        return deadline
 
 
-@dataclass
-class RoundState:
-    """One state of a rendezvous. Times are of the clock of this node, with their zone."""
-
-    round: int = 0
-    is_complete: bool = False
-    is_closed: bool = False
-    deadline: datetime | None = None
-    """When a round with enough nodes begins without others."""
-    participants: dict[Node, int] = field(default_factory=dict)
-    """The rank of each."""
-    waiting: set[Node] = field(default_factory=set)
-    redundant: set[Node] = field(default_factory=set)
-    last_seen: dict[Node, datetime] = field(default_factory=dict)
+def _words(node: _NodeDesc) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
 
 
-def unpickled(state: bytes) -> RoundState:
-    """Return what torch has pickled in this process; never bytes that came from another."""
-    torchs = pickle.loads(state)  # noqa: S301 (as the docstring says)
-    return RoundState(
-        round=torchs.round,
-        is_complete=torchs.complete,
-        is_closed=torchs.closed,
-        deadline=torchs.deadline,
-        participants={_words(node): rank for node, rank in torchs.participants.items()},
-        waiting=set(map(_words, torchs.wait_list)),
-        redundant=set(map(_words, torchs.redundancy_list)),
-        last_seen={_words(node): seen for node, seen in torchs.last_heartbeats.items()},
-    )
-
-
-def pickled(state: RoundState) -> bytes:
-    """Return a state as torch unpickles it in this process."""
-    torchs = _RendezvousState()
-    torchs.round, torchs.complete, torchs.closed = state.round, state.is_complete, state.is_closed
-    torchs.deadline = state.deadline
-    torchs.participants = {_NodeDesc(*node): rank for node, rank in state.participants.items()}
-    torchs.wait_list = {_NodeDesc(*node) for node in state.waiting}
-    torchs.redundancy_list = {_NodeDesc(*node) for node in state.redundant}
-    torchs.last_heartbeats = {_NodeDesc(*node): seen for node, seen in state.last_seen.items()}
-    return pickle.dumps(torchs)
-
-
-def _words(node: _NodeDesc) -> Node:
-    return (node.addr, node.pid, node.local_id)
+def _node(words: Iterable[Any]) -> _NodeDesc:
+    address, pid, number, *_ = words
+    return _NodeDesc(str(address), int(pid), int(number))
