@@ -105,7 +105,7 @@ def _run_and_note(
             signal.signal(number, signal.SIG_IGN)
         for case in job.late:
             say(case.at_end())
-        if job.folder is not None and not job.folder.is_temporary and not request.spec.no_logs:
+        if job.folder is not None and job.kept_folder is not None and not request.spec.no_logs:
             elapsed_s = time.monotonic() - started
             goodput = job.clock.measure(job.page, is_done=status in (0, PREEMPTED_EXIT_STATUS))
             told = None if goodput is None else goodput.to_dict()

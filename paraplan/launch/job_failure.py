@@ -145,7 +145,7 @@ def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:
 
 def _shown_logs(job: JobRecord) -> str | None:
     """Return the folder of the logs as a user would type it here; None where none is kept."""
-    return str(job.folder) if job.folder is not None and not job.folder.is_temporary else None
+    return None if job.kept_folder is None else str(job.folder)
 
 
 def _coordinates(job: JobRecord, rank: int) -> dict[str, int]:

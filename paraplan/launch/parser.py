@@ -6,26 +6,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from paraplan.launch.request import TRAINING_OPTIONS
 from paraplan.launch.spec import ArgumentError, LaunchSpec
 from paraplan.launch.torch_private.parser import torchs_parser
 
-OUR_OPTIONS = (
-    *("--plan", "--model", *TRAINING_OPTIONS),
-    *("--hostfile", "--gpus", "--dry-run", "--profile", "--json", "--hang-timeout", "--no-logs"),
-    *(
-        "--preflight",
-        "--skip-preflight",
-        "--no-cpu-binding",
-        "--no-straggler-watch",
-        "--watch-steps",
-        "--guard",
-        "--metrics",
-        "--fake",
-        "--fake-rank",
-    ),
-    *("--preempt-notice", "--preempt-window", "--requeue", "--memory-checkpoint", "--spare-ranks"),
-)
 _EXEC = "exec"
 
 
@@ -35,6 +18,8 @@ class LaunchParser(argparse.ArgumentParser):
     torchrun accepts abbreviated options. Where an abbreviation fits one of its options and one of ours, it means
     torchrun's, as it always did.
     """
+
+    own_options: frozenset[str] = frozenset()
 
     def error(self, message: str) -> NoReturn:
         """Raise `ArgumentError`; argparse calls this for every mistake in the arguments."""
@@ -46,7 +31,7 @@ class LaunchParser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         matches = super()._get_option_tuples(option_string)
-        torchs = [match for match in matches if not set(match[0].option_strings) & set(OUR_OPTIONS)]
+        torchs = [match for match in matches if not self.own_options.intersection(match[0].option_strings)]
         candidates = torchs or matches
         is_one_option = len({id(match[0]) for match in candidates}) == 1  # its spellings with - and _ are one
         return candidates[:1] if is_one_option else candidates
@@ -151,6 +136,7 @@ def _add_own_options(parser: LaunchParser) -> None:
     )
     _add_preemption_options(ours)
     _add_start_options(ours)
+    parser.own_options = frozenset(parser._option_string_actions) - {"-h", "--help"}
 
 
 def _add_preemption_options(ours: argparse._ArgumentGroup) -> None:

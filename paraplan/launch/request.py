@@ -31,9 +31,6 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without 
 PLAN_VARIABLE = "PARAPLAN_PLAN"
 """Environment variable that gives each rank the absolute path of the plan file."""
 
-PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
-"""Environment variable of ranks with a plan: the file that they make once they have taken it."""
-
 METRICS_VARIABLE = "PARAPLAN_METRICS"
 """Environment variable that gives rank 0 the absolute path of the file for its metrics."""
 

@@ -11,7 +11,6 @@ import os
 import runpy
 import shutil
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
@@ -39,7 +38,6 @@ from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstra
 from paraplan.launch.elastic.preparation import RoundPreparation
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
-from paraplan.launch.live.answers import LiveJob
 from paraplan.launch.live.server import LiveServer
 from paraplan.launch.measured import MEASURED_FILE, MEASURED_VARIABLE
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, Seal, job_seal
@@ -47,10 +45,10 @@ from paraplan.launch.parser import parse_arguments
 from paraplan.launch.preemption import notice_reader, watch_for_notice
 from paraplan.launch.preflight import gpus_of_ranks
 from paraplan.launch.ranks import bootstrap
-from paraplan.launch.ranks.bootstrap import WATCHED_VARIABLE
+from paraplan.launch.ranks.bootstrap import PLAN_READ_VARIABLE, WATCHED_VARIABLE
 from paraplan.launch.ranks.limits import cpus_of_ranks, threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawning import Spares, SpawnerHandle, open_spawner
-from paraplan.launch.request import METRICS_VARIABLE, PLAN_READ_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
+from paraplan.launch.request import METRICS_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request
 from paraplan.launch.run_folder import RunFolder, open_run_folder
 from paraplan.launch.script import imported_names, script_file
 from paraplan.launch.spec import LaunchSpec
@@ -124,13 +122,13 @@ def run_job(
     Raises torch's ChildFailedError, SignalException and rendezvous errors.
     """
     spec = request.spec
-    job.plan = request.file
+    job.plan, job.script, job.max_nodes = request.file, spec.training_script, request.nodes.max
     if request.planned_again is not None:
         say(request.planned_again)
     job.folder = folder = _open_log_folder(request, spawner, keeps_logs=keeps_logs)
     before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
     os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
-    server = LiveServer(_live_job(request, job, folder))
+    server = LiveServer(job)
     try:
         if request.gpus is not None:
             os.environ[_DEVICES_VARIABLE] = visible_devices(request.gpus, before[_DEVICES_VARIABLE])
@@ -203,23 +201,6 @@ def _spares(spec: LaunchSpec) -> Spares:
         modules = (*modules, "paraplan.runtime.job_start")
     interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
     return Spares(spec.spare_ranks, (interpreter, "-u", bootstrap.__file__, bootstrap.STAND_BY), modules)
-
-
-def _live_job(request: LaunchRequest, job: JobRecord, folder: RunFolder) -> LiveJob:
-    """Return what commands from outside may know of this job while it runs."""
-    script = request.spec.training_script
-    return LiveJob(
-        run=f"{Path(script).stem}-{os.getpid()}" if folder.is_temporary else folder.path.absolute().name,
-        script=script,
-        folder=None if folder.is_temporary else folder.path.absolute(),
-        max_nodes=request.nodes.max,
-        ranks=job.live,
-        started_s=time.time(),
-        plan=lambda: None if job.plan is None else job.plan.plan.describe(),
-        store=lambda: job.store,
-        page=lambda: job.page,
-        attempts=lambda: job.attempts,
-    )
 
 
 def _forget_error_files(error: ChildFailedError) -> None:

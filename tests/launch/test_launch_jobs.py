@@ -28,7 +28,7 @@ from launching import (
 )
 from waiting import PATIENCE_S, wait_until
 
-from paraplan.launch.ranks.step_marks import MARKS_VARIABLE
+from paraplan.launch.ranks.bootstrap import MARKS_VARIABLE
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.shared_memory import STATUS_PAGE_VARIABLE

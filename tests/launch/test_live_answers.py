@@ -13,16 +13,19 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from waiting import PATIENCE_S
 
-from paraplan.launch.live.answers import LiveJob
+from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.live.channel import VERSION, answer, ask, launchers, listen, read_log, receive
 from paraplan.launch.live.logs import LogFollower
-from paraplan.launch.live.ranks import LiveRank, LiveRanks, catches
 from paraplan.launch.live.runs import RunError, ask_run, find_run, live_runs, question
 from paraplan.launch.live.server import LiveServer
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.store import NodeStore
+from paraplan.launch.ranks.live import LiveRank, catches
 from paraplan.launch.ranks.step_marks import MARKS_FILE, StepMarks
+from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.stragglers.steps import ask_for_profile, read_profile
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
 
 NOBODY = 65534
 
@@ -39,24 +42,21 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def job(folder: Path, *, store: NodeStore | None = None, run: str = "train-1", rank: int = 0) -> LiveJob:
-    """Return a job whose one rank is this process, with a log in `folder`."""
-    logs = tuple(str(folder / f"{name}-{rank}.log") for name in ("stdout", "stderr"))
+def job(folder: Path, *, store: NodeStore | None = None, run: str = "train-1", rank: int = 0) -> JobRecord:
+    """Return a job whose one rank is this process, with its log in a folder of the run."""
+    (folder / run).mkdir()
+    logs = tuple(str(folder / run / f"{name}-{rank}.log") for name in ("stdout", "stderr"))
     for path in logs:
         Path(path).write_text("")
-    ranks = LiveRanks()
-    ranks.begin([LiveRank(rank, 0, os.getpid(), None, logs)], world_size=2)
-    return LiveJob(
-        run=run,
+    return JobRecord(
         script="train.py",
-        folder=folder,
+        folder=RunFolder(folder / run),
         max_nodes=1 if store is None else store.num_nodes,
-        ranks=ranks,
-        started_s=time.time(),
-        plan=lambda: "DDP over 2 GPUs",
-        store=lambda: store,
-        page=lambda: None,
-        attempts=lambda: 1,
+        ranks={rank: LiveRank(0, os.getpid(), None, logs)},
+        world_size=2,
+        plan=PlanFile(plan=ParallelPlan(dp=2)),
+        store=store,
+        attempts=1,
     )
 
 
@@ -64,7 +64,7 @@ def job(folder: Path, *, store: NodeStore | None = None, run: str = "train-1", r
 def serve() -> Iterator[Callable[..., LiveServer]]:
     servers: list[LiveServer] = []
 
-    def begin(answered: LiveJob, **options: float) -> LiveServer:
+    def begin(answered: JobRecord, **options: float) -> LiveServer:
         servers.append(LiveServer(answered, **options))
         return servers[-1]
 
@@ -81,10 +81,10 @@ def test_a_run_is_found_by_its_id_its_folder_and_its_process_and_is_gone_with_it
     serve: Callable[..., LiveServer], tmp_path: Path
 ) -> None:
     server = serve(job(tmp_path, run="train-of-this-test"))
-    for name in ("train-of-this-test", str(tmp_path), str(os.getpid())):
+    for name in ("train-of-this-test", str(tmp_path / "train-of-this-test"), str(os.getpid())):
         found = find_run(name)
         assert (found.id, found.plan, found.world_size, found.num_nodes) == (
-            *("train-of-this-test", "DDP over 2 GPUs"),
+            *("train-of-this-test", ParallelPlan(dp=2).describe()),
             *(2, 1),
         )
         assert [(rank.rank, rank.state) for rank in found.ranks] == [(0, "running")]
@@ -150,7 +150,7 @@ def test_one_node_answers_for_all_and_names_those_that_are_silent(
     stores = [NodeStore(shared, node=node, num_nodes=2, seal=Seal(b"token")) for node in range(2)]
     serve(job(tmp_path, store=stores[0], run="first", rank=0))
     second = serve(job(tmp_path, store=stores[1], run="second", rank=1))
-    (tmp_path / "stdout-1.log").write_text("one\ntwo\nthr")
+    (tmp_path / "second" / "stdout-1.log").write_text("one\ntwo\nthr")
     found = find_run("first")
     answers = ask_run(found, question("status"))
     assert [list(node["ranks"]) for node in answers.nodes] == [["0"], ["1"]]
@@ -185,7 +185,7 @@ def test_a_log_is_read_from_its_end_and_on(tmp_path: Path) -> None:
 
 def test_lines_of_progress_bars_and_colors_are_plain_lines(serve: Callable[..., LiveServer], tmp_path: Path) -> None:
     serve(job(tmp_path))
-    log = tmp_path / "stdout-0.log"
+    log = tmp_path / "train-1" / "stdout-0.log"
     follower = LogFollower(find_run("train-1"), num_lines=10).follow()
     log.write_bytes(b"\x1b[31mred\x1b[0m\r\n10%\r20%\r")
     assert [next(follower).text for _ in range(2)] == ["red", "10%"]

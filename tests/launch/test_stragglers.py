@@ -9,7 +9,8 @@ import pytest
 from launching import ForkedLaunch, Launch, StartForked, WriteScript, read_until
 from waiting import PATIENCE_S
 
-from paraplan.launch.ranks.step_marks import MARKS_FILE, MARKS_VARIABLE
+from paraplan.launch.ranks.bootstrap import MARKS_VARIABLE
+from paraplan.launch.ranks.step_marks import MARKS_FILE
 
 pytestmark = pytest.mark.ranks
 

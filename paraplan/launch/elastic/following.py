@@ -15,11 +15,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES
 from paraplan.launch.faults.report import say
-from paraplan.launch.guard import GuardWatch, remove_sums
-from paraplan.launch.live.ranks import LiveRank
-from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, STACK_FILE
-from paraplan.launch.ranks.replica_sums import GUARD_VARIABLE
-from paraplan.launch.ranks.step_marks import MARKS_FILE, MARKS_VARIABLE
+from paraplan.launch.guard import GuardWatch
+from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, GUARD_VARIABLE, MARKS_VARIABLE, STACK_FILE
+from paraplan.launch.ranks.live import LiveRank
+from paraplan.launch.ranks.step_marks import MARKS_FILE
 from paraplan.launch.stragglers.watch import StragglerWatch
 from paraplan.units import ranks_in_words
 
@@ -29,30 +28,22 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without 
 _BACKEND = "PARAPLAN_BACKEND"  # as in paraplan.runtime.world, which loads torch
 
 
-def marks_variables(settings: AttemptSettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that has a rank note its steps; none for a rank that is alone."""
-    is_alone = int(environment.get("WORLD_SIZE", "1")) == 1
-    return {} if is_alone or settings.follows_steps is None else {MARKS_VARIABLE: settings.follows_steps}
+def watch_variables(settings: AttemptSettings, environment: Mapping[str, str], folder: Path | None) -> dict[str, str]:
+    """Return what has a rank with this environment note its steps and sum what it holds, where it is not alone.
 
-
-def guard_variables(settings: AttemptSettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that has a rank sum what it holds; none for a rank that is alone."""
-    is_alone = int(environment.get("WORLD_SIZE", "1")) == 1
-    return {} if is_alone or settings.guard_steps is None else {GUARD_VARIABLE: str(settings.guard_steps)}
-
-
-def dump_variables(settings: AttemptSettings, folder: Path | None) -> dict[str, str]:
-    """Return where NCCL's watchdog is to leave its dump: not in the user's home folder, which is its default."""
-    is_chosen = any(name in os.environ for name in DUMP_VARIABLES)
-    if not settings.has_gpus or folder is None or is_chosen:
-        return {}
-    return dict.fromkeys(DUMP_VARIABLES, str(folder / DUMP_PREFIX))
+    NCCL's watchdog leaves its dump in `folder`, and not in the user's home folder, which is its default.
+    """
+    chosen: dict[str, str] = {}
+    if settings.has_gpus and folder is not None and not any(name in os.environ for name in DUMP_VARIABLES):
+        chosen |= dict.fromkeys(DUMP_VARIABLES, str(folder / DUMP_PREFIX))
+    if int(environment.get("WORLD_SIZE", "1")) > 1:
+        chosen |= {} if settings.follows_steps is None else {MARKS_VARIABLE: settings.follows_steps}
+        chosen |= {} if settings.guard_steps is None else {GUARD_VARIABLE: str(settings.guard_steps)}
+    return chosen
 
 
 def remove_empty_files(folders: Iterable[Path]) -> None:
     """Remove what stood ready beside the error files of ranks and was not needed."""
-    folders = list(folders)
-    remove_sums(folders)
     for folder in folders:
         with suppress(OSError):
             (folder / CALLS_REQUEST).unlink(missing_ok=True)
@@ -70,12 +61,10 @@ def live_ranks(
     envs: Mapping[int, Mapping[str, str]],
     folders: Mapping[int, Path],
     logs: Mapping[int, tuple[str, ...]],
-) -> list[LiveRank]:
-    """Return the ranks of this node as commands from outside may see them. All maps are by local rank."""
-    return [
-        LiveRank(int(envs[local].get("RANK", local)), local, pid, folders.get(local), logs[local])
-        for local, pid in pids.items()
-    ]
+) -> dict[int, LiveRank]:
+    """Return the ranks of this node as commands from outside may see them. The arguments are by local rank."""
+    ranks = {local: int(envs[local].get("RANK", local)) for local in pids}
+    return {ranks[local]: LiveRank(local, pid, folders.get(local), logs[local]) for local, pid in pids.items()}
 
 
 def watch_steps(
@@ -118,9 +107,8 @@ class RankWatches:
         self._steps: StragglerWatch | None = None
         self._guard: GuardWatch | None = None
         self._follows_steps = settings.follows_steps is not None
-        self._is_guarded = bool(folders) and any(
-            guard_variables(settings, environment) for environment in envs.values()
-        )
+        self._num_ranks = int(envs[0].get("WORLD_SIZE", "1"))
+        self._is_guarded = bool(folders) and settings.guard_steps is not None and self._num_ranks > 1
 
     def look_for_slow_ranks(self) -> None:
         """Look for slow ranks. What ranks and other nodes have noted may be anything, and ends no job."""
@@ -139,8 +127,7 @@ class RankWatches:
         """Whether ranks hold unlike values that should be alike, or read the same data; which is noted in the job."""
         if self._is_guarded and self._guard is None:
             by_rank = {int(self._envs[local]["RANK"]): folder for local, folder in self._folders.items()}
-            num_ranks = int(self._envs[0]["WORLD_SIZE"])
-            self._guard = GuardWatch(by_rank, num_ranks=num_ranks, store=self._job.store, say=say)
+            self._guard = GuardWatch(by_rank, num_ranks=self._num_ranks, store=self._job.store, say=say)
         self._job.apart = None if self._guard is None else self._guard.look(is_end=is_end)
         return self._job.apart is not None
 

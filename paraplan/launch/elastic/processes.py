@@ -17,13 +17,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paraplan.launch.elastic.following import (
     RankWatches,
-    dump_variables,
-    guard_variables,
     live_ranks,
-    marks_variables,
     remove_empty_files,
     say_what_stays,
     say_who_is_waited_for,
+    watch_variables,
 )
 from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
@@ -32,6 +30,7 @@ from paraplan.launch.faults.calls import RankCalls, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
 from paraplan.launch.faults.report import say
+from paraplan.launch.guard import remove_sums
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.preemption import HeldSignals, raise_signal
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
@@ -97,7 +96,7 @@ class RankProcesses(ProcessContext):
             request_stacks=self._request_stacks,
             read_activities=lambda ranks: read_activities({rank: self._pids[rank] for rank in ranks}, self._folders()),
             ask_for_calls=self._ask_for_calls,
-            count_questions=lambda: self._job.live.num_questions,
+            count_questions=lambda: self._job.num_questions,
         )
 
     def _ask_for_calls(self, ranks: Sequence[int]) -> dict[int, RankCalls]:
@@ -156,8 +155,8 @@ class RankProcesses(ProcessContext):
             words = "begins in a spare process" if len(some) == 1 else "begin in spare processes"
             say(f"{ranks_in_words(some)} {words}")
         logs = {one.local_rank: (one.copy_stdout or one.stdout, one.copy_stderr or one.stderr) for one in commands}
-        ranks = live_ranks(self._pids, envs=self.envs, folders=self._folders(), logs=logs)
-        self._job.live.begin(ranks, int(self.envs[0].get("WORLD_SIZE", self.nprocs)))
+        self._job.ranks = live_ranks(self._pids, envs=self.envs, folders=self._folders(), logs=logs)
+        self._job.world_size = int(self.envs[0].get("WORLD_SIZE", self.nprocs))
 
     def _check_health(self) -> None:
         if self._settings.health_s is None or self._job.folder is None:
@@ -175,9 +174,7 @@ class RankProcesses(ProcessContext):
 
     def _environment(self, rank: int) -> dict[str, str]:
         own = {**self.envs[rank], **self._settings.extra_environment}
-        own |= guard_variables(self._settings, own)
-        dumps = dump_variables(self._settings, self._folders().get(rank))
-        return own | dumps | marks_variables(self._settings, own)
+        return own | watch_variables(self._settings, own, self._folders().get(rank))
 
     def _log_file(self, rank: int, name: str) -> str:
         """Return the file that a rank's stream is copied to, where torchrun has it with --redirects; '' for none."""
@@ -301,7 +298,7 @@ class RankProcesses(ProcessContext):
             self._exits |= {end.local_rank: end for end in self._spawner.exits(timeout_s=timeout_s)}
 
     def _result(self) -> RunProcsResult:
-        self._job.live.end()
+        self._job.ranks = {}
         self._job.clock.end_attempt(self._job.page)
         failures = self._read_failures()
         self._job.failures = failures
@@ -312,6 +309,8 @@ class RankProcesses(ProcessContext):
         if not failures and self._job.apart is None:
             self._watches.finds_ranks_apart(is_end=True)
         remove_empty_files(self._folders().values())
+        if self._settings.guard_steps is not None:
+            remove_sums(self._folders().values())
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:
             result.return_values = dict.fromkeys(range(self.nprocs))

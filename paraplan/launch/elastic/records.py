@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paraplan.launch.faults.calls import RankCalls
@@ -11,10 +13,10 @@ from paraplan.launch.faults.failures import RankFailure
 from paraplan.launch.faults.hang import HangVerdict
 from paraplan.launch.goodput import JobClock
 from paraplan.launch.guard import GuardVerdict
-from paraplan.launch.live.ranks import LiveRanks
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.preemption import StopRequest
 from paraplan.launch.ranks.limits import MemoryKills
+from paraplan.launch.ranks.live import LiveRank
 from paraplan.launch.ranks.spawning import Spares
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
@@ -67,7 +69,8 @@ class JobRecord:
     timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
     last, where they are known. `late` are the slow ranks, links and hosts that were told. `clock` is where the time of
     the job went, `page` what its ranks tell of themselves, `stop` whether they are to save and end, `copies` the memory
-    for copies of the state. `live` are the ranks as they run, for commands from outside.
+    for copies of the state. `ranks` are those of this node that run, of `world_size`, for commands from outside;
+    `num_questions` counts when their stacks were begun and ended to be asked for.
     """
 
     started_ns: int | None = None
@@ -88,13 +91,27 @@ class JobRecord:
     page: StatusPage | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     copies: CopySlots | None = None
-    live: LiveRanks = field(default_factory=LiveRanks)
+    script: str = ""
+    max_nodes: int = 1
+    ranks: Mapping[int, LiveRank] = field(default_factory=dict)
+    world_size: int = 0
+    num_questions: int = 0
     waits_for_ended: Callable[[], bool] = lambda: False
     """Whether this node waits in the rendezvous for one whose ranks have ended well."""
     requeued_by: str | None = None
     """The number that Slurm gives to the node that has it queue the job again; None where nobody does."""
     has_spares: bool = False
     """Whether other nodes waited for a place as the job ended."""
+
+    @property
+    def kept_folder(self) -> Path | None:
+        """The folder of the run, None where it is removed at the end."""
+        return None if self.folder is None or self.folder.is_temporary else self.folder.path.absolute()
+
+    @property
+    def run(self) -> str:
+        """The name by which commands call this run."""
+        return f"{Path(self.script).stem}-{os.getpid()}" if self.kept_folder is None else self.kept_folder.name
 
     def end_sharing(self) -> None:
         """Give back what ranks and launcher shared, at the end of the job. What ranks have told stays."""

@@ -7,15 +7,14 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
+from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.calls import ask_for_calls
 from paraplan.launch.live.channel import VERSION, read_log
-from paraplan.launch.live.ranks import LiveRank, LiveRanks, catches, send_signal
-from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
+from paraplan.launch.ranks.live import LiveRank, catches, send_signal
 from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
 from paraplan.launch.stragglers.steps import ask_for_profile, last_step, read_profile, trace_path
 from paraplan.shared_memory import StatusPage
@@ -24,28 +23,9 @@ STACKS_S = 3.0
 """How long ranks get to write their stacks, and then the collectives that they wait in."""
 
 
-@dataclass(frozen=True)
-class LiveJob:
-    """What a launcher knows of its job. What changes while it runs is asked for by calls.
-
-    `folder` is None for a run that keeps none.
-    """
-
-    run: str
-    script: str
-    folder: Path | None
-    max_nodes: int
-    ranks: LiveRanks
-    started_s: float
-    plan: Callable[[], str | None]
-    store: Callable[[], NodeStore | None]
-    page: Callable[[], StatusPage | None]
-    attempts: Callable[[], int]
-
-
-def answer(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+def answer(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     """Return this node's answer to a question; {"error": ...} for one that it does not understand."""
-    answers: dict[str, Callable[[LiveJob, Mapping[str, Any]], dict[str, Any]]] = {
+    answers: dict[str, Callable[[JobRecord, Mapping[str, Any]], dict[str, Any]]] = {
         "status": _status,
         "stacks": _stacks,
         "logs": _logs,
@@ -61,23 +41,23 @@ def answer(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
         return {"host": socket.gethostname(), "error": f"the question is not understood: {error}"}
 
 
-def _status(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
-    store, page = job.store(), job.page()
-    ranks = {str(rank): _rank_status(one, page) for rank, one in sorted(job.ranks.by_rank.items())}
+def _status(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
+    store, page = job.store, job.page
+    ranks = {str(rank): _rank_status(one, page) for rank, one in sorted(job.ranks.items())}
     state = "running" if ranks else "starting"
     if ranks and page is not None and page.stop_by:
         state = "saving" if page.stop_by > 0 else "ending"
     return {
         "run": job.run,
         "script": job.script,
-        "plan": job.plan(),
-        "folder": str(job.folder) if job.folder is not None else None,
+        "plan": None if job.plan is None else job.plan.plan.describe(),
+        "folder": str(job.kept_folder) if job.kept_folder is not None else None,
         "state": state,
-        "elapsed_s": time.time() - job.started_s,
-        "attempt": job.attempts(),
+        "elapsed_s": time.time() - job.clock.began,
+        "attempt": job.attempts,
         "node": store.node if store is not None else 0,
         "num_nodes": store.num_nodes if store is not None else 1 if ranks else job.max_nodes,
-        "world_size": job.ranks.world_size,
+        "world_size": job.world_size,
         "ranks": ranks,
     }
 
@@ -96,12 +76,12 @@ def _rank_status(rank: LiveRank, page: StatusPage | None) -> dict[str, Any]:
     }
 
 
-def _chosen(job: LiveJob, question: Mapping[str, Any]) -> dict[int, LiveRank]:
+def _chosen(job: JobRecord, question: Mapping[str, Any]) -> dict[int, LiveRank]:
     wanted = question.get("ranks")
-    return {rank: one for rank, one in job.ranks.by_rank.items() if wanted is None or rank in wanted}
+    return {rank: one for rank, one in job.ranks.items() if wanted is None or rank in wanted}
 
 
-def _stacks(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+def _stacks(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     """Return where ranks stand, those that do not answer too, and the collectives that they made last."""
     ranks = _chosen(job, question)
     states = {rank: one.state() for rank, one in ranks.items()}
@@ -116,11 +96,11 @@ def _stacks(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
             except OSError:  # it has ended
                 continue
 
-    job.ranks.num_questions += 1
+    job.num_questions += 1
     try:
         stacks = ask_for_stacks(asked, stack_files=files, request_stacks=request, timeout_s=STACKS_S)
     finally:
-        job.ranks.num_questions += 1
+        job.num_questions += 1
     for rank, one in ranks.items():
         if rank not in stacks and states[rank] != "ended":
             stacks[rank] = stack_by_py_spy(one.pid)
@@ -135,12 +115,12 @@ def _stacks(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _logs(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+def _logs(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the logs of this attempt hold behind `offsets` (by rank, one a file), or behind `default`.
 
     A negative offset counts from the end; offsets of another attempt than this one count for nothing.
     """
-    attempt, ranks = job.attempts(), job.ranks.by_rank
+    attempt, ranks = job.attempts, job.ranks
     offsets = question["offsets"] if question["attempt"] == attempt else {}
     chunks = {}
     for rank, one in ranks.items():
@@ -154,11 +134,11 @@ def _logs(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _profile(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+def _profile(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     """Ask ranks for a profile; return the traces that they will write, and why others will write none."""
     traces, refused = {}, {}
     for rank, one in _chosen(job, question).items():
-        if job.folder is None:
+        if job.kept_folder is None:
             refused[str(rank)] = "the run keeps no folder (--no-logs)"
         elif one.state() != "running":
             refused[str(rank)] = f"its process is {one.state()}"
@@ -180,7 +160,7 @@ def _profile(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _profiled(job: LiveJob, question: Mapping[str, Any]) -> dict[str, Any]:
+def _profiled(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     """Return how far the profiles are, by rank: what the rank says of it, or that it has ended."""
     found = {}
     for rank, one in _chosen(job, question).items():

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.live.answers import STACKS_S, LiveJob, answer
+from paraplan.launch.elastic.records import JobRecord
+from paraplan.launch.live.answers import STACKS_S, answer
 from paraplan.launch.live.channel import answer as send_answer
 from paraplan.launch.live.channel import is_available, listen, receive
 from paraplan.launch.nodes.store import NodeStore
@@ -29,7 +30,7 @@ _MAX_TALKS = 16
 class LiveServer:
     """Threads of the launcher, from the start of the job to its end. They never end the job, whatever they meet."""
 
-    def __init__(self, job: LiveJob, *, elsewhere_s: float = _ELSEWHERE_S) -> None:
+    def __init__(self, job: JobRecord, *, elsewhere_s: float = _ELSEWHERE_S) -> None:
         """Listen, where this system has such sockets. Other nodes get `elsewhere_s` to answer."""
         self._job, self._elsewhere_s = job, elsewhere_s
         self._listener: socket.socket | None = None
@@ -118,5 +119,5 @@ class LiveServer:
         return {"nodes": [found[node] for node in sorted(found)], "silent": silent}
 
     def _store_of_nodes(self) -> NodeStore | None:
-        store = self._job.store()
+        store = self._job.store
         return store if store is not None and not store.is_lost else None

@@ -32,16 +32,16 @@ CALLS_REQUEST = "collectives.ask"
 WATCHED_VARIABLE = "PARAPLAN_HANG_TIMEOUT"
 """Environment variable of ranks that are watched for a hang: they have a thread that answers such requests."""
 
-_PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
-"""Names the file that says that a rank has taken its plan; `paraplan.runtime` makes it too."""
+PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
+"""Names the file that a rank makes once it has taken its plan; `paraplan.runtime` makes it too."""
 
 _MAX_CALLS = 200
 
-_STEP_MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
+MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
 """Environment variable of ranks that note the times of their steps, see `step_marks`: the module whose import says that
 the script is one whose steps are noted."""
 
-_GUARD_VARIABLE = "PARAPLAN_GUARD"
+GUARD_VARIABLE = "PARAPLAN_GUARD"
 """Environment variable of ranks that sum what ranks hold alike, see `replica_sums`: every how many steps."""
 
 STAND_BY = "--stand-by"
@@ -179,10 +179,10 @@ def watch_process(recorder: FailureRecorder) -> None:
             os.replace(f"{stack_file}.new", stack_file)  # noqa: PTH105 (that it is there says that a signal may come)
         if WATCHED_VARIABLE in os.environ:
             threading.Thread(target=_answer_requests, args=(folder,), daemon=True, name="paraplan").start()
-        if _STEP_MARKS_VARIABLE in os.environ:
+        if MARKS_VARIABLE in os.environ:
             hooks = module_beside("../torch_private/step_hooks.py")
-            hooks.after_import(os.environ[_STEP_MARKS_VARIABLE], lambda: _mark_steps(folder, hooks))
-        if _GUARD_VARIABLE in os.environ:
+            hooks.after_import(os.environ[MARKS_VARIABLE], lambda: _mark_steps(folder, hooks))
+        if GUARD_VARIABLE in os.environ:
             module_beside("../torch_private/step_hooks.py").after_import("torch", lambda: _guard(folder))
 
 
@@ -199,7 +199,7 @@ def _mark_steps(folder: str, hooks: Any) -> None:
 
 def _guard(folder: str) -> None:
     replicas = module_beside("../torch_private/replicas.py")
-    module_beside("replica_sums.py").ReplicaSums(folder, int(os.environ[_GUARD_VARIABLE]), replicas).start()
+    module_beside("replica_sums.py").ReplicaSums(folder, int(os.environ[GUARD_VARIABLE]), replicas).start()
 
 
 def module_beside(name: str) -> Any:
@@ -286,7 +286,7 @@ def run_target(target: Target, recorder: FailureRecorder) -> NoReturn:
 
 def _note_accelerate() -> None:
     """Say that this rank has taken its plan, if the script has used accelerate, which takes it from variables."""
-    name = os.environ.get(_PLAN_READ_VARIABLE)
+    name = os.environ.get(PLAN_READ_VARIABLE)
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if name and getattr(state, "_shared_state", None):
         with suppress(OSError), open(name, "a"):  # noqa: PTH123 (what is not imported yet stays so)

@@ -20,9 +20,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-GUARD_VARIABLE = "PARAPLAN_GUARD"
-"""Environment variable of ranks that write sums: every how many steps."""
-
 LAYOUT_FILE = "sums-{layout}.json"
 """Name of a file beside the error file that says what is summed."""
 

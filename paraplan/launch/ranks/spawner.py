@@ -97,7 +97,7 @@ class Spawner:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (*IGNORED, signal.SIGCHLD):
-            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that are started would inherit
+            signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that are started would inherit
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since before the fork
         actions: dict[str, Callable[[dict[str, Any]], RankStart | None]] = {
             "start": self._start,
@@ -145,20 +145,20 @@ class Spawner:
                     for number, name in ((1, "stdout"), (2, "stderr"))
                 ]
                 spare = self._take_spare(rank, message, streams)
-                took_spares += [] if spare is None else [rank["rank"]]
+                took_spares += [] if spare is None else [rank["local_rank"]]
                 started = spare or self._begin(rank, message, streams, [copy.source for copy in copies])
             except (OSError, ValueError) as error:
                 self._close(copy.source for copy in copies)
                 self._kill_all()
-                self._send(event="start_failed", rank=rank["rank"], error=str(error))
+                self._send(event="start_failed", rank=rank["local_rank"], error=str(error))
                 return None
             finally:  # in the rank, too
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
                 self._close(stream for stream in streams if stream is not None)
             if isinstance(started, RankStart):
                 return started
-            pids[rank["rank"]] = started
-            self.ranks.running[started] = rank["rank"]
+            pids[rank["local_rank"]] = started
+            self.ranks.running[started] = rank["local_rank"]
         self._start_copier(copies)
         self._send(event="started", pids=pids, spares=took_spares)
         return self._fill_spares(message)
@@ -180,9 +180,10 @@ class Spawner:
 
     def _fill_spares(self, message: dict[str, Any]) -> RankStart | None:
         """Have as many processes stand by as are wanted; in a process that is forked return that it is one."""
-        while len(self.ranks.spares) < message["num_spares"]:
+        spares = message["spares"]
+        while len(self.ranks.spares) < spares["number"]:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            command = [*message["spare_command"], str(theirs.fileno()), *message["spare_modules"]]
+            command = [*spares["command"], str(theirs.fileno()), *spares["modules"]]
             rank = {"command": command, "environment": {}, "cpus": []}
             try:
                 started = self._begin(rank, message, [None, None], [], theirs.fileno())
@@ -192,7 +193,7 @@ class Spawner:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
             if isinstance(started, RankStart):
                 ours.close()
-                return replace(started, place=theirs, modules=tuple(message["spare_modules"]))
+                return replace(started, place=theirs, modules=tuple(spares["modules"]))
             theirs.close()
             self.ranks.spares[started] = ours
         return None
@@ -302,7 +303,8 @@ class Spawner:
                 self.ranks.spares.pop(pid).close()
             rank = self.ranks.running.pop(pid, None)
             if rank is not None:
-                self._send(event="exit", rank=rank, code=code, time_ns=now_ns, max_rss_kib=usage.ru_maxrss)
+                end = {"local_rank": rank, "code": code, "time_ns": now_ns, "max_rss_bytes": usage.ru_maxrss * 1024}
+                self._send(event="exit", end=end)
 
     def _signal(self, message: dict[str, Any]) -> None:
         only = message["only_leaders_of"]
@@ -356,10 +358,6 @@ class Spawner:
         for path in self._owned_paths:
             shutil.rmtree(path, ignore_errors=True)
         os._exit(status)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    """Handle a signal that is the launcher's to act on."""
 
 
 def _signal_group(pid: int, number: int) -> None:

@@ -38,7 +38,7 @@ class RankCommand:
 
     local_rank: int
     command: Sequence[str]
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     stdout: str = ""
     stderr: str = ""
     copy_stdout: str = ""
@@ -110,22 +110,8 @@ class SpawnerHandle:
             fork=fork,
             environment=dict(environment),
             num_threads=num_threads,
-            num_spares=spares.number,
-            spare_command=list(spares.command),
-            spare_modules=list(spares.modules),
-            ranks=[
-                {
-                    "rank": rank.local_rank,
-                    "command": list(rank.command),
-                    "environment": dict(rank.environment),
-                    "stdout": rank.stdout,
-                    "stderr": rank.stderr,
-                    "copy_stdout": rank.copy_stdout,
-                    "copy_stderr": rank.copy_stderr,
-                    "cpus": rank.cpus,
-                }
-                for rank in ranks
-            ],
+            spares=vars(spares),
+            ranks=[vars(rank) for rank in ranks],
         )
         answer = self._wait_for({"started", "start_failed"}, timeout_s=timeout_s)
         if answer["event"] == "start_failed":
@@ -201,16 +187,7 @@ class SpawnerHandle:
             raise SpawnerLostError("the process that started the ranks was killed")
         *lines, self._received = (self._received + data).split(b"\n")
         messages = [json.loads(line) for line in lines]
-        self._exits += [
-            RankExit(
-                local_rank=message["rank"],
-                code=message["code"],
-                time_ns=message["time_ns"],
-                max_rss_bytes=message["max_rss_kib"] * 1024,
-            )
-            for message in messages
-            if message["event"] == "exit"
-        ]
+        self._exits += [RankExit(**message["end"]) for message in messages if message["event"] == "exit"]
         return messages
 
 

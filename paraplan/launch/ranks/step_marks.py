@@ -26,9 +26,6 @@ from typing import Any
 MARKS_FILE = "steps.ring"
 """Name of the file beside the error file that holds the ring."""
 
-MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
-"""Environment variable of ranks that note their steps: once the module that it names is imported."""
-
 FIELDS = (
     "step",
     "ended_s",

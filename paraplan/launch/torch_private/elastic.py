@@ -26,32 +26,18 @@ from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
 class ElasticAgent(LocalElasticAgent):
     """torch's agent of one node with its steps in public. It has no events for them."""
 
-    def monitor_workers(self, group: WorkerGroup) -> RunResult:
-        """Return how the ranks are; called again and again while they run."""
-        result: RunResult = super()._monitor_workers(group)
-        return result
-
-    def restart_workers(self, group: WorkerGroup) -> None:
-        """Stop all ranks of this node, wait for the other nodes again, and start them anew."""
-        super()._restart_workers(group)
-
-    def rendezvous(self, group: WorkerGroup) -> None:
-        """Wait for the other nodes. torch's dynamic rendezvous then has a store for the ranks."""
-        super()._rendezvous(group)
-
-    def assign_ranks(self, store: Any, node: int, num_nodes: int, spec: WorkerSpec) -> list[Worker]:
-        """Return the ranks of this node, as all nodes of a round agree by its store: each waits for the others."""
-        found: list[Worker] = super()._assign_worker_ranks(store, node, num_nodes, spec)
-        return found
-
-    def start_workers(self, group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks after the rendezvous; return their ids by local rank."""
-        started: dict[int, Any] = super()._start_workers(group)
-        return started
-
-    def wait_for_nodes(self) -> None:
-        """Wait for the other nodes after the ranks of this one have ended well."""
-        super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch's
+    monitor_workers: Callable[..., RunResult] = LocalElasticAgent._monitor_workers
+    """Return how the ranks are; called again and again while they run."""
+    restart_workers: Callable[..., None] = LocalElasticAgent._restart_workers
+    """Stop all ranks of this node, wait for the other nodes again, and start them anew."""
+    rendezvous: Callable[..., None] = LocalElasticAgent._rendezvous
+    """Wait for the other nodes. torch's dynamic rendezvous then has a store for the ranks."""
+    assign_ranks: Callable[..., list[Worker]] = LocalElasticAgent._assign_worker_ranks
+    """Return the ranks of this node, as all nodes of a round agree by its store: each waits for the others."""
+    start_workers: Callable[..., dict[int, Any]] = LocalElasticAgent._start_workers
+    """Start the ranks after the rendezvous; return their ids by local rank."""
+    wait_for_nodes: Callable[..., None] = LocalElasticAgent._exit_barrier
+    """Wait for the other nodes after the ranks of this one have ended well."""
 
     @property
     def restarts_left(self) -> int:

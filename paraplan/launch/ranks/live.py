@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from paraplan.launch.ranks.stacks import is_stopped
@@ -13,9 +12,8 @@ from paraplan.launch.ranks.stacks import is_stopped
 
 @dataclass(frozen=True)
 class LiveRank:
-    """One rank. `folder` is where its error file is, None for none; `logs` are the files of its streams."""
+    """A rank that runs. `folder` is where its error file is, None for none; `logs` are the files of its streams."""
 
-    rank: int
     local_rank: int
     pid: int
     folder: Path | None
@@ -26,23 +24,6 @@ class LiveRank:
         if is_stopped(self.pid):
             return "stopped"
         return "running" if _stat(self.pid)[:1] not in ([], ["Z"], ["X"]) else "ended"
-
-
-@dataclass
-class LiveRanks:
-    """The ranks of one attempt; `num_questions` counts when their stacks were begun and ended to be asked for."""
-
-    by_rank: Mapping[int, LiveRank] = field(default_factory=dict)
-    world_size: int = 0
-    num_questions: int = 0
-
-    def begin(self, ranks: list[LiveRank], world_size: int) -> None:
-        """Note the ranks that have started."""
-        self.by_rank, self.world_size = {rank.rank: rank for rank in ranks}, world_size
-
-    def end(self) -> None:
-        """Forget the ranks, which have ended."""
-        self.by_rank = {}
 
 
 def send_signal(rank: LiveRank, number: int) -> None:
