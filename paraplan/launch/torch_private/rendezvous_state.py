@@ -23,24 +23,24 @@ class StateTranslator:
     """
 
     def __init__(self, max_nodes: int) -> None:
-        self._max_nodes = max_nodes
-        self._beats: dict[_NodeDesc, tuple[int, float]] = {}
-        self._told: dict[_NodeDesc, datetime] = {}
-        self._deadlines: dict[str, float] = {}
-        self._told_deadline: tuple[datetime, str, float] | None = None
+        self.max_nodes = max_nodes
+        self.beats: dict[_NodeDesc, tuple[int, float]] = {}
+        self.told: dict[_NodeDesc, datetime] = {}
+        self.deadlines: dict[str, float] = {}
+        self.told_deadline: tuple[datetime, str, float] | None = None
 
     def to_values(self, pickled: bytes) -> dict[str, Any]:
         """Return what is to be stored of a state of this node; never of bytes that came from another."""
         state = pickle.loads(pickled)  # noqa: S301 (as the docstring says)
         beats = []
         for node, seen in state.last_heartbeats.items():
-            count = self._beats.get(node, (0, 0.0))[0]
-            beats.append([*_words(node), count + (self._told.get(node) != seen)])  # torch sets the time of its own node
+            count = self.beats.get(node, (0, 0.0))[0]
+            beats.append([*_words(node), count + (self.told.get(node) != seen)])  # torch sets the time of its own node
         return {
             "round": state.round,
             "is_complete": state.complete,
             "is_closed": state.closed,
-            "deadline": self._deadline_to_values(state.deadline),
+            "deadline": self.deadline_to_values(state.deadline),
             "participants": [[*_words(node), rank] for node, rank in state.participants.items()],
             "waiting": [*map(_words, state.wait_list)],
             "redundant": [*map(_words, state.redundancy_list)],
@@ -55,40 +55,41 @@ class StateTranslator:
         now, wall = time.monotonic(), datetime.now(UTC)
         beats = {_node(words): int(words[3]) for words in values["beats"]}
         for node, beat in beats.items():
-            known = self._beats.get(node)
+            known = self.beats.get(node)
             if known is None or known[0] != beat:
-                self._beats[node] = (beat, now)
-        self._beats = {node: seen for node, seen in self._beats.items() if node in beats}
-        self._told = {node: wall - timedelta(seconds=now - seen) for node, (_, seen) in self._beats.items()}
+                self.beats[node] = (beat, now)
+        self.beats = {node: seen for node, seen in self.beats.items() if node in beats}
+        self.told = {node: wall - timedelta(seconds=now - seen) for node, (_, seen) in self.beats.items()}
         state = _RendezvousState()
         state.round, state.complete = int(values["round"]), bool(values["is_complete"])
-        state.closed, state.deadline = bool(values["is_closed"]), self._deadline_of(values["deadline"])
+        state.closed, state.deadline = bool(values["is_closed"]), self.deadline_of(values["deadline"])
         state.participants = {_node(words): int(words[3]) for words in values["participants"]}
         state.wait_list = set(map(_node, values["waiting"]))
         state.redundancy_list = set(map(_node, values["redundant"]))
-        state.last_heartbeats = dict(self._told)
-        if state.complete and len(state.participants) >= self._max_nodes:
+        state.last_heartbeats = dict(self.told)
+        if state.complete and len(state.participants) >= self.max_nodes:
             # torch starts all ranks again for any that wait, also where there is no room for one
             state.redundancy_list, state.wait_list = state.redundancy_list | state.wait_list, set()
         return pickle.dumps(state)
 
-    def _deadline_to_values(self, deadline: datetime | None) -> dict[str, Any] | None:
+    def deadline_to_values(self, deadline: datetime | None) -> dict[str, Any] | None:
         """Return how long a deadline is, with a name of its own: each node counts from when it has first seen it."""
         if deadline is None:
             return None
-        if self._told_deadline is not None and self._told_deadline[0] == deadline:
-            return {"name": self._told_deadline[1], "seconds": self._told_deadline[2]}
+        if self.told_deadline is not None and self.told_deadline[0] == deadline:
+            return {"name": self.told_deadline[1], "seconds": self.told_deadline[2]}
         seconds = (deadline - datetime.now(UTC)).total_seconds()
         return {"name": secrets.token_hex(8), "seconds": seconds}
 
-    def _deadline_of(self, values: Mapping[str, Any] | None) -> datetime | None:
+    def deadline_of(self, values: Mapping[str, Any] | None) -> datetime | None:
+        """Return when a deadline is, by this node's clock."""
         if values is None:
             return None
         name, seconds = str(values["name"]), float(values["seconds"])
         now = time.monotonic()
-        self._deadlines = {name: self._deadlines.get(name, now + seconds)}
-        deadline = datetime.now(UTC) + timedelta(seconds=self._deadlines[name] - now)
-        self._told_deadline = (deadline, name, seconds)
+        self.deadlines = {name: self.deadlines.get(name, now + seconds)}
+        deadline = datetime.now(UTC) + timedelta(seconds=self.deadlines[name] - now)
+        self.told_deadline = (deadline, name, seconds)
         return deadline
 
 
