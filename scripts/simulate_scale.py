@@ -26,7 +26,7 @@ from paraplan.launch.nodes.endpoint import Endpoint, host_store
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import Arrival
 from paraplan.launch.nodes.store import NodeFacts, NodeStore
-from paraplan.launch.torch_private.native_log import silence_torch_log
+from paraplan.launch.torch_private.elastic import silence_torch_log
 
 PATIENCE = timedelta(seconds=60)
 LOOK_S = 0.5

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from paraplan.launch.torch_private import elastic, native_log, texts
+from paraplan.launch.torch_private import elastic, texts
 from paraplan.model import trace_torch_private as trace_door
 from paraplan.runtime import torch_private as door
 from paraplan.runtime.fake import torch_private as fake_door
@@ -379,7 +379,7 @@ def test_every_entry_of_a_door_says_why_it_is_there() -> None:
         for name, reason in module.RE_EXPORTED.items():
             assert hasattr(module, name)
             assert len(reason) > 20, name
-    for module in (trace_door, door, fake_door, elastic, native_log):
+    for module in (trace_door, door, fake_door, elastic):
         for name, value in vars(module).items():
             if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
                 assert value.__doc__, name
@@ -592,10 +592,10 @@ def test_nccls_flight_recorder_is_there_where_nccl_is() -> None:
 
 
 def test_native_log_can_be_silenced() -> None:
-    library = TORCH / native_log.LIBRARY
+    library = TORCH / elastic.LIBRARY
     if not library.exists():
-        pytest.skip(f"no {native_log.LIBRARY}: another system's build")
-    assert native_log.LOG_LEVEL.encode() in library.read_bytes()
+        pytest.skip(f"no {elastic.LIBRARY}: another system's build")
+    assert elastic.LOG_LEVEL.encode() in library.read_bytes()
 
 
 def test_noisy_loggers_and_frames_are_where_the_runtime_looks() -> None:

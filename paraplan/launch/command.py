@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, NoReturn
 from paraplan.errors import ParaplanError
 from paraplan.launch.faults.report import render_error, say, write_report
 from paraplan.launch.nodes.batch_systems import find_place, take_place
-from paraplan.launch.nodes.hosts import end_with_stdin, launch_on_hosts, take_variables
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawner import RankStart
 from paraplan.launch.request import check_script, forks_ranks, likely_ranks_per_node
 from paraplan.launch.script import own_interpreters_reason, read_traits, script_file, shadowed_modules
-from paraplan.launch.spec import ArgumentError, LaunchSpec
+from paraplan.launch.spec import END_WITH_STDIN, ArgumentError, LaunchSpec
 
 if TYPE_CHECKING:  # torch is imported by none of these names before its number of threads is known
     from paraplan.launch.ranks.spawning import SpawnerHandle
@@ -31,6 +30,7 @@ _THREADS_VARIABLE = "OMP_NUM_THREADS"
 def launch_here(arguments: Sequence[str]) -> int:
     """Launch as `arguments` say and return the exit status of the job. Ranks never return from here."""
     launcher = os.getpid()
+    _open_closed_streams()
     try:
         return _launch(arguments)
     except KeyboardInterrupt:  # while torch is imported, or nodes are waited for: no handler of torch's is there yet
@@ -51,16 +51,33 @@ def launch_here(arguments: Sequence[str]) -> int:
         return 1
 
 
+def _open_closed_streams() -> None:
+    """Open the null device for standard streams that the caller has closed: no file of ours is to take their numbers.
+
+    Ranks then write to it too, where torchrun's have None for such a stream.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            vars(sys)[name] = vars(sys)[f"__{name}__"] = os.fdopen(number, "w" if number else "r", closefd=False)
+
+
 def _launch(arguments: Sequence[str]) -> int:
     _require_folder()
     gc.disable()  # next to all that the imports make stays: collections would look through it again and again
-    ends_with_stdin = take_variables(os.environ)
+    ends_with_stdin = os.environ.pop(END_WITH_STDIN, None) is not None
+    if ends_with_stdin:
+        from paraplan.launch.nodes.hosts import take_variables
+
+        take_variables(os.environ)
     spec = parse_arguments(list(arguments), os.environ)
     if spec.fake is not None:
         from paraplan.launch.fake.ranks import show_fake_launch  # imports pydantic, which other launches do without
 
         return show_fake_launch(spec)
     if spec.hostfile is not None and not ends_with_stdin and not spec.dry_run:
+        from paraplan.launch.nodes.hosts import launch_on_hosts
+
         return launch_on_hosts(Path(spec.hostfile), words=arguments, port=spec.master_port, environment=os.environ)
     place = find_place(os.environ)
     spec, line = take_place(spec, place, os.environ) if place is not None else (spec, None)
@@ -117,6 +134,8 @@ def _start(spec: LaunchSpec, line: str | None, *, ends_with_stdin: bool) -> int:
     if own is not None:
         say(f"each rank starts an interpreter of its own (--start-method exec): {own}")
     if ends_with_stdin:
+        from paraplan.launch.nodes.hosts import end_with_stdin
+
         end_with_stdin()
     return supervise(spec, spawner, fork=fork and not shadowed, imported_threads=imported_threads)
 

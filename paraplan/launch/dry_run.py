@@ -17,7 +17,7 @@ from paraplan.launch.accelerate import accelerate_variables, drives_accelerate
 from paraplan.launch.nodes.hosts import Host, carried_variables, read_host_file
 from paraplan.launch.planning import make_plan
 from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
-from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request
+from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request, count_gpus
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, ArgumentError, LaunchSpec, NodeRange
 from paraplan.plan.files import PlanFile
 from paraplan.plan.ranks import RankGrid
@@ -196,8 +196,6 @@ def show_dry_run(spec: LaunchSpec) -> int:
     """Print what would be started, on stdout; return the exit status. Raises `CheckFailedError` if it could not run."""
     if spec.profile is None:
         import torch
-
-        from paraplan.launch.run import count_gpus
 
         num_gpus = count_gpus()
         memory = min((torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus)), default=None)

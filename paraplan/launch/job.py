@@ -1,60 +1,74 @@
-"""A job on this node from its arguments to its exit status, with what is said about its end."""
+"""The main of a job on this node: from a checked request to its exit status, with what is said of its end."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
+import sys
 import time
-import traceback
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import determine_local_world_size
+from torch.distributed.launcher.api import LaunchConfig
 
-from paraplan.errors import PREEMPTED_EXIT_STATUS, CheckFailedError, ParaplanError
+from paraplan import shared_memory
+from paraplan.errors import PREEMPTED_EXIT_STATUS, ParaplanError
+from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.health import LeftOutError
-from paraplan.launch.elastic.launch import make_config
-from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.faults.failures import RankFailure, read_failure
-from paraplan.launch.faults.report import (
-    say,
+from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
+from paraplan.launch.elastic.preparation import RoundPreparation
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
+from paraplan.launch.faults.report import say
+from paraplan.launch.job_failure import (
+    is_about_arguments,
+    refusal,
+    report_apart,
+    report_elsewhere,
+    report_failure,
+    torchs_failures,
 )
-from paraplan.launch.job_failure import report_apart, report_elsewhere, report_failure
-from paraplan.launch.measured import Noted, note_measured
-from paraplan.launch.nodes.job_token import ForgedTextError, job_seal
-from paraplan.launch.nodes.rendezvous import rendezvous_error, rendezvous_warnings
+from paraplan.launch.live.server import LiveServer
+from paraplan.launch.measured import MEASURED_FILE, MEASURED_VARIABLE, Noted, note_measured
+from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, ForgedTextError, job_seal
+from paraplan.launch.nodes.rendezvous import rendezvous_error
 from paraplan.launch.nodes.store import StoreLostError
-from paraplan.launch.preemption import PreemptedError, requeue
-from paraplan.launch.preflight import (
-    Findings,
-    Needs,
-    check_cores,
-    check_cuda,
-    check_disks,
-    check_gpus,
-    check_limits,
-    gpus_of_ranks,
-    num_files,
-    read_node,
-)
-from paraplan.launch.ranks.limits import Limits, machine_cores, raise_open_files, threads_per_rank, usable_cores
-from paraplan.launch.ranks.spawning import RankExit, SpawnerHandle, SpawnerLostError
-from paraplan.launch.request import LaunchRequest, check_request
-from paraplan.launch.run import count_gpus, run_job
-from paraplan.launch.spec import ArgumentError, LaunchSpec
-from paraplan.launch.torch_private.native_log import silence_torch_log
-from paraplan.launch.torch_private.texts import SAID_IN_WORDS
+from paraplan.launch.preemption import PreemptedError, notice_reader, requeue, watch_for_notice
+from paraplan.launch.preflight import gpus_of_ranks, read_node, run_preflight
+from paraplan.launch.ranks import bootstrap
+from paraplan.launch.ranks.bootstrap import PLAN_READ_VARIABLE, WATCHED_VARIABLE
+from paraplan.launch.ranks.limits import cpus_of_ranks, threads_per_rank, usable_cores
+from paraplan.launch.ranks.spawning import Spares, SpawnerHandle, SpawnerLostError
+from paraplan.launch.request import METRICS_VARIABLE, PLAN_VARIABLE, LaunchRequest, check_request, count_gpus
+from paraplan.launch.run_folder import RunFolder, open_run_folder
+from paraplan.launch.script import imported_names, script_file
+from paraplan.launch.spec import LaunchSpec
+from paraplan.launch.torch_private.elastic import silence_torch_log
+from paraplan.launch.torch_private.texts import IMPORTED_BY_FIRST_STEP, SAID_IN_WORDS
+from paraplan.shared_memory import CopySlots, StatusPage
+from paraplan.units import format_bytes
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
     from paraplan.hardware.topology import NodeTopology
+
+_HEALTH_S = 20.0  # for --preflight measure
+_DEFAULT_GRACE_S = 30.0  # torchrun's
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
+_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_NO_FILE = "<N/A>"  # what torch's ProcessFailure has for a rank without an error file
+_MEMORY_OF_A_SMALL_NODE = 8 << 30
+"""Where the system does not say what is free."""
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_threads: str | None) -> int:
@@ -70,31 +84,29 @@ def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_
             logging.getLogger(name).addFilter(partial(_is_news, texts))
         if not spec.run_path:  # whose ranks come from this process
             silence_torch_log()
-        return _run_and_note(request, job, spawner=spawner, fork=fork, imported_threads=imported_threads)
+        return _run_and_note(Launch(request, spawner, job, fork, imported_threads, keeps_logs=not spec.no_logs))
     finally:
         spawner.close()
         if job.requeued_by == os.environ.get("SLURM_NODEID", "0"):
             requeue(os.environ)  # last: Slurm then ends what still runs
 
 
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+def _is_news(texts: tuple[str, ...], record: logging.LogRecord) -> bool:
+    return not any(text in str(record.msg) for text in texts)
 
 
-def _run_and_note(
-    request: LaunchRequest, job: JobRecord, *, spawner: SpawnerHandle, fork: bool, imported_threads: str | None
-) -> int:
+def _run_and_note(launch: Launch) -> int:
     """Run the job; note and say how it ended, whatever signal comes by then."""
-    started = time.monotonic()
-    status = 1
+    started, job, status = time.monotonic(), launch.job, 1
     try:
-        status = _run(request, job, spawner=spawner, fork=fork, imported_threads=imported_threads)
+        status = _run(launch)
         return status
     except SignalException as stop:  # while its end was told
         status = 128 + int(stop.sigval)
         return status
     except ParaplanError as error:
         status = error.exit_status
-        if isinstance(error, StoreLostError) and request.spec.requeue:
+        if isinstance(error, StoreLostError) and launch.request.spec.requeue:
             job.requeued_by = "1"  # node 0 is the one that is lost
         raise
     except KeyboardInterrupt:
@@ -105,60 +117,41 @@ def _run_and_note(
             signal.signal(number, signal.SIG_IGN)
         for case in job.late:
             say(case.at_end())
-        if job.folder is not None and job.kept_folder is not None and not request.spec.no_logs:
-            elapsed_s = time.monotonic() - started
-            goodput = job.clock.measure(job.page, is_done=status in (0, PREEMPTED_EXIT_STATUS))
-            told = None if goodput is None else goodput.to_dict()
-            late = [case.to_json() for case in job.late]
-            noted = (
-                Noted() if job.plan is None else note_measured(job.folder.path, job.plan, has_ended_well=status == 0)
-            )
-            job.folder.note_end(
-                exit_status=status,
-                elapsed_s=elapsed_s,
-                attempts=job.attempts,
-                late=late,
-                goodput=told,
-                measured=noted.record,
-            )
-            if status == 0 and job.attempts:
-                _say_summary(job, elapsed_s)
-            for line in [] if goodput is None else goodput.lines():
-                say(line)
-            if noted.sentence is not None:
-                say(noted.sentence)
+        if job.folder is not None and job.kept_folder is not None and launch.keeps_logs:
+            _note_end(job, job.folder, status, time.monotonic() - started)
 
 
-def _is_news(texts: tuple[str, ...], record: logging.LogRecord) -> bool:
-    return not any(text in str(record.msg) for text in texts)
-
-
-def _say_summary(job: JobRecord, elapsed_s: float) -> None:
+def _note_end(job: JobRecord, folder: RunFolder, status: int, elapsed_s: float) -> None:
+    """Write how the job ended into its folder, and say where its time went."""
+    goodput = job.clock.measure(job.page, is_done=status in (0, PREEMPTED_EXIT_STATUS))
+    noted = Noted() if job.plan is None else note_measured(folder.path, job.plan, has_ended_well=status == 0)
+    folder.note_end(
+        exit_status=status,
+        elapsed_s=elapsed_s,
+        attempts=job.attempts,
+        late=[case.to_json() for case in job.late],
+        goodput=None if goodput is None else goodput.to_dict(),
+        measured=noted.record,
+    )
     again = f", started {job.attempts} times" if job.attempts > 1 else ""
-    say(f"all ranks ended after {elapsed_s:.1f} s{again}; logs: {job.folder}")
+    if status == 0 and job.attempts:
+        say(f"all ranks ended after {elapsed_s:.1f} s{again}; logs: {folder}")
+    for line in [] if goodput is None else goodput.lines():
+        say(line)
+    if noted.sentence is not None:
+        say(noted.sentence)
 
 
-def _run(
-    request: LaunchRequest, job: JobRecord, *, spawner: SpawnerHandle, fork: bool, imported_threads: str | None
-) -> int:
-    keeps_logs = not request.spec.no_logs
+def _run(launch: Launch) -> int:
+    """Run the job, and return the status of its end, which is said."""
+    request, job = launch.request, launch.job
     try:
-        node = None
         if not request.spec.skip_preflight:
-            node = read_node()
-            _preflight(request, node)
-        run_job(
-            request,
-            spawner=spawner,
-            job=job,
-            seal=job_seal(request.spec, request.nodes, os.environ),
-            fork=fork,
-            imported_threads=imported_threads,
-            keeps_logs=keeps_logs,
-            node=node,
-        )
+            launch.node = read_node()
+            run_preflight(request, launch.node)
+        launch.run()
     except ChildFailedError as error:
-        job.failures = job.failures or _torchs_failures(error)
+        job.failures = job.failures or torchs_failures(error)
         return report_failure(request, job)
     except FailedElsewhereError as error:
         return report_elsewhere(error, job)
@@ -167,7 +160,9 @@ def _run(
         return 1
     except PreemptedError as end:
         job.requeued_by = "0" if request.spec.requeue else None
-        return _say_preempted(end)
+        steps = f"{end.num_steps:,} step{'s' if end.num_steps != 1 else ''}"
+        say(f"{end}: all ranks have saved after {steps} and ended; start the job again to go on (status 75)")
+        return PREEMPTED_EXIT_STATUS
     except SignalException as stop:
         say(f"{stop.sigval.name} ended the job; all ranks have been stopped")
         return 128 + int(stop.sigval)
@@ -181,100 +176,216 @@ def _run(
         has_begun = job.attempts > 0
         raise rendezvous_error(said, request.spec, request.nodes, came=came, has_begun=has_begun) from error
     except (ValueError, AssertionError, OSError) as error:
-        if job.attempts or isinstance(error, ParaplanError) or not _is_about_arguments(error):
+        if job.attempts or isinstance(error, ParaplanError) or not is_about_arguments(error):
             raise
-        raise _refusal(str(error), request.spec) from error
+        raise refusal(str(error), request.spec) from error
     return 0 if job.apart is None else report_apart(job.apart, job)  # seen after all had ended
 
 
-def _say_preempted(end: PreemptedError) -> int:
-    steps = f"{end.num_steps:,} step{'s' if end.num_steps != 1 else ''}"
-    say(f"{end}: all ranks have saved after {steps} and ended; start the job again to go on (status 75)")
-    return PREEMPTED_EXIT_STATUS
+@dataclass
+class Launch:
+    """The ranks of this node, from their start to their end.
 
+    `imported_threads` is the OMP_NUM_THREADS that torch was imported with, for ranks that are forked. `job` is written
+    while they run. `keeps_logs` copies what ranks write to files, in a folder that stays; else a folder that nobody
+    asked for is removed at the end. `node` are this machine's GPUs where they are known.
+    """
 
-def _torchs_failures(error: ChildFailedError) -> list[RankFailure]:
-    """Return the failures of ranks that torch itself has started, as it does with --run-path."""
-    return [
-        read_failure(
-            global_rank=rank,
-            pid=failure.pid,
-            exit=RankExit(
-                local_rank=failure.local_rank,
-                code=failure.exitcode,
-                time_ns=int(failure.timestamp) * 10**9,
-                max_rss_bytes=0,
-            ),
-            error_file=failure.error_file,
-            was_stopped=False,
+    request: LaunchRequest
+    spawner: SpawnerHandle
+    job: JobRecord
+    fork: bool = False
+    imported_threads: str | None = None
+    keeps_logs: bool = False
+    node: NodeTopology | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    """What ranks get beside this process's own."""
+
+    def run(self) -> dict[int, Any]:
+        """Run the ranks until all have ended; return torch's results by rank.
+
+        Raises torch's ChildFailedError, SignalException and rendezvous errors.
+        """
+        request, spec, job = self.request, self.request.spec, self.job
+        seal = job_seal(spec, request.nodes, os.environ)
+        if request.planned_again is not None:
+            say(request.planned_again)
+        job.plan, job.script, job.max_nodes = request.file, spec.training_script, request.nodes.max
+        job.folder = folder = self._open_folder()
+        before = {name: os.environ.get(name) for name in (_THREADS_VARIABLE, _DEVICES_VARIABLE, TOKEN_VARIABLE)}
+        os.environ.pop(TOKEN_VARIABLE, None)  # ranks have no use for it
+        server = LiveServer(job)
+        try:
+            if request.gpus is not None:
+                os.environ[_DEVICES_VARIABLE] = ",".join(request.gpus)
+            config, program, program_arguments = self._configure(folder, before[_THREADS_VARIABLE])
+            self._choose_environment(folder)
+            settings = self._settings(config.nproc_per_node)
+            if self.keeps_logs:
+                self._note_start(folder)
+            self._share_memory(config.nproc_per_node, settings.grace_s)
+            prepare = RoundPreparation(
+                job, request.planner, self.environment, self._is_planned and drives_accelerate(request)
+            )
+            is_prepared = request.nodes.max > 1 or self._is_planned  # else there is nothing to be agreed upon
+            run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
+            run_with = partial(run_here, spawner=self.spawner, settings=settings, job=job, seal=seal)
+            results = (
+                run_with(config, program, program_arguments, before_start=prepare if is_prepared else lambda _: None)
+                or {}
+            )
+            self._say_whether_planned()
+            return results
+        except ChildFailedError as error:
+            if folder.is_temporary:  # a caller under @record would copy error files that are gone
+                for failure in error.failures.values():
+                    failure.error_file = _NO_FILE
+            raise
+        finally:
+            server.close()
+            job.end_sharing()
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                os.environ.update({} if value is None else {name: value})
+            if folder.is_temporary:
+                shutil.rmtree(folder.path, ignore_errors=True)
+
+    @property
+    def _is_planned(self) -> bool:
+        return self.request.file is not None or self.request.planner is not None
+
+    def _open_folder(self) -> RunFolder:
+        """Return the folder of this run. Error files need one even without logs."""
+        spec, here = self.request.spec, Path.cwd()
+        folder = open_run_folder(spec, self.request.nodes, keeps_logs=self.keeps_logs, current_folder=here)
+        if folder.is_temporary:
+            self.spawner.own(str(folder.path))
+        elif not spec.log_dir and not self.keeps_logs:
+            say(f"logs in {folder.path}")
+        elif not spec.log_dir and not folder.path.is_relative_to(here):
+            say(f"cannot write in {here}; logs in {folder.path}")
+        return folder
+
+    def _configure(self, folder: RunFolder, threads_given: str | None) -> tuple[LaunchConfig, Any, list[str]]:
+        """Return torch's configuration; threads per rank are chosen before torch would choose 1 with a banner."""
+        if threads_given is None:
+            os.environ[_THREADS_VARIABLE] = "1"  # only while torch counts the ranks
+        config, program, program_arguments = make_config(self.request, log_dir=str(folder.path))
+        if threads_given is None and config.nproc_per_node > 1:
+            num_cores = usable_cores()
+            threads = threads_per_rank(num_cores=num_cores, ranks_per_node=config.nproc_per_node)
+            os.environ[_THREADS_VARIABLE] = str(threads)
+            say(
+                f"{_THREADS_VARIABLE}={threads} in each rank ({num_cores} cores, {config.nproc_per_node} ranks on this "
+                "node); set OMP_NUM_THREADS to override"
+            )
+        elif threads_given is None:
+            del os.environ[_THREADS_VARIABLE]
+        return config, program, program_arguments
+
+    def _choose_environment(self, folder: RunFolder) -> None:
+        request, spec, here = self.request, self.request.spec, folder.path.absolute()
+        if request.plan_path:
+            self.environment[PLAN_VARIABLE] = request.plan_path
+        if self._is_planned:
+            self.environment[PLAN_READ_VARIABLE] = str(here / "plan-read")
+            if not folder.is_temporary:
+                self.environment[MEASURED_VARIABLE] = str(here / MEASURED_FILE)
+        if spec.metrics:
+            self.environment[METRICS_VARIABLE] = str(Path(spec.metrics).absolute())
+        if spec.hang_timeout is not None:
+            self.environment[WATCHED_VARIABLE] = str(spec.hang_timeout)
+
+    def _settings(self, num_ranks: int) -> AttemptSettings:
+        """Return how ranks start and stop."""
+        spec = self.request.spec
+        follows = "torch" if spec.watch_steps or spec.hang_timeout is not None else "paraplan.runtime.engine"
+        return AttemptSettings(
+            grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
+            fork=self.fork,
+            num_threads=self._threads_to_set() if self.fork else None,
+            extra_environment=self.environment,
+            wrap_command=(lambda command: command) if spec.no_python else with_bootstrap,
+            hang_timeout_s=spec.hang_timeout,
+            keeps_logs=self.keeps_logs,
+            cpus=self._cpus_of_ranks(num_ranks),
+            has_gpus=torch.cuda.is_available(),
+            follows_steps=None if spec.no_straggler_watch else follows,
+            guard_steps=spec.guard,
+            health_s=_HEALTH_S if spec.preflight == "measure" else None,
+            spares=self._spares() if spec.spare_ranks else Spares(),
         )
-        for rank, failure in error.failures.items()
-    ]
 
+    def _threads_to_set(self) -> int | None:
+        """Return the threads that a forked rank must set because torch was imported with another number."""
+        wanted = os.environ.get(_THREADS_VARIABLE)
+        if wanted == self.imported_threads:
+            return None
+        if wanted is None:
+            return usable_cores()
+        return int(wanted) if wanted.isdigit() else None
 
-_ARGUMENT_FILES = (
-    "/torch/distributed/run.py",
-    "/torch/distributed/launcher/",
-    "/torch/distributed/elastic/rendezvous/",
-    "/torch/distributed/elastic/multiprocessing/api.py",
-    "/torch/numa/",
-)
-"""Where torch looks at the arguments of a launch."""
+    def _cpus_of_ranks(self, num_ranks: int) -> dict[int, tuple[int, ...]]:
+        """Return the CPUs that a plan keeps each local rank on; none where the user has bound them."""
+        spec = self.request.spec
+        if self.node is None or not self._is_planned or spec.numa_binding or spec.no_cpu_binding:
+            return {}
+        allowed = os.sched_getaffinity(0)
+        if len(allowed) < (os.cpu_count() or 1):  # the user, or a batch system, has chosen CPUs
+            return {}
+        cpus = cpus_of_ranks(gpus_of_ranks(self.node, os.environ), num_ranks=num_ranks, allowed=allowed)
+        if cpus:
+            say("each rank is kept on the CPUs next to its GPU; --no-cpu-binding leaves that to the kernel")
+        return cpus
 
+    def _spares(self) -> Spares:
+        """Return how spares start: with what the script imports at its top, where that is not beside it."""
+        spec = self.request.spec
+        file = script_file(spec.training_script, is_module=spec.module)
+        names = imported_names(file, folder=Path.cwd() if spec.module else None)
+        modules = ("torch", "torch.distributed", *names, IMPORTED_BY_FIRST_STEP)
+        if any(name.partition(".")[0] == "paraplan" for name in names):
+            modules = (*modules, "paraplan.runtime.job_start")
+        interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
+        return Spares(spec.spare_ranks, (interpreter, "-u", bootstrap.__file__, bootstrap.STAND_BY), modules)
 
-def _is_about_arguments(error: BaseException) -> bool:
-    """Whether torch refused the arguments: by a check of its own, or while it made the configuration of them."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(frame.f_code.co_name == make_config.__name__ for frame in frames):
-        return True
-    last = Path(frames[-1].f_code.co_filename).as_posix()
-    return not isinstance(error, OSError) and any(part in last for part in _ARGUMENT_FILES)
+    def _note_start(self, folder: RunFolder) -> None:
+        folder.note_start(["paraplan", "launch", *sys.argv[1:]], environment=dict(self.environment))
+        if self.request.file is not None:
+            folder.note_plan(self.request.file.to_json())
+        if self.node is not None:
+            folder.note_topology(self.node.to_json())
 
+    def _share_memory(self, num_ranks: int, grace_s: float) -> None:
+        """Make what ranks and launcher share, named in their environment; begin to look for notices."""
+        spec, job = self.request.spec, self.job
+        if shared_memory.is_available():
+            job.page = StatusPage.make(num_ranks)
+            self.environment[shared_memory.STATUS_PAGE_VARIABLE] = job.page.path
+            if spec.memory_checkpoint is not None:
+                job.copies = self._slots(spec.memory_checkpoint, num_ranks)
+                self.environment[shared_memory.COPIES_VARIABLE] = job.copies.text()
+        job.stop.page, job.stop.window_s = job.page, spec.preempt_window or grace_s
+        job.stop.read_kill_wait(os.environ)
+        if spec.preempt_notice is not None:
+            watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
 
-def _refusal(said: str, spec: LaunchSpec) -> ArgumentError:
-    """Return what torch said against the arguments, before any rank was started."""
-    if f"'{spec.rdzv_backend}' is not registered" in said:
-        unknown = f"there is no --rdzv-backend {spec.rdzv_backend}"
-        return ArgumentError(unknown, hint="torch has static, c10d, etcd and etcd-v2")
-    return ArgumentError(said.rstrip("."), hint="paraplan launch --help lists the options")
+    def _slots(self, every: int, num_ranks: int) -> CopySlots:
+        """Return memory for copies of the state of so many ranks; say how much it may be."""
+        most_bytes = (shared_memory.available_bytes() or _MEMORY_OF_A_SMALL_NODE) // 2
+        steps = f"every {every} steps" if every > 1 else "every step"
+        say(f"a copy of the state is kept in memory {steps}: at most {format_bytes(most_bytes)} on this node")
+        has_neighbour = self.request.nodes.max > 1
+        return CopySlots.make(every=every, num_ranks=num_ranks, most_bytes=most_bytes, has_neighbour=has_neighbour)
 
-
-def _preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
-    """Say what may go wrong on this node; raise `CheckFailedError` for what will."""
-    ranks = determine_local_world_size(request.nproc_per_node)
-    model = request.file.model if request.file is not None else None
-    needs = Needs(
-        num_ranks=ranks,
-        peak_bytes=request.predicted_peak_bytes,
-        num_parameters=model.num_parameters if model is not None else None,
-    )
-    system = "slurm" if "SLURM_JOB_ID" in os.environ else None
-    found = [
-        check_cores(ranks, num_cores=usable_cores(), of_machine=machine_cores(), system=system),
-        _check_limits(ranks, ranks * request.nodes.min),
-        check_disks(needs, folder=Path.cwd()),
-        Findings(warnings=rendezvous_warnings(request.spec) if request.nodes.max > 1 else ()),
-    ]
-    if node is not None:
-        view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
-        is_available = torch.cuda.is_available()
-        version = str(torch.__version__)
-        found.append(check_cuda(node, torch_version=version, torch_cuda=torch.version.cuda, is_available=is_available))
-        if is_available:
-            found.append(check_gpus(gpus_of_ranks(node, view), needs))
-    for finding in found:
-        for warning in finding.warnings:
-            say(f"preflight: {warning}")
-    for finding in found:
-        for problem in finding.problems:
-            raise CheckFailedError(problem, hint=f"{finding.hint}; --skip-preflight tries it anyway")
-
-
-def _check_limits(num_ranks: int, world_size: int) -> Findings:
-    """Return which limits of this process end the job; have it open as many files as it needs where it may."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    cores = usable_cores()
-    num_threads = int(threads) if threads.isdigit() else threads_per_rank(num_cores=cores, ranks_per_node=num_ranks)
-    found = check_limits(Limits.read(), num_ranks=num_ranks, world_size=world_size, num_threads=num_threads)
-    raise_open_files(num_files(world_size))
-    return found
+    def _say_whether_planned(self) -> None:
+        """Say in a line where no rank here has taken the plan that was given; of other programs nothing is known."""
+        if PLAN_READ_VARIABLE not in self.environment:
+            return
+        marker = Path(self.environment[PLAN_READ_VARIABLE])
+        if not self.request.spec.no_python and not marker.exists():
+            say(
+                "the script ran without its plan; paraplan.runtime.init and job.prepare run a plan, "
+                "accelerate takes some of it"
+            )
+        marker.unlink(missing_ok=True)

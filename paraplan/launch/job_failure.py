@@ -6,12 +6,24 @@ import os
 import shutil
 import socket
 import time
+import traceback
 from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from paraplan.errors import PlanError
 from paraplan.launch.elastic.ending import FailedElsewhereError
+from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.faults.failures import Cause, NodeFailure, first_failure, first_node_failure
+from paraplan.launch.faults.failures import (
+    Cause,
+    NodeFailure,
+    RankFailure,
+    first_failure,
+    first_node_failure,
+    read_failure,
+)
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
 from paraplan.launch.faults.report import (
     ReportContext,
@@ -25,8 +37,10 @@ from paraplan.launch.guard import GUARD_EXIT_STATUS, GuardVerdict
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.planning import make_plan, planned_layout, planner_of
 from paraplan.launch.ranks.limits import count_memory_kills, new_memory_kill
+from paraplan.launch.ranks.spawning import RankExit
 from paraplan.launch.request import LaunchRequest
 from paraplan.launch.run_folder import RunFolder
+from paraplan.launch.spec import ArgumentError, LaunchSpec
 from paraplan.units import format_bytes
 
 _PLANNER_S = 20.0  # what a report may wait for advice
@@ -154,3 +168,49 @@ def _coordinates(job: JobRecord, rank: int) -> dict[str, int]:
     from paraplan.plan.ranks import RankGrid  # as the plan itself, only where there is one
 
     return {str(axis): position for axis, position in RankGrid.of_plan(job.plan.plan).coordinates(rank).items()}
+
+
+def torchs_failures(error: ChildFailedError) -> list[RankFailure]:
+    """Return the failures of ranks that torch itself has started, as it does with --run-path."""
+    return [
+        read_failure(
+            global_rank=rank,
+            pid=failure.pid,
+            exit=RankExit(
+                local_rank=failure.local_rank,
+                code=failure.exitcode,
+                time_ns=int(failure.timestamp) * 10**9,
+                max_rss_bytes=0,
+            ),
+            error_file=failure.error_file,
+            was_stopped=False,
+        )
+        for rank, failure in error.failures.items()
+    ]
+
+
+_ARGUMENT_FILES = (
+    "/torch/distributed/run.py",
+    "/torch/distributed/launcher/",
+    "/torch/distributed/elastic/rendezvous/",
+    "/torch/distributed/elastic/multiprocessing/api.py",
+    "/torch/numa/",
+)
+"""Where torch looks at the arguments of a launch."""
+
+
+def is_about_arguments(error: BaseException) -> bool:
+    """Whether torch refused the arguments: by a check of its own, or while it made the configuration of them."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(frame.f_code.co_name == make_config.__name__ for frame in frames):
+        return True
+    last = Path(frames[-1].f_code.co_filename).as_posix()
+    return not isinstance(error, OSError) and any(part in last for part in _ARGUMENT_FILES)
+
+
+def refusal(said: str, spec: LaunchSpec) -> ArgumentError:
+    """Return what torch said against the arguments, before any rank was started."""
+    if f"'{spec.rdzv_backend}' is not registered" in said:
+        unknown = f"there is no --rdzv-backend {spec.rdzv_backend}"
+        return ArgumentError(unknown, hint="torch has static, c10d, etcd and etcd-v2")
+    return ArgumentError(said.rstrip("."), hint="paraplan launch --help lists the options")

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paraplan.launch.ranks.limits import Limits
+import torch
+from torch.distributed.run import determine_local_world_size
+
+from paraplan.errors import CheckFailedError
+from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.rendezvous import rendezvous_warnings
+from paraplan.launch.ranks.limits import Limits, machine_cores, raise_open_files, threads_per_rank, usable_cores
+from paraplan.launch.request import LaunchRequest
 from paraplan.units import format_bytes
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
@@ -211,3 +218,44 @@ def read_node() -> NodeTopology | None:
         return read_this_machine()
     except NoGpuError:
         return None
+
+
+def run_preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
+    """Say what may go wrong on this node; raise `CheckFailedError` for what will."""
+    ranks = determine_local_world_size(request.nproc_per_node)
+    model = request.file.model if request.file is not None else None
+    needs = Needs(
+        num_ranks=ranks,
+        peak_bytes=request.predicted_peak_bytes,
+        num_parameters=model.num_parameters if model is not None else None,
+    )
+    system = "slurm" if "SLURM_JOB_ID" in os.environ else None
+    found = [
+        check_cores(ranks, num_cores=usable_cores(), of_machine=machine_cores(), system=system),
+        _check_limits(ranks, ranks * request.nodes.min),
+        check_disks(needs, folder=Path.cwd()),
+        Findings(warnings=rendezvous_warnings(request.spec) if request.nodes.max > 1 else ()),
+    ]
+    if node is not None:
+        view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
+        is_available = torch.cuda.is_available()
+        version = str(torch.__version__)
+        found.append(check_cuda(node, torch_version=version, torch_cuda=torch.version.cuda, is_available=is_available))
+        if is_available:
+            found.append(check_gpus(gpus_of_ranks(node, view), needs))
+    for finding in found:
+        for warning in finding.warnings:
+            say(f"preflight: {warning}")
+    for finding in found:
+        for problem in finding.problems:
+            raise CheckFailedError(problem, hint=f"{finding.hint}; --skip-preflight tries it anyway")
+
+
+def _check_limits(num_ranks: int, world_size: int) -> Findings:
+    """Return which limits of this process end the job; have it open as many files as it needs where it may."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    cores = usable_cores()
+    num_threads = int(threads) if threads.isdigit() else threads_per_rank(num_cores=cores, ranks_per_node=num_ranks)
+    found = check_limits(Limits.read(), num_ranks=num_ranks, world_size=world_size, num_threads=num_threads)
+    raise_open_files(num_files(world_size))
+    return found

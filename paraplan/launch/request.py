@@ -67,6 +67,13 @@ class LaunchRequest:
         return self.file.estimate.peak_memory_bytes if self.file is not None and self.file.estimate else None
 
 
+def count_gpus() -> int:
+    """Return the number of CUDA devices that this process may use; 0 without any. It may start CUDA's driver."""
+    import torch  # a launch of processes without it needs none
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def gpus_of_this_machine() -> Sequence[Gpu]:
     """Return this machine's GPUs as its driver lists them. Raises `NoGpuError` where there is none."""
     from paraplan.hardware.probe.nvml import read_this_machine  # only --gpus needs the driver's list

@@ -18,6 +18,12 @@ AUTO = "auto"
 RUNS_FOLDER = "paraplan-runs"
 """Where runs are kept, in the current folder, without --log-dir."""
 
+END_WITH_STDIN = "PARAPLAN_END_WITH_STDIN"
+"""Set for a launcher that another one has started on its node: it ends when its standard input does.
+
+The first line there is an object of JSON: the variables that it gets. A command line is for every user to read.
+"""
+
 
 class ArgumentError(UsageError, ValueError):
     """An argument that cannot be used. A ValueError too: callers of torchrun's API expect one."""

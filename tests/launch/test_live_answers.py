@@ -14,10 +14,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from waiting import PATIENCE_S
 
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.live.channel import VERSION, answer, ask, launchers, listen, read_log, receive
+from paraplan.launch.live.channel import VERSION, answer, ask, launchers, read_log, receive
 from paraplan.launch.live.logs import LogFollower
 from paraplan.launch.live.runs import RunError, ask_run, find_run, live_runs, question
-from paraplan.launch.live.server import LiveServer
+from paraplan.launch.live.server import LiveServer, listen
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.ranks.live import LiveRank, catches

@@ -19,6 +19,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.endpoint import address_towards, interface_towards, interface_variables
 from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 from paraplan.launch.planning import PlannerRequest, make_plan
+from paraplan.launch.request import PLAN_VARIABLE
 
 _LARGE_SKEW_S = 1.0
 """From how much on a difference of two nodes' clocks is said: times in their logs are then hard to compare."""
@@ -39,15 +40,12 @@ class Round:
 class RoundPreparation:
     """What is done before each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
 
-    `drives_accelerate` puts the plan into the variables of accelerate too. `folder` gets the plans.
-    The plan is written into `job` and, for the ranks, into `environment`.
+    `drives_accelerate` puts the plan into the variables of accelerate too.
+    The plan is written into `job`, its folder and, for the ranks, into `environment`.
     """
 
     job: JobRecord
     planner: PlannerRequest | None
-    script: str
-    folder: Path
-    plan_variable: str
     environment: dict[str, str]
     drives_accelerate: bool = False
     num_rounds: int = 0
@@ -66,7 +64,7 @@ class RoundPreparation:
     def _prepare(self, this_round: Round) -> None:
         self.job.store = store = this_round.store
         if store is not None:
-            facts = store.exchange_facts(node_facts(self.script, first_node=this_round.master_addr))
+            facts = store.exchange_facts(node_facts(self.job.script, first_node=this_round.master_addr))
             skew_s = -(store.clock_offset_s or 0.0)
             if abs(skew_s) > _LARGE_SKEW_S and self.num_rounds == 0:
                 words = "ahead of" if skew_s > 0 else "behind"
@@ -107,11 +105,12 @@ class RoundPreparation:
         self._text = text
         if fits:
             return
-        path = self.folder / ("plan.json" if before is None else f"plan-{self.num_rounds}.json")
+        assert self.job.folder is not None
+        path = self.job.folder.path / ("plan.json" if before is None else f"plan-{self.num_rounds}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         self.job.plan = PlanFile.from_json(text, source=str(path))
-        self.environment[self.plan_variable] = str(path)
+        self.environment[PLAN_VARIABLE] = str(path)
         if store is None or store.node == 0:
             num_ranks = this_round.world_size
             again = "" if before is None else f", made anew for {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"

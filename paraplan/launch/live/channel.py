@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import socket
 import struct
 from pathlib import Path
@@ -29,23 +28,6 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 _REQUEST_S = 5.0
 """For a request to come whole, and for its answer to be taken: both are at hand."""
-
-
-def is_available() -> bool:
-    """Whether this system has sockets without files and tells whose they are (Linux)."""
-    return hasattr(socket, "SO_PEERCRED")
-
-
-def listen() -> socket.socket:
-    """Return a socket that listens for this process. Raises OSError."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(f"\0paraplan-launch-{os.getpid()}-{secrets.token_hex(8)}")
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def launchers(*, proc: Path = Path("/proc")) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.errors import UsageError, near_names
-from paraplan.launch.live.channel import VERSION, ask, is_available, launchers
+from paraplan.launch.live.channel import VERSION, ask, launchers
 from paraplan.launch.spec import RUNS_FOLDER
 
 _SILENT = "does not answer"
@@ -193,7 +193,7 @@ def _ended_run(folder: Path) -> Run | None:
 
 def find_run(wanted: str | None) -> Run:
     """Return the live run that a user names by its id, folder or process, or the only one. Raises `RunError`."""
-    if not is_available():
+    if not hasattr(socket, "SO_PEERCRED"):
         raise RunError("runs can be asked on Linux alone")
     runs = live_runs()
     if wanted is None:

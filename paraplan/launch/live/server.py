@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import socket
 import threading
@@ -14,7 +15,7 @@ from paraplan.errors import ParaplanError
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.live.answers import STACKS_S, answer
 from paraplan.launch.live.channel import answer as send_answer
-from paraplan.launch.live.channel import is_available, listen, receive
+from paraplan.launch.live.channel import receive
 from paraplan.launch.nodes.store import NodeStore
 
 _NODES_S = 0.5
@@ -25,6 +26,18 @@ _ELSEWHERE_S = 2 * STACKS_S + 4.0
 
 _MAX_TALKS = 16
 """Commands that are answered at the same time; others are closed."""
+
+
+def listen() -> socket.socket:
+    """Return a socket that listens for this process. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(f"\0paraplan-launch-{os.getpid()}-{secrets.token_hex(8)}")
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class LiveServer:
@@ -38,7 +51,7 @@ class LiveServer:
         self._woken, self._wake = os.pipe()
         self._is_over = threading.Event()
         with contextlib.suppress(OSError):
-            self._listener = listen() if is_available() else None
+            self._listener = listen() if hasattr(socket, "SO_PEERCRED") else None  # else nobody's user is known
         self._thread = threading.Thread(target=self._serve, daemon=True, name="paraplan-live")
         self._thread.start()
 

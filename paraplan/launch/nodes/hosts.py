@@ -21,13 +21,7 @@ from pathlib import Path
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.batch_systems import FIRST_PORT, NUM_PORTS
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, random_token
-from paraplan.launch.spec import ArgumentError
-
-END_WITH_STDIN = "PARAPLAN_END_WITH_STDIN"
-"""Set for a launcher that another one has started on its node: it ends when its standard input does.
-
-The first line there is an object of JSON: the variables that it gets. A command line is for every user to read.
-"""
+from paraplan.launch.spec import END_WITH_STDIN, ArgumentError
 
 _PASSED_ON = (
     "CUDA_",
@@ -162,13 +156,11 @@ def _free_port(host: Host) -> int:
     return port
 
 
-def take_variables(environment: MutableMapping[str, str]) -> bool:
-    """Whether another launcher has started this one; its first line on standard input is then taken as variables.
+def take_variables(environment: MutableMapping[str, str]) -> None:
+    """Take the first line on standard input of a launcher that another one has started as variables.
 
     Raises `ArgumentError` where it is something else.
     """
-    if environment.pop(END_WITH_STDIN, None) is None:
-        return False
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)  # what follows the line is not this function's to take
@@ -182,7 +174,6 @@ def take_variables(environment: MutableMapping[str, str]) -> bool:
             f"{END_WITH_STDIN} is set, and standard input does not begin with variables",
             hint="unset it: paraplan launch --hostfile sets it for the launchers that it starts",
         ) from None
-    return True
 
 
 class _HostJob:

@@ -1,15 +1,19 @@
-"""torch's elastic agent, which is made to be run and not to be followed: its steps, and what it is made of."""
+"""torch's elastic agent, which is made to be run and not to be followed: its steps, what it is made of, its log."""
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import os
 import signal
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed.elastic.agent.server.local_elastic_agent as local_agent
 import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d_rendezvous
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as dynamic_rendezvous
@@ -21,6 +25,13 @@ from torch.distributed.elastic.multiprocessing import PContext, Std
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding
+
+LIBRARY = "lib/libc10.so"
+LOG_LEVEL = "FLAGS_caffe2_log_level"
+"""The level in c10/util/Logging.cpp. It is set from TORCH_CPP_LOG_LEVEL when torch is imported, and nowhere later."""
+
+FATAL = 3
+_VARIABLES = ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES")
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -217,3 +228,15 @@ def _bound(owner: ModuleType | type, name: str, ours: Callable[..., Any]) -> Ite
             delattr(owner, name)
         else:
             setattr(owner, name, torchs)
+
+
+def silence_torch_log(environment: Mapping[str, str] = os.environ) -> None:
+    """Have C++ write nothing but what ends this process; processes that were forked before write on.
+
+    A store that is gone makes torch's agent write its C++ frames for every message; the launcher says it in a sentence.
+    A user who asks torch for more in the environment gets it. A torch without this flag writes as ever.
+    """
+    if not any(name in environment for name in _VARIABLES):
+        with suppress(OSError, ValueError):
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / LIBRARY))
+            ctypes.c_int.in_dll(library, LOG_LEVEL).value = FATAL
