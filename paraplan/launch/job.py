@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.health import LeftOutError
 from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
-from paraplan.launch.elastic.preparation import RoundPreparation
+from paraplan.launch.elastic.preparation import Round, RoundPreparation
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
 from paraplan.launch.job_failure import (
@@ -230,10 +231,8 @@ class Launch:
             is_prepared = request.nodes.max > 1 or self._is_planned  # else there is nothing to be agreed upon
             run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
             run_with = partial(run_here, spawner=self.spawner, settings=settings, job=job, seal=seal)
-            results = (
-                run_with(config, program, program_arguments, before_start=prepare if is_prepared else lambda _: None)
-                or {}
-            )
+            before_start: Callable[[Round], None] = prepare if is_prepared else lambda _: None
+            results = run_with(config, program, program_arguments, before_start=before_start) or {}
             self._say_whether_planned()
             return results
         except ChildFailedError as error:
