@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from paraplan.launch.live.logs import LogFollower as LogFollower
-from paraplan.launch.live.logs import LogLine as LogLine
-from paraplan.launch.live.profiles import Profiles as Profiles
-from paraplan.launch.live.profiles import profile_run as profile_run
-from paraplan.launch.live.runs import Run as Run
-from paraplan.launch.live.runs import RunEndedError as RunEndedError
-from paraplan.launch.live.runs import RunError as RunError
-from paraplan.launch.live.runs import ended_runs as ended_runs
-from paraplan.launch.live.runs import find_run as find_run
-from paraplan.launch.live.runs import live_runs as live_runs
-from paraplan.launch.live.runs import whole_run as whole_run
-from paraplan.launch.live.waiting import WaitingRanks as WaitingRanks
-from paraplan.launch.live.waiting import ask_where_ranks_wait as ask_where_ranks_wait
 from paraplan.launch.spec import RUNS_FOLDER as RUNS_FOLDER
+from paraplan.live.logs import LogFollower as LogFollower
+from paraplan.live.logs import LogLine as LogLine
+from paraplan.live.profiles import Profiles as Profiles
+from paraplan.live.profiles import profile_run as profile_run
+from paraplan.live.runs import Run as Run
+from paraplan.live.runs import RunEndedError as RunEndedError
+from paraplan.live.runs import RunError as RunError
+from paraplan.live.runs import ended_runs as ended_runs
+from paraplan.live.runs import find_run as find_run
+from paraplan.live.runs import live_runs as live_runs
+from paraplan.live.runs import whole_run as whole_run
+from paraplan.live.waiting import WaitingRanks as WaitingRanks
+from paraplan.live.waiting import ask_where_ranks_wait as ask_where_ranks_wait

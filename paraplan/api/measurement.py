@@ -21,8 +21,8 @@ from paraplan.hardware.measurement.machine import calibrated_machine, precisions
 from paraplan.hardware.probe.cuda_devices import visible_devices
 from paraplan.hardware.profiles import MachineProfile, Precision
 from paraplan.hardware.survey import MachineSurvey, survey_node
-from paraplan.launch.measuring import measure_kernels, measure_machine
 from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
+from paraplan.measure.machine import measure_kernels, measure_machine
 
 _CPU_RANKS = 2
 _LINKS_SHARE = 1 / 3

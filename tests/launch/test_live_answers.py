@@ -15,8 +15,6 @@ from waiting import PATIENCE_S
 
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.live.channel import VERSION, answer, ask, launchers, read_log, receive
-from paraplan.launch.live.logs import LogFollower
-from paraplan.launch.live.runs import RunError, ask_run, find_run, live_runs, question
 from paraplan.launch.live.server import LiveServer, listen
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.store import NodeStore
@@ -24,6 +22,8 @@ from paraplan.launch.ranks.live import LiveRank, catches
 from paraplan.launch.ranks.step_marks import MARKS_FILE, StepMarks
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.stragglers.steps import ask_for_profile, read_profile
+from paraplan.live.logs import LogFollower
+from paraplan.live.runs import RunError, ask_run, find_run, live_runs, question
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 

@@ -1,1 +1,1 @@
-"""A job that runs, seen from outside: who runs, where ranks wait, their logs, and profiles that are asked for."""
+"""What a launcher answers to commands about its job while that runs."""

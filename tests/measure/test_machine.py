@@ -15,7 +15,7 @@ from waiting import wait_until
 from paraplan.errors import UsageError
 from paraplan.hardware.measurement.links import MeasureRequest
 from paraplan.hardware.topology import Gpu, NodeTopology
-from paraplan.launch.measuring import MeasurementError, measure_links, measure_machine
+from paraplan.measure.machine import MeasurementError, measure_links, measure_machine
 
 pytestmark = pytest.mark.ranks
 

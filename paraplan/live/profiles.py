@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paraplan.launch.live.runs import Run, RunEndedError, RunError, ask_run, question
 from paraplan.launch.ranks.stacks import find_py_spy
 from paraplan.launch.stragglers.steps import LONGEST_S
+from paraplan.live.runs import Run, RunEndedError, RunError, ask_run, question
 from paraplan.units import ranks_in_words
 
 _POLL_S = 0.5

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paraplan.launch.live.channel import MAX_BYTES, read_log
-from paraplan.launch.live.runs import Run, RunEndedError, RunError, ask_run, question
+from paraplan.live.runs import Run, RunEndedError, RunError, ask_run, question
 
 _BYTES_PER_LINE = 400
 """What is read of the end of a log for each line that is wanted of it: longer lines give fewer."""
