@@ -351,9 +351,9 @@ class Launch:
     def _note_start(self, folder: RunFolder) -> None:
         folder.note_start(["paraplan", "launch", *sys.argv[1:]], environment=dict(self.environment))
         if self.request.file is not None:
-            folder.note_plan(self.request.file.to_json())
+            folder.note("plan.json", self.request.file.to_json())
         if self.node is not None:
-            folder.note_topology(self.node.to_json())
+            folder.note("topology.json", self.node.to_json())
 
     def _share_memory(self, num_ranks: int, grace_s: float) -> None:
         """Make what ranks and launcher share, named in their environment; begin to look for notices."""

@@ -37,21 +37,20 @@ class RunFolder:
 
     def note_start(self, words: list[str], *, environment: dict[str, str]) -> None:
         """Write the command, the versions and the environment that the launcher adds, as run.json."""
-        self._write(
-            {
-                "command": shlex.join(without_secrets(words, os.environ)),
-                "folder": str(Path.cwd()),
-                "host": socket.gethostname(),
-                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "versions": {
-                    "paraplan": paraplan.__version__,
-                    "torch": str(torch.__version__),
-                    "python": platform.python_version(),
-                    "cuda": torch.version.cuda,
-                },
-                "environment": environment,
-            }
-        )
+        start = {
+            "command": shlex.join(without_secrets(words, os.environ)),
+            "folder": str(Path.cwd()),
+            "host": socket.gethostname(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": {
+                "paraplan": paraplan.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "cuda": torch.version.cuda,
+            },
+            "environment": environment,
+        }
+        self.note("run.json", json.dumps(start, indent=2))
 
     def note_end(
         self,
@@ -69,25 +68,14 @@ class RunFolder:
         except (OSError, ValueError):
             return
         end = {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts, "goodput": goodput}
-        beside = {"late": list(late)} if late else {}
-        self._write(known | end | beside | ({"measured": measured} if measured is not None else {}))
+        beside: dict[str, object] = {"late": list(late)} if late else {}
+        beside |= {"measured": measured} if measured is not None else {}
+        self.note("run.json", json.dumps(known | end | beside, indent=2))
 
-    def note_plan(self, text: str) -> None:
-        """Write the plan file that the ranks run."""
-        self._try_write("plan.json", text + "\n")
-
-    def note_topology(self, text: str) -> None:
-        """Write the topology of this node's GPUs, as `paraplan topo --json` gives it."""
-        self._try_write("topology.json", text)
-
-    def _write(self, values: dict[str, object]) -> None:
-        self._try_write("run.json", json.dumps(values, indent=2) + "\n")
-
-    def _try_write(self, name: str, text: str) -> None:
-        try:
-            (self.path / name).write_text(text, encoding="utf-8")
-        except OSError:  # a full disk must not keep a job from running
-            return
+    def note(self, name: str, text: str) -> None:
+        """Write a file into the folder. A full disk must not keep a job from running."""
+        with contextlib.suppress(OSError):
+            (self.path / name).write_text(text + "\n", encoding="utf-8")
 
 
 _SECRET_OPTION = re.compile(r"--?(?:.*[-_])?(token|secret|password|passwd|api[-_]?key|credentials?)", re.IGNORECASE)

@@ -40,7 +40,7 @@ class NodePlace:
 
 def find_place(environment: Mapping[str, str]) -> NodePlace | None:
     """Return this node's place; None where no batch system has started this process."""
-    places = (find(environment) for find in (_slurm_place, _open_mpi_place, _pmi_place))
+    places = (find(environment) for find in (_slurm_place, _mpi_place))
     return next((place for place in places if place is not None), None)
 
 
@@ -64,33 +64,27 @@ def _slurm_place(environment: Mapping[str, str]) -> NodePlace | None:
     )
 
 
-def _open_mpi_place(environment: Mapping[str, str]) -> NodePlace | None:
-    """Read the variables of Open MPI's mpirun (its FAQ, "environment variables in MPI processes")."""
-    names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if any(name not in environment for name in names):
+_MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
+)
+"""What Open MPI's mpirun sets (its FAQ), and Hydra, the mpirun of MPICH, Intel MPI and MVAPICH."""
+
+
+def _mpi_place(environment: Mapping[str, str]) -> NodePlace | None:
+    """Read the variables that an mpirun sets for each process."""
+    names = next((names for names in _MPI_VARIABLES if all(name in environment for name in names)), None)
+    if names is None:
         return None
     size, rank, local_size = (_number(environment, name) for name in names)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or _batch_job(environment)
-    return _mpi_place(environment, size=size, rank=rank, local_size=local_size, job=f"mpi-{job}")
-
-
-def _pmi_place(environment: Mapping[str, str]) -> NodePlace | None:
-    """Read the variables of Hydra, the mpirun of MPICH, Intel MPI and MVAPICH."""
-    names = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS")
-    if any(name not in environment for name in names):
-        return None
-    size, rank, local_size = (_number(environment, name) for name in names)
-    return _mpi_place(environment, size=size, rank=rank, local_size=local_size, job=f"mpi-{_batch_job(environment)}")
-
-
-def _mpi_place(environment: Mapping[str, str], *, size: int, rank: int, local_size: int, job: str) -> NodePlace:
     return NodePlace(
         system="mpirun",
         num_nodes=-(-size // max(1, local_size)),  # nodes may have unlike numbers, which is refused later
         node_rank=rank // max(1, local_size),
         num_tasks=size,
         address=environment.get("MASTER_ADDR") or _first_of_node_file(environment),
-        job=job,
+        job=f"mpi-{job}",
         port=_port(environment) if "MASTER_PORT" in environment else None,
     )
 
