@@ -105,8 +105,8 @@ def gather_nodes(
     from paraplan.hardware.node_survey import survey_nodes
     from paraplan.hardware.readers.json_topology import read_json
     from paraplan.launch.nodes.endpoint import Endpoint
-    from paraplan.launch.nodes.exchange import NodeText, exchange_texts
     from paraplan.launch.nodes.job_token import job_token
+    from paraplan.launch.nodes.rendezvous import NodeText, exchange_texts
 
     token = job_token(os.environ, job=f"topology of {num_nodes} nodes")
     mine = NodeText(rank=node_rank, name=socket.gethostname(), text=json.dumps(node.to_report()))

@@ -298,16 +298,15 @@ class GuardWatch:
         new = {rank: reader.read() for rank, reader in self._readers.items()}
         for rank, looks in new.items():
             self._recent[rank] = (self._recent[rank] + looks)[-2:]
-        if self._store is not None and self._store.node != 0:
-            if any(new.values()):
-                told = {str(rank): [_row_of(look) for look in looks] for rank, looks in self._recent.items()}
-                self._store.tell("sums", told)
-            return None
-        for node in range(1, self._store.num_nodes if self._store is not None else 1):
-            for key, rows in ((self._store and self._store.told("sums", node)) or {}).items():
+        if self._store is not None and (self._store.node == 0 or any(new.values())):
+            mine = {str(rank): [_row_of(look) for look in looks] for rank, looks in self._recent.items()}
+            notes = self._store.gather("sums", mine if self._store.node else {})
+            for key, rows in (item for note in notes.values() for item in note.items()):
                 rank, told_looks = int(key), [_look_of(row) for row in rows]
                 new[rank] = [look for look in told_looks if look.number > self._seen.get(rank, -1)]
                 self._seen[rank] = max((look.number for look in told_looks), default=-1)
+        if self._store is not None and self._store.node != 0:
+            return None
         for rank, looks in new.items():
             verdict = self._judge.add(rank, looks)
             if verdict is not None:

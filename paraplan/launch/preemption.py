@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import os
@@ -12,8 +11,6 @@ import signal
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -156,6 +153,10 @@ def notice_reader(source: str) -> Callable[[], str | None]:
 
 
 def _read_url(url: str) -> str | None:
+    import http.client  # these take longer to import than a launch takes to look at its arguments
+    import urllib.error
+    import urllib.request
+
     request = urllib.request.Request(url, headers=_HEADERS)  # noqa: S310 (the scheme was looked at)
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paraplan.launch.faults.calls import Call, RankCalls, find_stuck_calls
-from paraplan.launch.faults.collectives import describe_stopped
+from paraplan.launch.faults.collectives import Call, RankCalls, describe_stopped, find_stuck_calls
 from paraplan.launch.ranks.stacks import Frame, Stack, describe_place
 from paraplan.live.runs import Run, RunError, ask_run, question
 from paraplan.units import ranks_in_words

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.launch.faults.calls import DUMP_PREFIX, Call, RankCalls, find_stuck_calls, read_calls
+from paraplan.launch.faults.collectives import DUMP_PREFIX, Call, RankCalls, find_stuck_calls, read_calls
 from paraplan.launch.ranks.bootstrap import CALLS_FILE
 
 GROUPS = {"0": (0, 1, 2, 3), "1": (0, 1)}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.launch.faults.calls import Call, RankCalls
+from paraplan.launch.faults.collectives import Call, RankCalls
 from paraplan.launch.faults.failures import Cause, ErrorRecord, NodeFailure, RankFailure
 from paraplan.launch.faults.report import (
     MAX_REPORT_LINES,

@@ -10,7 +10,7 @@ import pytest
 from waiting import wait_until
 
 from paraplan.launch.faults.activity import Activity, read_activities
-from paraplan.launch.faults.calls import Call, RankCalls
+from paraplan.launch.faults.collectives import Call, RankCalls
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
 from paraplan.launch.ranks.stacks import Frame, main_stack
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
-from paraplan.launch.faults.calls import DUMP_PREFIX, DUMP_VARIABLES
+from paraplan.launch.faults.collectives import DUMP_PREFIX, DUMP_VARIABLES
 from paraplan.launch.faults.report import say
 from paraplan.launch.guard import GuardWatch
 from paraplan.launch.ranks.bootstrap import CALLS_REQUEST, FAULT_FILE, GUARD_VARIABLE, MARKS_VARIABLE, STACK_FILE

@@ -26,7 +26,7 @@ from paraplan.launch.elastic.following import (
 from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.activity import read_activities
-from paraplan.launch.faults.calls import RankCalls, ask_for_calls, read_calls
+from paraplan.launch.faults.collectives import RankCalls, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
 from paraplan.launch.faults.report import say

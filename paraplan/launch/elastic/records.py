@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paraplan.launch.faults.calls import RankCalls
+from paraplan.launch.faults.collectives import RankCalls
 from paraplan.launch.faults.failures import RankFailure
 from paraplan.launch.faults.hang import HangVerdict
 from paraplan.launch.goodput import JobClock

@@ -1,12 +1,22 @@
-"""Collectives that timed out: which ranks waited in which one, and which never entered it."""
+"""The collectives that ranks made last, as torch's flight recorder has them: in which each waits, and which timed out.
+
+A rank that fails writes them itself (`bootstrap.note_collectives`), and so does one that is asked while it hangs. Where
+NCCL's watchdog ends a process, torch writes them (ProcessGroupNCCL.cpp and FlightRecorder.hpp of torch 2.11 to 2.13).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import pickle
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from paraplan.launch.faults.calls import RankCalls, describe_call, find_stuck_calls
 from paraplan.launch.faults.failures import Cause, RankFailure
+from paraplan.launch.ranks.bootstrap import CALLS_FILE, CALLS_REQUEST
 from paraplan.launch.ranks.stacks import Stack, describe_place
 from paraplan.launch.torch_private.texts import (
     COLLECTIVES_FILE,
@@ -17,6 +27,189 @@ from paraplan.launch.torch_private.texts import (
     POINT_TO_POINT,
 )
 from paraplan.units import ranks_in_words
+
+DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""What torch reads, in this order, for the start of the path that NCCL's watchdog dumps to; it adds the rank."""
+
+DUMP_PREFIX = "flight_recorder_"
+_MESH = "mesh_"  # with which torch's DeviceMesh begins the description of a group, before the axis
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, or a send or receive. `number` counts those of its `group`, which torch names by a text.
+
+    `axis` is the axis of the device mesh to which the group belongs, "" for none.
+    """
+
+    group: str
+    number: int
+    name: str
+    is_done: bool
+    is_point_to_point: bool = False
+    axis: str = ""
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Return `all_reduce number 7 over dp of ranks 0-3`; `ranks` are those of its group, none where unknown."""
+        return describe_call(self.name, number=self.number, axis=self.axis, ranks=ranks)
+
+
+def describe_call(name: str, *, number: int | None, axis: str, ranks: Sequence[int]) -> str:
+    """Return `all_reduce number 7 over dp of ranks 0-3`, without what is unknown."""
+    counted = f" number {number}" if number is not None else ""
+    over = f" over {axis}" if axis else ""
+    return f"{name}{counted}{over}" + (f" of {ranks_in_words(ranks)}" if ranks else "")
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """The last calls of one rank, oldest first, and the global ranks of each group that it is in."""
+
+    calls: tuple[Call, ...]
+    groups: Mapping[str, tuple[int, ...]]
+
+    def waits_in(self, *, has_failed: bool) -> Call | None:
+        """Return the oldest call that is not done; of a rank `has_failed` in one, which then counts as done, the last.
+
+        None where it waits in none.
+        """
+        waiting = next((call for call in self.calls if not call.is_done), None)
+        return self.calls[-1] if waiting is None and has_failed and self.calls else waiting
+
+    def last_number(self, call: Call) -> int:
+        """Return the number of the last call like `call` in its group; 0 for none."""
+        same = [one for one in self.calls if (one.group, one.is_point_to_point) == (call.group, call.is_point_to_point)]
+        return max((one.number for one in same), default=0)
+
+
+@dataclass(frozen=True)
+class StuckCall:
+    """A call in which `waiting` ranks wait for `missing` ones, whose last call in that group is `last` (0: unknown).
+
+    `others` are calls of another name that ranks make in its place.
+    """
+
+    call: Call
+    ranks: tuple[int, ...]
+    waiting: tuple[int, ...]
+    missing: Mapping[int, int]
+    others: Mapping[int, str]
+
+    def describe(self) -> list[str]:
+        """Return sentences about who waits, and who is missing."""
+        lines = [f"{ranks_in_words(self.waiting)} in {self.call.describe(self.ranks)}"]
+        lines += [f"rank {rank} calls {name} instead" for rank, name in sorted(self.others.items())[:3]]
+        by_last: dict[int, list[int]] = {}
+        for rank, last in self.missing.items():
+            by_last.setdefault(last, []).append(rank)
+        for last, ranks in sorted(by_last.items()):
+            whose = "its" if len(ranks) == 1 else "their"
+            after = f", {whose} last call in this group was number {last}" if last else ""
+            lines.append(f"{ranks_in_words(ranks)} never entered it{after}")
+        return lines
+
+
+def find_stuck_calls(by_rank: Mapping[int, RankCalls], *, failed: Iterable[int] = ()) -> list[StuckCall]:
+    """Return the calls in which ranks wait, those that most wait in first. `failed` ranks waited until they failed."""
+    failed = set(failed)
+    waiting = {rank: calls.waits_in(has_failed=rank in failed) for rank, calls in by_rank.items()}
+    found = []
+    keys = {(call.group, call.number, call.is_point_to_point) for call in waiting.values() if call is not None}
+    for group, number, is_point_to_point in sorted(keys):
+        here = {
+            rank: call
+            for rank, call in waiting.items()
+            if call is not None
+            and (call.group, call.number, call.is_point_to_point) == (group, number, is_point_to_point)
+        }
+        names = [call.name for call in here.values()]
+        call = next(call for call in here.values() if call.name == max(names, key=names.count))
+        ranks = next((by_rank[rank].groups[group] for rank in here if group in by_rank[rank].groups), ())
+        others = {rank: other.name for rank, other in here.items() if other.name != call.name}
+        behind = {rank: by_rank[rank].last_number(call) for rank in ranks if rank in by_rank and rank not in here}
+        found.append(
+            StuckCall(
+                call=call,
+                ranks=ranks,
+                waiting=tuple(sorted(here.keys() - others.keys())),
+                missing={} if is_point_to_point else {rank: last for rank, last in behind.items() if last < number},
+                others={} if is_point_to_point else others,
+            )
+        )
+    return sorted(found, key=lambda stuck: -len(stuck.waiting))
+
+
+def read_calls(folder: Path) -> RankCalls | None:
+    """Return what the rank with its error file in `folder`, or torch, has written there; None where nothing is."""
+    try:
+        return _from_json(json.loads((folder / CALLS_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    for path in folder.glob(f"{DUMP_PREFIX}*"):
+        try:
+            with path.open("rb") as file:
+                return _from_dump(_PlainUnpickler(file).load())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError):
+            continue
+    return None
+
+
+def ask_for_calls(folders: Mapping[int, Path], *, timeout_s: float) -> dict[int, RankCalls]:
+    """Return the calls of the ranks that answer within `timeout_s`, by the keys of `folders`."""
+    asked = [rank for rank, folder in folders.items() if _ask(folder)]
+    deadline = time.monotonic() + timeout_s
+    while any(not (folders[rank] / CALLS_FILE).exists() for rank in asked) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    answers = {rank: read_calls(folders[rank]) for rank in asked}
+    return {rank: calls for rank, calls in answers.items() if calls is not None}
+
+
+def _ask(folder: Path) -> bool:
+    try:
+        (folder / CALLS_FILE).unlink(missing_ok=True)
+        os.close(os.open(folder / CALLS_REQUEST, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:  # it has no such pipe, or nobody reads from it
+        return False
+    return True
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads the lists, dictionaries, texts and numbers of torch's dumps; refuses anything else, and runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse every class and function."""
+        raise pickle.UnpicklingError(f"{module}.{name} in a dump of torch's flight recorder")
+
+
+def _from_json(values: dict[str, Any]) -> RankCalls:
+    groups = {name: tuple(map(int, ranks)) for name, ranks in values["groups"].items()}
+    return RankCalls(_calls(values["entries"]), groups)
+
+
+def _from_dump(values: dict[str, Any]) -> RankCalls:
+    groups = {name: tuple(map(int, json.loads(group["ranks"]))) for name, group in values["pg_config"].items()}
+    return RankCalls(_calls(values["entries"]), groups)
+
+
+def _calls(entries: Sequence[Mapping[str, Any]]) -> tuple[Call, ...]:
+    return tuple(_call(entry) for entry in sorted(entries, key=lambda entry: int(entry["record_id"])))
+
+
+def _call(entry: Mapping[str, Any]) -> Call:
+    backend, _, name = str(entry["profiling_name"]).partition(":")
+    group, description = map(str, entry["process_group"])
+    is_point_to_point = bool(entry["is_p2p"])
+    # gloo marks what is over as retired and never as completed; NCCL retires what has timed out, too
+    is_done = entry["state"] == "completed" or (backend == "gloo" and bool(entry["retired"]))
+    return Call(
+        group=group,
+        number=int(entry["p2p_seq_id" if is_point_to_point else "collective_seq_id"]),
+        name=name or backend,
+        is_done=is_done,
+        is_point_to_point=is_point_to_point,
+        axis=description.removeprefix(_MESH) if description.startswith(_MESH) else "",
+    )
 
 
 @dataclass(frozen=True)

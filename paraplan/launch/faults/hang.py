@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.launch.faults.activity import Activity
-from paraplan.launch.faults.calls import RankCalls, find_stuck_calls
-from paraplan.launch.faults.collectives import describe_stopped
+from paraplan.launch.faults.collectives import RankCalls, describe_stopped, find_stuck_calls
 from paraplan.launch.ranks.stacks import Stack, describe_place, main_stack
 from paraplan.units import ranks_in_words
 

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.faults.calls import RankCalls
-from paraplan.launch.faults.collectives import describe_places, describe_timeouts, find_timeout
+from paraplan.launch.faults.collectives import RankCalls, describe_places, describe_timeouts, find_timeout
 from paraplan.launch.faults.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.faults.gpu_errors import abort_reason, advice
 from paraplan.launch.ranks import bootstrap

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.faults.calls import ask_for_calls
+from paraplan.launch.faults.collectives import ask_for_calls
 from paraplan.launch.live.channel import VERSION, read_log
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
 from paraplan.launch.ranks.live import LiveRank, catches, send_signal

@@ -1,4 +1,4 @@
-"""The rendezvous of nodes: stores whose waits Ctrl-C ends, and messages that name missing nodes."""
+"""The rendezvous of nodes: stores whose waits Ctrl-C ends, who is missing in words, and texts that nodes exchange."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch re-exports them from C++ unmarked
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them from C++ unmarked
+    DistNetworkError,
+    Store,
+    TCPStore,
+)
 
-from paraplan.errors import ParaplanError
+from paraplan.errors import ParaplanError, UsageError
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.endpoint import (
     CallThreads,
@@ -37,6 +43,9 @@ from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVO
 ResultT = TypeVar("ResultT")
 
 _POLL_S = 0.05
+_FAREWELL_S = 10.0
+_PATIENCE = timedelta(seconds=60)  # for one answer of the store, which a busy host may delay
+_CAME, _LEFT = "paraplan/came", "paraplan/left"
 _NNODES_KEY, _CONTRADICTION_KEY, _NUM_HERE_KEY = (
     "paraplan/nnodes",
     "paraplan/contradiction",
@@ -226,6 +235,73 @@ def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], 
 
 def _nodes_in_words(ranks: Sequence[int]) -> str:
     return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True)
+class NodeText:
+    """What one node has to tell: its rank (None: any that is free), its name in messages, and the text."""
+
+    rank: int | None
+    name: str
+    text: str
+
+
+def exchange_texts(
+    mine: NodeText,
+    *,
+    endpoint: Endpoint,
+    num_nodes: int,
+    timeout_s: float,
+    token: bytes,
+    on_wait: Callable[[str], None] = lambda message: None,
+) -> tuple[int, list[str]]:
+    """Return this node's rank and the texts of all nodes by rank; every one of `num_nodes` nodes must call it.
+
+    Node 0 hosts the store, on the endpoint's address alone; without ranks it is the node that has that address. Only
+    texts that are signed with `token` are taken. `on_wait` is told once that there is something to wait for. Raises
+    `NoRendezvousError` after `timeout_s` with the nodes that are missing, and `UsageError` for a rank beyond them.
+    """
+    if mine.rank is not None and not 0 <= mine.rank < num_nodes:
+        raise UsageError(
+            f"--node-rank {mine.rank} is outside the {num_nodes} nodes of --nnodes", hint=f"use 0 to {num_nodes - 1}"
+        )
+    deadline = time.monotonic() + timeout_s
+    hosted = _host(endpoint, rank=mine.rank)
+    on_wait(f"waiting for {num_nodes} nodes at {endpoint}" + ("" if hosted is None else ", which this node hosts"))
+    patience = timedelta(seconds=timeout_s / 2)  # a store is waited for twice as long
+    store = hosted or open_store(endpoint.host, endpoint.port, is_master=False, timeout=patience)
+    store.set_timeout(_PATIENCE)
+    store.add(_CAME, 1)
+    try:
+        arrival = Arrival(store, endpoint, num_nodes=num_nodes, seal=Seal(token))
+        rank = arrival.come(mine.rank, text=mine.text, name=mine.name)
+        return rank, arrival.wait_for_all(max(0.0, deadline - time.monotonic()))
+    finally:
+        with suppress(RuntimeError):  # the node that hosts the store is gone
+            _leave(store, hosts=hosted is not None)
+
+
+def _host(endpoint: Endpoint, *, rank: int | None) -> TCPStore | None:
+    """Return the store of node 0; None on others, and without a rank where another node has the address."""
+    if rank is not None and rank > 0:
+        return None
+    try:
+        return host_store(endpoint.host, endpoint.port, timeout=_PATIENCE)
+    except DistNetworkError as error:
+        if rank is None:
+            return None
+        raise UsageError(
+            f"node 0 cannot listen on {endpoint}: {str(error).partition(': ')[2]}",
+            hint="give an address of the node with --node-rank 0, and a free port",
+        ) from None
+
+
+def _leave(store: Store, *, hosts: bool) -> None:
+    """Say that this node has read all; the host stays until every node that came has."""
+    store.add(_LEFT, 1)
+    deadline = time.monotonic() + _FAREWELL_S
+    while hosts and int(store.add(_LEFT, 0)) < int(store.add(_CAME, 0)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def rendezvous_warnings(spec: LaunchSpec) -> tuple[str, ...]:

@@ -200,18 +200,21 @@ class NodeStore:
         self._wait(lambda: readers <= read.keys(), timeout_s)
         return [note for node, note in sorted(told.items()) if node in others]
 
-    def tell(self, name: str, mine: Mapping[str, Any]) -> None:
-        """Leave `mine` for the other nodes, in the place of what this node told under this name before."""
-        with contextlib.suppress(RuntimeError):
-            self._values.set(f"{name}/{self.node}", mine)
+    def gather(self, name: str, mine: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Leave `mine` for node 0, in the place of what this node told before; return there what each node told last.
 
-    def told(self, name: str, node: int) -> Mapping[str, Any] | None:
-        """Return what a node told last under this name, None for nothing."""
+        That is two calls of the store, however many nodes there are, once all have told something.
+        """
         with contextlib.suppress(RuntimeError):
-            if self._values.has(f"{name}/{node}"):
-                found: Mapping[str, Any] = self._values.get([f"{name}/{node}"])[0]
-                return found
-        return None
+            if self.node != 0:
+                self._values.set(f"{name}/{self.node}", mine)
+                return {}
+            names = {node: f"{name}/{node}" for node in range(1, self.num_nodes)}
+            if names and not self._values.has(*names.values()):
+                names = {node: one for node, one in names.items() if self._values.has(one)}
+            told = self._values.get([*names.values()]) if names else []
+            return {0: mine} | dict(zip(names, told, strict=True))
+        return {0: mine} if self.node == 0 else {}
 
     def host_of(self, node: int) -> str:
         """Return the name of a node's host, or its number."""

@@ -131,7 +131,8 @@ class StragglerWatch:
         if self._store is None:
             self._take(0, self._note(new))
         elif any(new.values()):
-            self._exchange(self._store)
+            for node, note in self._store.gather("steps", self._note(self._recent)).items():
+                self._take(node, note)
         if self._judge is not None and any(new.values()):
             self._judge_now(self._judge)
         took_s = self._clock() - now_s
@@ -151,16 +152,6 @@ class StragglerWatch:
             self._state_before, self._state_later = self._state_later, self._read_state()
             self._state_s = self._clock()
         return self._read_state().since(self._state_before)
-
-    def _exchange(self, store: NodeStore) -> None:
-        if store.node != 0:
-            store.tell("steps", self._note(self._recent))
-            return
-        self._take(0, self._note(self._recent))
-        for node in range(1, store.num_nodes):
-            told = store.told("steps", node)
-            if told is not None:
-                self._take(node, told)
 
     def _take(self, node: int, note: Mapping[str, Any]) -> None:
         """Take what a node says of its ranks; those steps that are known already are left out."""
