@@ -182,10 +182,7 @@ def _run_rank(start: RankStart) -> NoReturn:
         start = RankStart(tuple(given["command"]), given["environment"], given["num_threads"])
     enter_rank(start)
     try:
-        target = bootstrap.target_of(start.command)
-        recorder = bootstrap.FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        bootstrap.watch_process(recorder)
-        bootstrap.run_target(target, recorder)
+        bootstrap.run_command(start.command)
     except SystemExit as end:
         code = end.code
     leave_process(code, inherited_modules=inherited)

@@ -32,9 +32,9 @@ from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import (
     ElasticAgent,
     forget_store_of_ranks,
+    has_spares,
     is_spare,
     participants,
-    spares,
     store_of,
 )
 
@@ -82,7 +82,7 @@ class NodeAgent(ElasticAgent):
             result = self._failed
         if result is None or not result.is_failed():  # after a failure the nodes have to tell each other still
             self._stop_heartbeat()
-        self._job.has_spares = bool(spares(self._handler))
+        self._job.has_spares = has_spares(self._handler)
         if result is None:
             say("the job has ended, and this node was not needed")
             return RunResult(WorkerState.SUCCEEDED)

@@ -361,6 +361,13 @@ def target_of(command: Sequence[str]) -> Target:
     return Target(name, tuple(arguments), is_module="-m" in options)
 
 
+def run_command(command: Sequence[str]) -> NoReturn:
+    """Run an interpreter's command `python -u [-m] NAME ARGUMENTS...` in this process, which is watched and recorded."""
+    recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    watch_process(recorder)
+    run_target(target_of(command), recorder)
+
+
 def main() -> NoReturn:
     """Run `bootstrap.py [-m] NAME ARGUMENTS...` in a rank with an interpreter of its own.
 
@@ -378,10 +385,7 @@ def main() -> NoReturn:
         os.environ.clear()
         os.environ.update(start["environment"])
         command = [word for word in start["command"][1:] if word != __file__]
-    target = target_of(["python", *command])
-    recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
-    watch_process(recorder)
-    run_target(target, recorder)
+    run_command(["python", *command])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import ctypes
 import inspect
 import os
 import signal
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -83,17 +82,12 @@ class ElasticAgent(LocalElasticAgent):
 class ProcessContext(PContext):
     """The processes of one attempt as torch's agent wants them: it has no public class to derive from but this."""
 
-    @abstractmethod
-    def start_processes(self) -> None:
-        """Start them. torch's signal handlers are in place."""
-
-    @abstractmethod
-    def poll_processes(self) -> RunProcsResult | None:
-        """Return the result once all have ended or one has failed, None before."""
-
-    @abstractmethod
-    def close_processes(self, death_signal: signal.Signals) -> None:
-        """End those that run by `death_signal`. torch passes a time too, its own default on some paths."""
+    start_processes: Callable[..., None]
+    """Start them. torch's signal handlers are in place."""
+    poll_processes: Callable[..., RunProcsResult | None]
+    """Return the result once all have ended or one has failed, None before."""
+    close_processes: Callable[..., None]
+    """End those that run by this signal. torch passes a time too, its own default on some paths."""
 
     def _start(self) -> None:
         self.start_processes()
@@ -138,10 +132,10 @@ def is_spare(handler: Any) -> bool:
     return holder is not None and handler._this_node in holder.state.redundancy_list
 
 
-def spares(handler: Any) -> list[tuple[str, int]]:
-    """Return address and process of each node that waits for a place in torch's dynamic rendezvous."""
+def has_spares(handler: Any) -> bool:
+    """Whether nodes wait for a place in torch's dynamic rendezvous."""
     holder = getattr(handler, "_state_holder", None)
-    return [] if holder is None else [(str(node.addr), int(node.pid)) for node in holder.state.redundancy_list]
+    return holder is not None and bool(holder.state.redundancy_list)
 
 
 def store_of(handler: Any) -> Any:
