@@ -362,7 +362,7 @@ def target_of(command: Sequence[str]) -> Target:
 
 
 def run_command(command: Sequence[str]) -> NoReturn:
-    """Run a command `python -u [-m] NAME ARGUMENTS...` in this process, which is watched and whose error is recorded."""
+    """Run a command `python -u [-m] NAME ARGUMENTS...` in this process, whose errors are recorded."""
     recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     watch_process(recorder)
     run_target(target_of(command), recorder)
