@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import logging
@@ -468,6 +469,13 @@ def test_modes_are_seen() -> None:
     with fake_door.FakeTensorMode() as fake:
         assert fake_door.shape_mode() is fake
     assert not fake_door.in_backward()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # as torch does once in a process
+def test_deep_copies_without_values_share_the_mode() -> None:
+    with fake_door.FakeTensorMode() as fake:
+        copied: Any = copy.deepcopy(torch.empty(1))
+    assert copied.fake_mode is fake
 
 
 def test_operators_are_called_as_modes_are_shown_them() -> None:

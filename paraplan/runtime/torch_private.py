@@ -361,14 +361,9 @@ TensorClass = TypeVar("TensorClass", bound=torch.Tensor)
 
 
 def without_memory(cls: type[TensorClass], shape: Sequence[int], like: torch.Tensor) -> TensorClass:
-    """Return an instance of `cls`, with a `__torch_dispatch__` of its own: a shape, the type of `like`, and no memory.
+    """Return an instance of `cls`, with a `__torch_dispatch__` of its own, that has a shape and no memory.
 
-    It is a subclass of a tensor on meta: those of `_make_wrapper_subclass` on a GPU of a run without values end Python
-    while it collects garbage (torch 2.13). `PLACES` are attributes that `cls` has to answer by those of `like`.
+    Of a plain tensor `Tensor.as_subclass` makes one, of a tensor of a run without values it does not.
     """
-    with unset_fake_temporarily():
-        return torch.empty(tuple(shape), dtype=like.dtype, device="meta").as_subclass(cls)
-
-
-PLACES = frozenset({"device", "is_cuda", "is_cpu", "is_meta", "get_device"})
-"""What a tensor says of where it is."""
+    made: TensorClass = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+    return made

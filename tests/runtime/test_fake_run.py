@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import pytest
@@ -124,9 +125,16 @@ def test_recompute_keeps_less_and_runs_blocks_again() -> None:
     assert recomputed.total_bytes < kept.total_bytes
 
 
-def test_no_process_group_is_left_behind() -> None:
+def test_neither_a_process_group_nor_a_model_is_left_behind() -> None:
+    before = _num_models()
     trace(dp=4)
     assert not dist.is_initialized()
+    assert _num_models() == before
+
+
+def _num_models() -> int:
+    gc.collect()
+    return sum(type(one) is Model for one in gc.get_objects())
 
 
 def test_a_model_that_reads_values_fails_with_its_own_line() -> None:

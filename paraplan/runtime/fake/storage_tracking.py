@@ -169,7 +169,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return
         live = _Live(0, use, str(func))
         self._live[key] = live
-        weakref.finalize(storage, self._end, key)
+        weakref.finalize(storage, _end, weakref.ref(self), key)
         self._change(live, _rounded(storage.nbytes()))
 
     def _use_of_new(self, func: Any, args: tuple[Any, ...]) -> StorageUse | Literal["nothing"]:
@@ -206,6 +206,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             peak.bytes_by_use[use] += live.size_bytes
             peak.makers[f"{use}: {live.made_by}"] += live.size_bytes
         self.peak = peak
+
+
+def _end(tracker: weakref.ref[StorageTracker], key: int) -> None:
+    """Have a tracker take note of a storage's end. One that was held here would stay, with all that it knows."""
+    alive = tracker()
+    if alive is not None:
+        alive._end(key)
 
 
 def _wraps(kind: type) -> bool:

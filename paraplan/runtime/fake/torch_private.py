@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
@@ -34,7 +34,6 @@ RE_EXPORTED = {
     "FSDPParamGroup": "where FSDP2 reduces gradients in backward passes; see REPLACED",
     "FSDPState": "what FSDP2 keeps of a module; see REPLACED",
     "FakeStore": 'the store of the backend "fake", a process group of ranks that do not exist',
-    "FakeTensorMode": "makes tensors without values; torch documents it under this path",
     "PipelineStageBase": "the base of all pipeline stages; see REPLACED",
     "RecvInfo": "a buffer in which a stage receives; a fake step makes those of micro-batches that it leaves out",
 }
@@ -124,6 +123,17 @@ READ_VALUE: Any = torch.ops.aten._local_scalar_dense.default
 
 COPY_TO: Any = torch.ops.aten._to_copy.default
 """What `Tensor.to` is for a mode."""
+
+
+class FakeTensorMode(_FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its base untyped
+    """Makes tensors without values; torch documents the base under this path. Deep copies of tensors share the mode.
+
+    torch copies the mode with each tensor, and in it weak references to the storages of known numbers, which are raw
+    pointers: both copies free them, and Python ends with a segmentation fault some time later.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
+        return self
 
 
 @contextmanager

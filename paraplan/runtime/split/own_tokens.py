@@ -14,11 +14,11 @@ from torch import nn
 
 from paraplan.runtime.split.context_parallel import Context, own_random_numbers
 from paraplan.runtime.structure.forwards import set_forward
-from paraplan.runtime.torch_private import PLACES, pytree, without_memory
+from paraplan.runtime.torch_private import pytree, without_memory
 
 _TOKENS = -2  # their dimension, in [..., tokens, hidden]
-_ABOUT = frozenset({"shape", "dtype", "ndim", "layout", "is_sparse", "is_quantized"})
-_ASKS = frozenset({"size", "dim", "is_floating_point", "is_complex", "is_contiguous", "__len__"})
+_ABOUT = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "is_quantized"})
+_ASKS = frozenset({"size", "dim", "is_floating_point", "is_complex", "is_contiguous", "get_device", "__len__"})
 _OF_OWN = frozenset({"__get__", "register_hook", "requires_grad_"})  # what is asked of a tensor beside its shape
 _OF_EACH = frozenset(
     {"linear", "layer_norm", "rms_norm", "to", "type", "type_as", "float", "bfloat16", "half", "double"}
@@ -64,8 +64,6 @@ class OwnTokens(torch.Tensor):
         first = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, OwnTokens))
         context = first.context
         about = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        if about in PLACES:
-            return func(*_own(args), **_own(kwargs))
         if about in (_ABOUT if name == "__get__" else _ASKS):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if context.is_local or name in _OF_OWN:

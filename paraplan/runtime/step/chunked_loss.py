@@ -25,7 +25,7 @@ from paraplan.runtime.split.context_sums import SumsOverRanks
 from paraplan.runtime.split.logits import VocabularyLogits
 from paraplan.runtime.step.loss import StepLoss
 from paraplan.runtime.structure.forwards import set_forward
-from paraplan.runtime.torch_private import PLACES, function_modes, pytree, without_memory
+from paraplan.runtime.torch_private import function_modes, pytree, without_memory
 
 _ENTRIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})  # attributes that are logits
 _OF_GRAPH = frozenset({"requires_grad", "is_leaf", "grad_fn", "grad", "output_nr"})
@@ -88,8 +88,6 @@ class ChunkedLogits(torch.Tensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         about = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         first = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ChunkedLogits))
-        if about in PLACES:
-            return func(*(first.source.hidden if one is first else one for one in args), **kwargs)
         is_of_graph = about in _OF_GRAPH if name == "__get__" else name in ("register_hook", "retain_grad")
         if not is_of_graph and (about not in _ENTRIES if name == "__get__" else name in _ASKS):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
