@@ -6,7 +6,6 @@ from html import escape
 
 from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
-from paraplan.plan.files import PlannedPlacement
 from paraplan.plan.placement.place import place
 from paraplan.plan.placement.traffic import axis_traffic
 from paraplan.report.chart_svg import ChartRenderer
@@ -28,8 +27,7 @@ def estimate_page(workload: Workload, estimate: PlanEstimate) -> str:
     """Return the page of one plan. Raises `UsageError` where the charting library is not installed."""
     renderer = ChartRenderer()
     plan = estimate.plan
-    placed = place(plan, workload.cluster, traffic=axis_traffic(plan, workload.training, workload.model))
-    placement = PlannedPlacement(local_gpus=placed.local_gpus, slowest_bytes_per_s=placed.slowest_bytes_per_s)
+    placement = place(plan, workload.cluster, traffic=axis_traffic(plan, workload.training, workload.model))
     over = estimate.peak_memory_bytes - estimate.usable_memory_bytes
     if estimate.fits:
         verdict = '<span class="good">fits</span>'

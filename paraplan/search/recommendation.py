@@ -347,8 +347,7 @@ def _budget(workload: Workload, tokens: float, price_per_gpu_hour: float | None,
 def _placement(workload: Workload, result: SearchResult) -> PlannedPlacement:
     plan = result.best.plan
     traffic = axis_traffic(plan, workload.training, workload.model)
-    placed = place(plan, workload.cluster, traffic=traffic)
-    return PlannedPlacement(local_gpus=placed.local_gpus, slowest_bytes_per_s=placed.slowest_bytes_per_s)
+    return place(plan, workload.cluster, traffic=traffic)
 
 
 def _deadline(question: SearchRequest, executor: Executor, fixed: Constraints) -> Deadline:

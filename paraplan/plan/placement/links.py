@@ -1,4 +1,4 @@
-"""Which local ranks send to each other, over which bandwidth, and what that costs under an order of GPUs."""
+"""Which local ranks send to each other, and over which bandwidth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.interconnect import gpu_nics
 from paraplan.hardware.topology import LinkType
 from paraplan.plan.parallel import Axis
-from paraplan.plan.placement.traffic import AxisTraffic
 from paraplan.plan.ranks import RankGrid
 
 PCIE_REACH = {
@@ -62,14 +61,6 @@ class LinkRates(NamedTuple):
     def rate(self, edge: Edge, order: Sequence[int]) -> float:
         """Return the bandwidth of an edge under an order of positions."""
         return self[self.table(edge)][order[edge.first]][order[edge.second]]
-
-
-def order_cost(order: Sequence[int], edges: Sequence[Edge], rates: LinkRates, traffic: AxisTraffic) -> float:
-    """Return the cost of an order of GPUs (positions in the node, by local rank), in seconds of the traffic."""
-    slowest: dict[Axis, float] = {}
-    for edge in edges:
-        slowest[edge.axis] = max(slowest.get(edge.axis, 0.0), 1.0 / rates.rate(edge, order))
-    return sum(traffic.bytes_of(axis) * per_byte for axis, per_byte in sorted(slowest.items()))
 
 
 def ring_edges(grid: RankGrid, *, per_node: int, wraps_pipeline: bool) -> list[Edge]:

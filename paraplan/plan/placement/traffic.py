@@ -11,17 +11,12 @@ from paraplan.records import Record
 
 
 class AxisTraffic(Record):
-    """Bytes that a rank sends in one step on each axis; only their proportions matter to a placement.
+    """Bytes that a rank sends in one step on each axis; only their proportions matter to a placement."""
 
-    The defaults are orders of magnitude for a transformer without a known size: tensor parallelism sends activations
-    in every layer, context parallelism keys and values, data parallelism gradients once, a pipeline one activation a
-    boundary.
-    """
-
-    tp: float = Field(default=64.0, ge=0)
-    cp: float = Field(default=16.0, ge=0)
-    dp: float = Field(default=4.0, ge=0)
-    pp: float = Field(default=1.0, ge=0)
+    tp: float = Field(ge=0)
+    cp: float = Field(ge=0)
+    dp: float = Field(ge=0)
+    pp: float = Field(ge=0)
 
     def bytes_of(self, axis: Axis) -> float:
         """Return the bytes of an axis."""
