@@ -113,8 +113,9 @@ RANGE = 0.27
 first predictions of unseen sources (0.19) and the end of their range (0.47, in `profiles/accuracy.json`)."""
 SMALL_RIG = 8
 """GPUs of one node on which that holds for all trainings; for adapters it does on any."""
-FEW_TOKENS = 4096
-"""Of one sequence, on a rank of cp: published runs leave more (8,192 in Llama 3, arXiv:2407.21783, table 4)."""
+FEW_TOKENS, FEWEST_TOKENS = 4096, 2048
+"""Of one sequence, on a rank of cp: of 124 published runs with cp (`profiles/runs`), tests of frameworks apart, 7 leave
+fewer than the first number, and none fewer than the second."""
 
 
 FEW_VIRTUAL, USUAL_VIRTUAL = 4, 12
@@ -136,13 +137,14 @@ def complexity(column: Callable[[str], Ints], *, seq_length: int, ops_by_default
     Each axis beside dp, offload, virtual stages, uneven stages, sharding in groups and ranks in another order than
     Megatron-LM's count 2, offloaded parameters 4, sharding over dp (ZeRO) and recompute of chosen operations 1: of
     these nothing where the framework does so by default.
-    Context parallelism that leaves a rank fewer than `FEW_TOKENS` counts twice: it stands for data parallelism there.
+    Context parallelism that leaves a rank fewer than `FEW_TOKENS` counts twice, and fewer than `FEWEST_TOKENS` three
+    times: it stands for data parallelism there.
     Virtual stages count again beyond `FEW_VIRTUAL` and `USUAL_VIRTUAL`. A pipeline that its micro-batches do not fill
     once is simple under no axes: it counts `IDLE`.
     """
     virtual = column("virtual")
     twice = [column(axis.name) > 1 for axis in AXES if axis.name != "dp"]
-    twice += [(column("cp") > 1) & (seq_length // column("cp") < FEW_TOKENS)]
+    twice += [(column("cp") > 1) & (seq_length // column("cp") < few) for few in (FEW_TOKENS, FEWEST_TOKENS)]
     twice += [
         virtual > 1,
         virtual > FEW_VIRTUAL,
