@@ -166,10 +166,9 @@ def test_the_part_of_the_step_that_is_longer_is_the_cause() -> None:
 def test_the_line_names_rank_host_gpu_part_step_reason_and_cost() -> None:
     late = Lateness("rank", (5,), 1200, slower=0.31, cost=0.14)
     places, states = {5: "gpu-b, GPU 1"}, {"gpu-b": HostState(steal_s=12, cpu_s=100)}
-    text = describe(late, Cause("compute", "in compute"), places=places, states=states, why="power cap")
+    text = describe(late, Cause("compute", "in compute"), places=places, states=states)
     assert text == (
-        "rank 5 (gpu-b, GPU 1) is 31 % slower in compute since step 1,200 (power cap, CPU steal 12 %); "
-        "it costs the job 14 %"
+        "rank 5 (gpu-b, GPU 1) is 31 % slower in compute since step 1,200 (CPU steal 12 %); it costs the job 14 %"
     )
 
 

@@ -64,13 +64,10 @@ def _excess_s(rows: Sequence[Row], late: Sequence[int], others: Sequence[int], r
     )
 
 
-def describe(
-    case: Lateness, cause: Cause | None, *, places: Mapping[int, str], states: Mapping[str, HostState], why: str = ""
-) -> str:
-    """Return `rank 5 (gpu-b, GPU 1) is 31 % slower in compute since step 1,200 (power cap); it costs the job 14 %`.
+def describe(case: Lateness, cause: Cause | None, *, places: Mapping[int, str], states: Mapping[str, HostState]) -> str:
+    """Return `rank 5 (gpu-b, GPU 1) is 31 % slower in compute since step 1,200 (CPU steal 9 %); it costs the job 14 %`.
 
-    `places` name the host and the GPU of each rank, `states` are what the counters of each host grew by, `why` what
-    its GPU says.
+    `places` name the host and the GPU of each rank, `states` are what the counters of each host grew by.
     """
     costs = f"it costs the job {_percent(case.cost)}"
     since = f"since step {case.since_step:,}"
@@ -84,8 +81,7 @@ def describe(
         reason = f" ({again})" if again else ""
         return f"transfers {named} take {case.slower + 1:.1f} times as long {since}{reason}; {costs}"
     host = case.host or _host_of(case, places)
-    reasons = [why] if why else []
-    reasons += states[host].describe() if host in states else []
+    reasons = states[host].describe() if host in states else []
     reason = f" ({', '.join(reasons)})" if reasons else ""
     who = f"host {host} ({ranks_in_words(case.ranks)})" if case.kind == "host" else _named(case.ranks[0], places)
     where = f" {cause.text}" if cause is not None else ""

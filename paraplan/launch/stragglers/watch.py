@@ -86,7 +86,7 @@ class StragglerWatch:
     """Looks at the ranks of this node, whose rings are in `folders` by global rank.
 
     `places` name the GPU of a rank, "" for none. `peers` gives the groups of ranks that do the same work. `cases` gets
-    what was said. `explain` asks this machine's GPUs for a reason.
+    what was said.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class StragglerWatch:
         store: NodeStore | None,
         cases: list[Case],
         say: Callable[[str], None],
-        explain: Callable[[int], str] = lambda rank: "",
         read_state: Callable[[], HostState] = read_host,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,7 +108,7 @@ class StragglerWatch:
         self._store = store
         self.cases = cases
         self._open: dict[tuple[str, tuple[int, ...]], Case] = {}
-        self._say, self._explain, self._read_state, self._clock = say, explain, read_state, clock
+        self._say, self._read_state, self._clock = say, read_state, clock
         self._judge: Judge | None = None
         self._nodes: dict[int, _Node] = {}
         self._places: dict[int, str] = {}
@@ -194,14 +193,12 @@ class StragglerWatch:
 
     def _tell(self, judge: Judge, case: Case, late: Lateness, step: int) -> None:
         case.late, case.said_at = late, step
-        why = ""
         if late.ranks:
             peers = next((group for group in self._peers if set(late.ranks) <= set(group)), range(self._num_ranks))
             rows = [row for row in judge.rows if next(iter(row.values())).step >= late.since_step]
             case.cause = find_cause(late, rows or list(judge.rows)[-1:], peers)
-            why = self._explain(late.ranks[0]) if late.ranks[0] in self._readers else ""
         states = {node.host: node.state for node in self._nodes.values()}
-        case.text = describe(late, case.cause, places=self._places, states=states, why=why)
+        case.text = describe(late, case.cause, places=self._places, states=states)
         case.host = late.host or (self._places[late.ranks[0]].partition(",")[0] if late.ranks else "")
         self.cases.append(case)
         self._say(case.text)
