@@ -52,7 +52,7 @@ def check_gradients(
         keeps_width=keeps_width,
         split_by=split_by,
     )
-    from paraplan.launch.checking import check_plan
+    from paraplan.script_check.plans import check_plan
 
     return check_plan(request, plan, timeout_s=timeout_s, say=say).replace(model=model)
 
@@ -82,8 +82,8 @@ def check_script(
     `arguments` are the script's, `is_module` runs it as `python -m` does, `say` is told what is run. Raises
     `UsageError` for a script that is not there, and `CheckRunError` where it fails, or never steps an optimizer.
     """
-    from paraplan.launch.checking import launch_on_cpu
     from paraplan.script_check.checking import check_script
+    from paraplan.script_check.plans import launch_on_cpu
     from paraplan.script_check.records import ScriptRequest
 
     request = ScriptRequest(script=script, is_module=is_module, arguments=tuple(arguments), num_steps=num_steps)

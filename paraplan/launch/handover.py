@@ -11,6 +11,9 @@ from typing import NoReturn
 
 from paraplan.errors import UsageError
 
+ENTRY = Path(__file__).with_name("__main__.py")
+"""What the launcher's process runs."""
+
 
 def become_launcher(
     arguments: Sequence[str],
@@ -29,8 +32,7 @@ def become_launcher(
         )
     if find_module("torch") is None:
         raise UsageError("paraplan launch needs torch, which is not installed", hint="pip install torch")
-    entry = Path(__file__).with_name("__main__.py")
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # Python has None for one that is closed
             stream.flush()
-    os.execv(sys.executable, [sys.executable, "-u", str(entry), *arguments])  # noqa: S606 (no shell is wanted)
+    os.execv(sys.executable, [sys.executable, "-u", str(ENTRY), *arguments])  # noqa: S606 (no shell is wanted)

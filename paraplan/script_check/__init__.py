@@ -1,1 +1,1 @@
-"""Whether a training script, as it is launched, trains what one process trains on all of its ranks' batches."""
+"""Whether a plan, or a training script as it is launched, trains what one process trains on all ranks' batches."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from paraplan.errors import UsageError
-from paraplan.launch.checking import CheckRunError, LaunchRanks
 from paraplan.script_check.evidence import Process, Sight
 from paraplan.script_check.failures import ALONE_WHERE, no_step_error, run_error
 from paraplan.script_check.findings import first_difference
+from paraplan.script_check.plans import CheckRunError, LaunchRanks
 from paraplan.script_check.reading_plan import (
     groups_of,
     origins,

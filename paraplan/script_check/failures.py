@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from paraplan.launch.checking import CheckRunError
+from paraplan.script_check.plans import CheckRunError
 
 _FAILED = re.compile(r"^paraplan: ((?:each of )?ranks? [\d, -]+) failed(?: first)?: (.*)$", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')

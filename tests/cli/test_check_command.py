@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from paraplan.cli.check import check_text
 from paraplan.cli.main import app
-from paraplan.launch.checking import CheckRunError, check_plan
 from paraplan.plan.check import CheckReport, CheckRequest, smaller_plan
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.script_check.plans import CheckRunError, check_plan
 
 MODEL = """
 import torch

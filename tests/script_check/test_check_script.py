@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from paraplan.api.checking import check_script
 from paraplan.cli.main import app
 from paraplan.errors import UsageError
-from paraplan.launch.checking import CheckRunError
+from paraplan.script_check.plans import CheckRunError
 from paraplan.script_check.records import ScriptReport
 
 SCRIPT = """

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from paraplan.errors import ParaplanError
+from paraplan.launch.handover import ENTRY
 from paraplan.plan.check import CheckReport, CheckRequest, RankFinding, axes_of, without
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -90,13 +91,12 @@ def _run(request: CheckRequest, launch: LaunchRanks) -> list[RankFinding]:
 
 def launch_on_cpu(words: list[str], *, timeout_s: float) -> tuple[int, str]:
     """Run the launcher with CPU ranks; return its exit status and what was said on stderr."""
-    entry = Path(__file__).with_name("__main__.py")
     environment = dict(os.environ) | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     for name in ("PARAPLAN_PLAN", "PARAPLAN_METRICS"):
         environment.pop(name, None)
     with subprocess.Popen(
-        [sys.executable, "-u", str(entry), *words],
+        [sys.executable, "-u", str(ENTRY), *words],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
