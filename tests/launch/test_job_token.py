@@ -31,6 +31,7 @@ from paraplan.launch.nodes.job_token import (
 )
 from paraplan.launch.nodes.rendezvous import NoRendezvousError, find_contradiction
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
+from paraplan.launch.nodes.sealed_values import SealedValues
 from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.rendezvous_state import StateTranslator
 
@@ -139,7 +140,7 @@ def test_nodes_with_other_numbers_of_nodes_are_told_on_both_sides() -> None:
     SealedBackend(store, "job", seal=seal, nodes=NodeRange(2, 2), endpoint="gpu-a:29500")
     with pytest.raises(NoRendezvousError, match="--nnodes is 2 on the first node that came to gpu-a:29500, and 3 here"):
         SealedBackend(store, "job", seal=seal, nodes=NodeRange(3, 3), endpoint="gpu-a:29500")
-    assert find_contradiction(store, seal=seal) == f"{socket.gethostname()} came with --nnodes 3, and not 2"
+    assert find_contradiction(SealedValues(store, seal)) == f"{socket.gethostname()} came with --nnodes 3, and not 2"
 
 
 NODE, OTHER = _NodeDesc("gpu-a", 7, 0), _NodeDesc("gpu-b", 9, 0)

@@ -80,7 +80,7 @@ def test_a_node_that_was_forged_is_not_taken_for_one(come: Come) -> None:
         stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=LONG, wait_for_workers=False)
         stranger.set("paraplan/here/1", "pwned")
         stranger.add("paraplan/number that came", 1)
-        with pytest.raises(ForgedTextError, match="paraplan/here/1 is not a text of paraplan launch"):
+        with pytest.raises(ForgedTextError, match="holds as here/1 is not a text of paraplan launch"):
             first.result()
 
 

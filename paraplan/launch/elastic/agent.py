@@ -26,6 +26,7 @@ from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
 from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import SAY_AFTER_S, find_contradiction
+from paraplan.launch.nodes.sealed_values import SealedValues
 from paraplan.launch.nodes.static_rendezvous import StaticRendezvous
 from paraplan.launch.nodes.store import NodeEndedError, NodeLostError, NodeStore
 from paraplan.launch.spec import NodeRange
@@ -273,7 +274,7 @@ class NodeAgent(ElasticAgent):
         say(describe_wait(here, self._nodes, self._endpoint))
         while not is_over.wait(SAY_AFTER_S):
             with contextlib.suppress(RuntimeError, ParaplanError):
-                contradiction = find_contradiction(store_of(self._handler), seal=self._seal)
+                contradiction = find_contradiction(SealedValues(store_of(self._handler), self._seal))
                 if contradiction is not None:
                     say(contradiction)
                     return

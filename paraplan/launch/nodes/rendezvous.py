@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them from C++ unmarked
     DistNetworkError,
@@ -22,7 +21,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.endpoint import (
-    CallThreads,
     Endpoint,
     addresses_of,
     await_answer,
@@ -36,21 +34,16 @@ from paraplan.launch.nodes.endpoint import (
     run_interruptibly,
 )
 from paraplan.launch.nodes.job_token import Seal
+from paraplan.launch.nodes.sealed_values import SealedValues
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.texts import CLOSED_RENDEZVOUS, LATE_RENDEZVOUS, NOBODY_THERE, PORT_TAKEN
-
-ResultT = TypeVar("ResultT")
 
 _POLL_S = 0.05
 _FAREWELL_S = 10.0
 _PATIENCE = timedelta(seconds=60)  # for one answer of the store, which a busy host may delay
 _CAME, _LEFT = "paraplan/came", "paraplan/left"
-_NNODES_KEY, _CONTRADICTION_KEY, _NUM_HERE_KEY = (
-    "paraplan/nnodes",
-    "paraplan/contradiction",
-    "paraplan/number that came",
-)
+_NNODES, _CONTRADICTION, _NUM_HERE = "nnodes", "contradiction", "number that came"
 _HINT = "start the same command on every node, and let the port through their firewalls"
 
 
@@ -90,11 +83,9 @@ def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **_
         raise _stranger_error(endpoint, str(error)) from error
 
 
-def require_same_nnodes(store: Store, nodes: NodeRange, *, endpoint: str, seal: Seal) -> None:
+def require_same_nnodes(values: SealedValues, nodes: NodeRange, *, endpoint: str) -> None:
     """Raise `NoRendezvousError` where another node of the rendezvous was given another --nnodes."""
-    mine = seal.close(_NNODES_KEY, str(nodes))
-    stored = run_interruptibly(lambda: store.compare_set(_NNODES_KEY, "", mine))
-    agreed = str(seal.open(_NNODES_KEY, stored))
+    agreed = str(values.claim(_NNODES, str(nodes)))
     if agreed != str(nodes):
         theirs = str(NodeRange.parse(agreed))
         error = NoRendezvousError(
@@ -103,15 +94,13 @@ def require_same_nnodes(store: Store, nodes: NodeRange, *, endpoint: str, seal: 
             hint="give all nodes the same number",
         )
         notice = f"{socket.gethostname()} came with --nnodes {_shortest(str(nodes))}, and not {_shortest(theirs)}"
-        run_interruptibly(lambda: store.set(_CONTRADICTION_KEY, seal.close(_CONTRADICTION_KEY, notice)))
+        values.set(_CONTRADICTION, notice)
         raise error
 
 
-def find_contradiction(store: Store, *, seal: Seal) -> str | None:
+def find_contradiction(values: SealedValues) -> str | None:
     """Return what a node that was sent away contradicted, None where there was no such node."""
-    if not run_interruptibly(lambda: store.check([_CONTRADICTION_KEY])):
-        return None
-    return str(seal.open(_CONTRADICTION_KEY, run_interruptibly(lambda: store.get(_CONTRADICTION_KEY))))
+    return str(values.get([_CONTRADICTION])[0]) if values.has(_CONTRADICTION) else None
 
 
 def _shortest(nodes: str) -> str:
@@ -123,8 +112,7 @@ class Arrival:
     """The nodes of a fixed number that come to one store, each with its rank, the name of its host and a text."""
 
     def __init__(self, store: Store, endpoint: Endpoint, *, num_nodes: int, seal: Seal) -> None:
-        self._store, self._endpoint, self._num_nodes, self._seal = store, str(endpoint), num_nodes, seal
-        self._threads = CallThreads()
+        self._values, self._endpoint, self._num_nodes = SealedValues(store, seal), str(endpoint), num_nodes
 
     def come(self, rank: int | None, *, text: str = "", name: str | None = None) -> int:
         """Say that this node is here; return its rank, which is the next free one where it has none.
@@ -132,14 +120,13 @@ class Arrival:
         Raises `NoRendezvousError` for another number of nodes, and for a rank that is taken.
         """
         nodes = NodeRange(self._num_nodes, self._num_nodes)
-        require_same_nnodes(self._store, nodes, endpoint=self._endpoint, seal=self._seal)
+        require_same_nnodes(self._values, nodes, endpoint=self._endpoint)
         mine = {"host": name or socket.gethostname(), "id": secrets.token_hex(8), "text": text}
         wanted = range(self._num_nodes) if rank is None else (rank,)
         for one in wanted:
-            stored = self._run(partial(self._store.compare_set, _here(one), "", self._seal.close(_here(one), mine)))
-            owner = self._seal.open(_here(one), stored)
+            owner = self._values.claim(f"here/{one}", mine)
             if owner == mine:
-                self._run(lambda: self._store.add(_NUM_HERE_KEY, 1))
+                self._values.add(_NUM_HERE, 1)
                 return one
         taken = f"more than {self._num_nodes} nodes came to" if rank is None else f"--node-rank {rank} is taken at"
         raise NoRendezvousError(
@@ -153,13 +140,13 @@ class Arrival:
         Raises `NoRendezvousError` with the nodes that have not come in time.
         """
         deadline, says_at = time.monotonic() + timeout_s, time.monotonic() + SAY_AFTER_S
-        while int(self._run(lambda: self._store.add(_NUM_HERE_KEY, 0))) < self._num_nodes or self._missing():
+        while self._values.add(_NUM_HERE, 0) < self._num_nodes or self._missing():
             if time.monotonic() > min(says_at, deadline):
                 missing = self._missing()
                 if time.monotonic() > deadline:
                     raise self._missing_error(missing, timeout_s)
                 say(f"waiting at {self._endpoint} for {_nodes_in_words(missing)} of {self._num_nodes}")
-                contradiction = find_contradiction(self._store, seal=self._seal)
+                contradiction = find_contradiction(self._values)
                 if contradiction is not None:
                     say(contradiction)
                 says_at = deadline + SAY_AFTER_S  # once
@@ -167,28 +154,16 @@ class Arrival:
         return [str(one["text"]) for one in self._nodes(range(self._num_nodes))]
 
     def _missing(self) -> list[int]:
-        if self._run(lambda: self._store.check([*map(_here, range(self._num_nodes))])):
-            return []
-        return [rank for rank in range(self._num_nodes) if not self._run(partial(self._store.check, [_here(rank)]))]
+        names = [f"here/{rank}" for rank in range(self._num_nodes)]
+        return [] if self._values.has(*names) else [n for n, name in enumerate(names) if not self._values.has(name)]
 
     def _nodes(self, ranks: Iterable[int]) -> list[Any]:
-        keys = [*map(_here, ranks)]
-        return [self._seal.open(key, text) for key, text in zip(keys, self._multi_get(keys), strict=True)]
-
-    def _multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._run(lambda: self._store.multi_get(keys)) if keys else []
+        return self._values.get([f"here/{rank}" for rank in ranks])
 
     def _missing_error(self, missing: Sequence[int], timeout_s: float) -> NoRendezvousError:
         ranks = [rank for rank in range(self._num_nodes) if rank not in missing]
         here = {rank: str(one["host"]) for rank, one in zip(ranks, self._nodes(ranks), strict=True)}
         return _missing_error(self._endpoint, missing, here, timeout_s)
-
-    def _run(self, call: Callable[[], ResultT]) -> ResultT:
-        return self._threads.run(call)
-
-
-def _here(rank: int) -> str:
-    return f"paraplan/here/{rank}"
 
 
 def _named(endpoint: Endpoint) -> str:

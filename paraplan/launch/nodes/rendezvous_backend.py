@@ -11,6 +11,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.endpoint import WAIT_S, CallThreads
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.rendezvous import require_same_nnodes
+from paraplan.launch.nodes.sealed_values import SealedValues
 from paraplan.launch.nodes.store import NodeEndedError
 from paraplan.launch.spec import NodeRange
 from paraplan.launch.torch_private.elastic import StoreBackend
@@ -50,7 +51,7 @@ class SealedBackend(StoreBackend):
         self._waits_for_ended = waits_for_ended
         self._threads = CallThreads()
         super().__init__(store, run_id)
-        require_same_nnodes(store, nodes, endpoint=endpoint, seal=seal)
+        require_same_nnodes(SealedValues(store, seal), nodes, endpoint=endpoint)
         self._seal = seal
         self._translator = StateTranslator(nodes.max)
 

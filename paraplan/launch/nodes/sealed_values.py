@@ -35,6 +35,8 @@ class SealedValues:
     def get(self, names: Sequence[str]) -> list[Any]:
         """Return the values of these names; waits for those that are not there."""
         keys = [f"{_PREFIX}/{name}" for name in names]
+        if not keys:
+            return []
         if self._store.has_extended_api():  # type: ignore[attr-defined]  # torch's text of types lacks it
             texts = self._run(lambda: self._store.multi_get(keys))
         else:  # etcd's store
@@ -44,6 +46,11 @@ class SealedValues:
     def has(self, *names: str) -> bool:
         """Whether all of these are there."""
         return bool(self._run(lambda: self._store.check([f"{_PREFIX}/{name}" for name in names])))
+
+    def claim(self, name: str, value: object) -> Any:
+        """Write a value where there is none; return what is then there."""
+        text = self._seal.close(name, value)
+        return self._seal.open(name, self._run(lambda: self._store.compare_set(f"{_PREFIX}/{name}", "", text)))
 
     def add(self, name: str, number: int) -> int:
         """Add to a number, which is not signed; return it."""
