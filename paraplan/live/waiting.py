@@ -106,13 +106,10 @@ def ask_where_ranks_wait(run: Run) -> WaitingRanks:
         raise RunError(f"the run {run.id} has no ranks now: they are being started", hint="ask again in a moment")
     stopped = tuple(rank for rank in sorted(states) if states[rank] == "stopped")
     mute = [rank for rank in sorted(states) if states[rank] == "running" and not stacks.get(rank)]
-    waiting = []
-    for stuck in find_stuck_calls({rank: found for rank, found in calls.items() if rank in states}):
-        first, *others = stuck.describe()
-        waiting.append("; ".join([first, *others]))
+    stuck = find_stuck_calls({rank: found for rank, found in calls.items() if rank in states})
     return WaitingRanks(
         places=_places({rank: stack for rank, stack in stacks.items() if stack}),
-        waiting=tuple(waiting),
+        waiting=tuple(one.describe() for one in stuck),
         hosts=hosts,
         stopped=stopped,
         ended=tuple(rank for rank in sorted(states) if states[rank] == "ended"),

@@ -96,8 +96,8 @@ class StuckCall:
     missing: Mapping[int, int]
     others: Mapping[int, str]
 
-    def describe(self) -> list[str]:
-        """Return sentences about who waits, and who is missing."""
+    def describe(self) -> str:
+        """Return who waits and who is missing: `rank 0 in all_reduce number 7; rank 1 never entered it`."""
         lines = [f"{ranks_in_words(self.waiting)} in {self.call.describe(self.ranks)}"]
         lines += [f"rank {rank} calls {name} instead" for rank, name in sorted(self.others.items())[:3]]
         by_last: dict[int, list[int]] = {}
@@ -107,7 +107,7 @@ class StuckCall:
             whose = "its" if len(ranks) == 1 else "their"
             after = f", {whose} last call in this group was number {last}" if last else ""
             lines.append(f"{ranks_in_words(ranks)} never entered it{after}")
-        return lines
+        return "; ".join(lines)
 
 
 def find_stuck_calls(by_rank: Mapping[int, RankCalls], *, failed: Iterable[int] = ()) -> list[StuckCall]:

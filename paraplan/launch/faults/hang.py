@@ -67,9 +67,7 @@ class HangVerdict:
             lines.append(f"paraplan: stack of {ranks_in_words(ranks)}, innermost call first")
             lines += [f"  {frame.path}:{frame.line} in {frame.name}" for frame in stack[:_MAX_FRAMES]]
         lines.append(f"paraplan: the job hangs: no rank has moved for {self.still_s:.0f} s; ending it")
-        for stuck in find_stuck_calls(self.calls)[:3]:
-            waiting, *others = stuck.describe()
-            lines.append("; ".join([f"  waiting: {waiting}", *others]))
+        lines += [f"  waiting: {stuck.describe()}" for stuck in find_stuck_calls(self.calls)[:3]]
         lines += [f"  {ranks_in_words(ranks)} in {describe_place(stack)}" for stack, ranks in by_number[:8]]
         lines += [f"  {line}" for line in describe_stopped(self.stopped, "is" if len(self.stopped) == 1 else "are")]
         lines += [f"  {line}" for line in self.elsewhere]
