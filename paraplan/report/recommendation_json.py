@@ -38,6 +38,7 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "warnings": [*best.pop("warnings"), *([answer.offload] if answer.offload else [])],
         "estimate": best,
         "found": answer.found,
+        "chosen_options": None if answer.chosen is None else answer.chosen.fields,
         "idle": answer.idle,
         "mixed": answer.mixed,
         "framework": answer.framework,

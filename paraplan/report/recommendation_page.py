@@ -106,6 +106,8 @@ def _head(answer: Recommendation) -> str:
         lines.append(paragraph(words, style="bad"))
     if answer.found is not None:
         lines.append(paragraph(f"Found {answer.found}."))
+    if answer.chosen is not None:
+        lines.append(paragraph(f"{answer.chosen.in_words}."))
     if answer.idle is not None:
         lines.append(paragraph(f"The plan {answer.idle}."))
     if answer.mixed is not None:

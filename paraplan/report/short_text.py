@@ -219,6 +219,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     result = answer.result
     beside = (
         ("Found", answer.found),
+        ("Options", None if answer.chosen is None else answer.chosen.in_words),
         ("GPUs", answer.idle),
         ("Mixed", answer.mixed),
         ("Why", result.remark),

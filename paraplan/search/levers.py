@@ -96,8 +96,7 @@ def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterat
     has_gpu = workload.cluster.gpu.vendor != "cpu"
     yield from _choices_left_free(fixed)
     if training.loss in ("plain", "chunked"):
-        kernels = ("liger", "chunked") if training.loss == "plain" else ("liger",)
-        offers = [Lever("fused loss", f"--loss {one}", {"loss": one}) for one in kernels]
+        offers = [Lever("fused loss", "--loss liger", {"loss": "liger"}), *chunked_loss(workload)]
         yield next((one for one in offers if lacking(one, workload, executor) is None), offers[0])
     if has_gpu:
         yield from _narrower_weights(workload)
@@ -109,7 +108,7 @@ def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterat
             yield Lever("Pure bf16", options, {"precision": "bf16-pure", **narrow}, keeps_training=False)
     if fixed.recompute not in (None, "full"):
         yield Lever("recompute", f"without --recompute {fixed.recompute}", fixed={"recompute": None})
-    yield from _tiled_mlp(workload)
+    yield from tiled_mlp(workload)
     if has_gpu and not training.offloads_activations:
         yield Lever("activation offload", "--offload-activations", {"offloads_activations": True})
     if (fixed.micro_batch_size or 1) > training.learns_from.group:
@@ -117,7 +116,13 @@ def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterat
         yield Lever("fewer sequences at once", option, fixed={"micro_batch_size": None})
 
 
-def _tiled_mlp(workload: Workload) -> Iterator[Lever]:
+def chunked_loss(workload: Workload) -> Iterator[Lever]:
+    """Yield a loss over chunks of tokens, where it is of all logits."""
+    if workload.training.loss == "plain":
+        yield Lever("chunked loss", "--loss chunked", {"loss": "chunked"})
+
+
+def tiled_mlp(workload: Workload) -> Iterator[Lever]:
     """Yield feed-forward layers over tiles of as many tokens as a token has features, where sequences have more."""
     stack, tile = workload.training.stack, workload.model.hidden_size
     if (

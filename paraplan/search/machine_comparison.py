@@ -115,7 +115,7 @@ def _offer(workload: Workload, request: SearchRequest, prices: Sequence[PriceFil
     return MachineOffer(
         **named,
         fits=True,
-        plan=best.plan.describe(),
+        plan=f"{best.plan.describe()}{'' if answer.chosen is None else f', {answer.chosen.options}'}",
         num_gpus_used=used.num_gpus,
         step_time_s=best.step.step_time_s,
         tokens_per_s=best.step.tokens_per_s_per_gpu * best.plan.world_size,

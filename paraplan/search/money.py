@@ -6,6 +6,14 @@ from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.plan.executor import Executor
+from paraplan.plan.goodput import (
+    FailureRate,
+    GoodputEstimate,
+    MeasuredCosts,
+    assumed_costs,
+    best_interval,
+    estimate_goodput,
+)
 from paraplan.records import Record
 from paraplan.search.cluster_sizes import least_time_s
 from paraplan.search.constraints import Constraints
@@ -32,6 +40,19 @@ class Bought(Record):
     """Whether `wanted_tokens` is that number, for nobody asked for another."""
     wanted_cost: float
     goodput: float
+
+
+def goodput_of(
+    workload: Workload, estimate: PlanEstimate, failures: FailureRate, measured: MeasuredCosts | None
+) -> GoodputEstimate:
+    """Return what failures leave of the job's time, with checkpoints at the best interval in whole steps."""
+    cluster, step_s = workload.cluster, estimate.step.step_time_s
+    mtbf_s = failures.of_job_s(num_gpus=cluster.num_gpus, num_nodes=cluster.num_nodes)
+    costs = assumed_costs(num_parameters=workload.model.parameters.total, num_nodes=cluster.num_nodes)
+    if measured is not None:
+        costs = measured.completed(costs)
+    steps = max(1, round(best_interval(mtbf_s, costs, step_s=step_s) / step_s))
+    return estimate_goodput(mtbf_s, costs, interval_s=steps * step_s)
 
 
 def optimal_tokens(workload: Workload) -> float:

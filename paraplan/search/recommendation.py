@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paraplan.search.comparison import Comparison, Explanation
     from paraplan.search.money import Bought
     from paraplan.search.offers import LeverOffer
+    from paraplan.search.own_options import ChosenOptions
     from paraplan.search.sizes import Budget, SizeOffer
     from paraplan.search.what_helps import Help
 
@@ -86,6 +87,8 @@ class Recommendation:
     placement: PlannedPlacement
     framework: str | None = None
     found: str | None = None
+    chosen: ChosenOptions | None = None
+    """Options of the runtime without which nothing fits."""
     idle: str | None = None
     mixed: str | None = None
     """What the slower of several kinds of GPU cost; None for one kind."""
@@ -124,23 +127,33 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
 
         fixed, fewer = settled_offload(workload, executor=executor, fixed=question.fixed)
         question, found = replace(question, fixed=fixed), "; ".join(filter(None, [found, fewer]))
+    chosen = None
     try:
         result, workload, offers, idle = _searched(workload, question, executor=executor)
     except NothingFitsError as error:
         from paraplan.search.lever_trials import explained
+        from paraplan.search.own_options import ChosenOptions
 
-        raise explained(
-            error, workload, executor=executor, fixed=question.fixed, executors=question.executors
-        ) from None
+        chosen = ChosenOptions.of(workload, executor, question.fixed)
+        if chosen is None:
+            raise explained(
+                error, workload, executor=executor, fixed=question.fixed, executors=question.executors
+            ) from None
+        result, workload, offers, idle = _searched(chosen.workload, question, executor=executor)
     if found is not None and question.find == "fewest-gpus":
         found = "; ".join(filter(None, [found, _roomier(workload, asked, question, result, executor=executor)]))
-    goodput = _goodput(workload, question, result) if question.failures else None
+    goodput = None
+    if question.failures is not None:
+        from paraplan.search.money import goodput_of
+
+        goodput = goodput_of(workload, result.best, question.failures, question.failure_costs)
     return Recommendation(
         workload=workload,
         result=result,
         placement=_placement(workload, result),
         framework=question.framework,
         found=found,
+        chosen=chosen,
         idle=idle,
         mixed=_mixed(workload, question, result, executor=executor),
         offload=_offload(workload, asked, question, result, executor=executor),
@@ -305,20 +318,6 @@ def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> 
     from paraplan.search.comparison import compare_with
 
     return compare_with(workload, earlier, result)
-
-
-def _goodput(workload: Workload, question: SearchRequest, result: SearchResult) -> GoodputEstimate:
-    """Return what failures leave of the job's time, with checkpoints at the best interval in whole steps."""
-    from paraplan.plan.goodput import assumed_costs, best_interval, estimate_goodput
-
-    cluster, step_s = workload.cluster, result.best.step.step_time_s
-    assert question.failures is not None
-    mtbf_s = question.failures.of_job_s(num_gpus=cluster.num_gpus, num_nodes=cluster.num_nodes)
-    costs = assumed_costs(num_parameters=workload.model.parameters.total, num_nodes=cluster.num_nodes)
-    if question.failure_costs is not None:
-        costs = question.failure_costs.completed(costs)
-    steps = max(1, round(best_interval(mtbf_s, costs, step_s=step_s) / step_s))
-    return estimate_goodput(mtbf_s, costs, interval_s=steps * step_s)
 
 
 def _bought(
