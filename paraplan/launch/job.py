@@ -26,7 +26,7 @@ from paraplan.errors import PREEMPTED_EXIT_STATUS, ParaplanError
 from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.health import LeftOutError
-from paraplan.launch.elastic.launch import make_config, run_agent, with_bootstrap
+from paraplan.launch.elastic.launch import make_config, run_agent
 from paraplan.launch.elastic.preparation import Round, RoundPreparation
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
@@ -61,8 +61,6 @@ from paraplan.units import format_bytes
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU need not pay
     from paraplan.hardware.topology import NodeTopology
 
-_HEALTH_S = 20.0  # for --preflight measure
-_DEFAULT_GRACE_S = 30.0  # torchrun's
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NO_FILE = "<N/A>"  # what torch's ProcessFailure has for a rank without an error file
@@ -297,22 +295,15 @@ class Launch:
 
     def _settings(self, num_ranks: int) -> AttemptSettings:
         """Return how ranks start and stop."""
-        spec = self.request.spec
-        follows = "torch" if spec.watch_steps or spec.hang_timeout is not None else "paraplan.runtime.engine"
         return AttemptSettings(
-            grace_s=_DEFAULT_GRACE_S if spec.shutdown_timeout is None else float(spec.shutdown_timeout),
+            self.request.spec,
             fork=self.fork,
             num_threads=self._threads_to_set() if self.fork else None,
             extra_environment=self.environment,
-            wrap_command=(lambda command: command) if spec.no_python else with_bootstrap,
-            hang_timeout_s=spec.hang_timeout,
             keeps_logs=self.keeps_logs,
             cpus=self._cpus_of_ranks(num_ranks),
             has_gpus=torch.cuda.is_available(),
-            follows_steps=None if spec.no_straggler_watch else follows,
-            guard_steps=spec.guard,
-            health_s=_HEALTH_S if spec.preflight == "measure" else None,
-            spares=self._spares() if spec.spare_ranks else Spares(),
+            spares=self._spares() if self.request.spec.spare_ranks else Spares(),
         )
 
     def _threads_to_set(self) -> int | None:

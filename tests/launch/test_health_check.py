@@ -17,6 +17,7 @@ from paraplan.errors import CheckFailedError
 from paraplan.launch.elastic import health
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.ranks.spawning import open_spawner
+from paraplan.launch.spec import LaunchSpec
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
@@ -135,9 +136,7 @@ def test_doctor_refuses_scripts_and_options_that_nobody_has(
 
 def test_ranks_that_hang_while_they_measure_are_ended_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "_START_S", 0.0)  # in so short a time no rank has imported torch
-    settings = AttemptSettings(
-        grace_s=1.0, fork=False, num_threads=None, extra_environment={}, wrap_command=lambda command: command
-    )
+    settings = AttemptSettings(LaunchSpec(training_script="train.py"))
     spawner = open_spawner()
     try:
         check = health.HealthCheck(JobRecord(attempts=1), spawner, settings, {0: {"RANK": "0"}}, tmp_path, 0.3)

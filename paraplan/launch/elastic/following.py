@@ -38,7 +38,7 @@ def watch_variables(settings: AttemptSettings, environment: Mapping[str, str], f
         chosen |= dict.fromkeys(DUMP_VARIABLES, str(folder / DUMP_PREFIX))
     if int(environment.get("WORLD_SIZE", "1")) > 1:
         chosen |= {} if settings.follows_steps is None else {MARKS_VARIABLE: settings.follows_steps}
-        chosen |= {} if settings.guard_steps is None else {GUARD_VARIABLE: str(settings.guard_steps)}
+        chosen |= {} if settings.spec.guard is None else {GUARD_VARIABLE: str(settings.spec.guard)}
     return chosen
 
 
@@ -108,7 +108,7 @@ class RankWatches:
         self._guard: GuardWatch | None = None
         self._follows_steps = settings.follows_steps is not None
         self._num_ranks = int(envs[0].get("WORLD_SIZE", "1"))
-        self._is_guarded = bool(folders) and settings.guard_steps is not None and self._num_ranks > 1
+        self._is_guarded = bool(folders) and settings.spec.guard is not None and self._num_ranks > 1
 
     def look_for_slow_ranks(self) -> None:
         """Look for slow ranks. What ranks and other nodes have noted may be anything, and ends no job."""

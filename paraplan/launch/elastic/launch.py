@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, Std
@@ -27,7 +26,6 @@ from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import open_store
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
 from paraplan.launch.nodes.static_rendezvous import StaticRendezvous
-from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.spawning import SpawnerHandle
 from paraplan.launch.request import LaunchRequest
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
@@ -180,9 +178,3 @@ def _start_ranks(
         processes.close(error.sigval if isinstance(error, SignalException) else None)
         raise
     return processes
-
-
-def with_bootstrap(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return an interpreter's command with our bootstrap before the script: `python -u bootstrap.py train.py ...`."""
-    index = command.index("-u") + 1 if "-u" in command else 1
-    return (*command[:index], str(Path(bootstrap.__file__)), *command[index:])

@@ -33,7 +33,7 @@ from paraplan.launch.faults.report import say
 from paraplan.launch.guard import remove_sums
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.preemption import HeldSignals, raise_signal
-from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
+from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL, with_bootstrap
 from paraplan.launch.ranks.limits import count_memory_kills
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
 from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
@@ -46,6 +46,7 @@ SETTLE_S = 0.5
 _ANSWER_S = 3.0
 """How long ranks get to report where they are, before they are stopped because others timed out or lost them."""
 
+_HEALTH_S = 20.0  # for --preflight measure
 _BOARD_INTERVAL_S = 0.5
 _ALONE_S = 3.0
 """How long ranks go on after those of another node have failed: most notice by a lost connection within this time."""
@@ -87,11 +88,11 @@ class RankProcesses(ProcessContext):
         self._looks_at = 0.0
         self._alone_since: float | None = None
         self._watches = RankWatches(settings, job, envs=envs, folders=self._folders())
-        self._watch = self._make_watch() if settings.hang_timeout_s is not None else None
+        self._watch = self._make_watch() if settings.spec.hang_timeout is not None else None
 
     def _make_watch(self) -> HangWatch:
         return HangWatch(
-            timeout_s=float(self._settings.hang_timeout_s or 0),
+            timeout_s=float(self._settings.spec.hang_timeout or 0),
             stack_files={rank: folder / STACK_FILE for rank, folder in self._folders().items()},
             request_stacks=self._request_stacks,
             read_activities=lambda ranks: read_activities({rank: self._pids[rank] for rank in ranks}, self._folders()),
@@ -129,10 +130,11 @@ class RankProcesses(ProcessContext):
         self._job.started_ns = time.time_ns()
         self._job.kills_before = count_memory_kills()
         self._check_health()
+        has_bootstrap = not self._settings.fork and not self._settings.spec.no_python
         commands = [
             RankCommand(
                 local_rank=rank,
-                command=self.args[rank] if self._settings.fork else self._settings.wrap_command(self.args[rank]),
+                command=with_bootstrap(self.args[rank]) if has_bootstrap else self.args[rank],
                 environment=self._environment(rank),
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
@@ -159,7 +161,7 @@ class RankProcesses(ProcessContext):
         self._job.world_size = int(self.envs[0].get("WORLD_SIZE", self.nprocs))
 
     def _check_health(self) -> None:
-        if self._settings.health_s is None or self._job.folder is None:
+        if self._settings.spec.preflight != "measure" or self._job.folder is None:
             return
         environments = {rank: {**self.envs[rank], **self._settings.extra_environment} for rank in range(self.nprocs)}
         HealthCheck(
@@ -168,7 +170,7 @@ class RankProcesses(ProcessContext):
             self._settings,
             environments,
             self._job.folder.path,
-            self._settings.health_s,
+            _HEALTH_S,
             self._signals.held,
         ).run()
 
@@ -309,7 +311,7 @@ class RankProcesses(ProcessContext):
         if not failures and self._job.apart is None:
             self._watches.finds_ranks_apart(is_end=True)
         remove_empty_files(self._folders().values())
-        if self._settings.guard_steps is not None:
+        if self._settings.spec.guard is not None:
             remove_sums(self._folders().values())
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:

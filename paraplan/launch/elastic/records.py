@@ -20,44 +20,48 @@ from paraplan.launch.ranks.live import LiveRank
 from paraplan.launch.ranks.spawning import Spares
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
+from paraplan.launch.spec import LaunchSpec
 from paraplan.launch.stragglers.watch import Case
 from paraplan.shared_memory import CopySlots, StatusPage
 
 if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan need not pay
     from paraplan.plan.files import PlanFile
 
+_DEFAULT_GRACE_S = 30.0  # torchrun's
+
 
 @dataclass(frozen=True)
 class AttemptSettings:
-    """How ranks start and stop.
+    """How ranks start and stop: as `spec` says, and as follows from it and the machine.
 
-    `grace_s` passes between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending.
     `fork` starts ranks with torch imported; `num_threads` is then what torch is set to in them, None for as imported.
-    `wrap_command` turns an interpreter's command into what is executed, for ranks that are not forked.
     `keeps_logs` copies what ranks write to files of their own.
     `cpus` are the CPUs that a local rank is kept on; none for all.
-    `hang_timeout_s` ends a job whose ranks all stand still for so long; None never looks.
-    `follows_steps` has ranks note the times of their steps, by which slow ones are found, once a module of this name is
-    imported; None never does.
-    `guard_steps` has ranks sum what they hold alike every so many steps; None never does.
-    `health_s` is for how long machines are measured before the first start; None does not.
     `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
     """
 
-    grace_s: float
-    fork: bool
-    num_threads: int | None
-    extra_environment: Mapping[str, str]
-    wrap_command: Callable[[tuple[str, ...]], tuple[str, ...]]
-    hang_timeout_s: float | None = None
+    spec: LaunchSpec
+    fork: bool = False
+    num_threads: int | None = None
+    extra_environment: Mapping[str, str] = field(default_factory=dict)
     keeps_logs: bool = False
     cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     has_gpus: bool = False
-    follows_steps: str | None = None
-    guard_steps: int | None = None
-    health_s: float | None = None
     spares: Spares = field(default_factory=Spares)
     """Processes that stand by for ranks that start again."""
+
+    @property
+    def grace_s(self) -> float:
+        """What passes between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending."""
+        return _DEFAULT_GRACE_S if self.spec.shutdown_timeout is None else float(self.spec.shutdown_timeout)
+
+    @property
+    def follows_steps(self) -> str | None:
+        """The module whose import has ranks note the times of their steps, by which slow ones are found."""
+        if self.spec.no_straggler_watch:
+            return None
+        is_any = self.spec.watch_steps or self.spec.hang_timeout is not None
+        return "torch" if is_any else "paraplan.runtime.engine"
 
 
 @dataclass

@@ -361,6 +361,12 @@ def target_of(command: Sequence[str]) -> Target:
     return Target(name, tuple(arguments), is_module="-m" in options)
 
 
+def with_bootstrap(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return an interpreter's command with this file before the script: `python -u bootstrap.py train.py ...`."""
+    index = command.index("-u") + 1 if "-u" in command else 1
+    return (*command[:index], __file__, *command[index:])
+
+
 def run_command(command: Sequence[str]) -> NoReturn:
     """Run a command `python -u [-m] NAME ARGUMENTS...` in this process, whose errors are recorded."""
     recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
