@@ -35,8 +35,9 @@ from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.preemption import HeldSignals, raise_signal
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL, with_bootstrap
 from paraplan.launch.ranks.limits import count_memory_kills
+from paraplan.launch.ranks.live import process_state
 from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
-from paraplan.launch.ranks.stacks import ask_for_stacks, is_stopped, stack_by_py_spy
+from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
 
@@ -236,7 +237,7 @@ class RankProcesses(ProcessContext):
         self._job.stacks = {self._global_rank(rank): stack for rank, stack in stacks.items()}
 
     def _stopped_ranks(self) -> list[int]:
-        return [rank for rank in self._running() if is_stopped(self._pids[rank])]
+        return [rank for rank in self._running() if process_state(self._pids[rank]) == "stopped"]
 
     def _lost_other_nodes(self) -> bool:
         """Whether another node has failed for good, and the ranks of this one have not noticed for a while."""

@@ -14,7 +14,7 @@ from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.collectives import ask_for_calls
 from paraplan.launch.live.channel import VERSION, read_log
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
-from paraplan.launch.ranks.live import LiveRank, catches, send_signal
+from paraplan.launch.ranks.live import LiveRank, catches, process_state, send_signal
 from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
 from paraplan.launch.stragglers.steps import ask_for_profile, last_step, read_profile, trace_path
 from paraplan.shared_memory import StatusPage
@@ -69,7 +69,7 @@ def _rank_status(rank: LiveRank, page: StatusPage | None) -> dict[str, Any]:
         step, ended_s = int(page.get(rank.local_rank, "last_step")), page.get(rank.local_rank, "last_ended")
     return {
         "pid": rank.pid,
-        "state": rank.state(),
+        "state": process_state(rank.pid),
         "step": step or None,
         "since_step_s": time.time() - ended_s if step and ended_s else None,
         "logs": list(rank.logs),
@@ -84,7 +84,7 @@ def _chosen(job: JobRecord, question: Mapping[str, Any]) -> dict[int, LiveRank]:
 def _stacks(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     """Return where ranks stand, those that do not answer too, and the collectives that they made last."""
     ranks = _chosen(job, question)
-    states = {rank: one.state() for rank, one in ranks.items()}
+    states = {rank: process_state(one.pid) for rank, one in ranks.items()}
     asked = [rank for rank, one in ranks.items() if states[rank] == "running" and catches(one.pid, STACK_SIGNAL)]
     folders = {rank: ranks[rank].folder for rank in asked}
     files = {rank: folder / STACK_FILE for rank, folder in folders.items() if folder is not None}
@@ -140,8 +140,8 @@ def _profile(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     for rank, one in _chosen(job, question).items():
         if job.kept_folder is None:
             refused[str(rank)] = "the run keeps no folder (--no-logs)"
-        elif one.state() != "running":
-            refused[str(rank)] = f"its process is {one.state()}"
+        elif process_state(one.pid) != "running":
+            refused[str(rank)] = f"its process is {process_state(one.pid)}"
         elif one.folder is None or not ask_for_profile(
             one.folder,
             number=int(question["number"]),
@@ -166,7 +166,7 @@ def _profiled(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     for rank, one in _chosen(job, question).items():
         number = int(question["number"])
         state, text = read_profile(one.folder, number=number) if one.folder is not None else ("", "")
-        process = one.state() if state in ("", "began") else "running"
+        process = process_state(one.pid) if state in ("", "began") else "running"
         if one.folder is not None and trace_path(one.folder, rank=rank, number=number).exists():
             state = "done"  # that of a process that ends is written at its end
         elif process != "running":

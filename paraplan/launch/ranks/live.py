@@ -7,8 +7,6 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from paraplan.launch.ranks.stacks import is_stopped
-
 
 @dataclass(frozen=True)
 class LiveRank:
@@ -19,11 +17,11 @@ class LiveRank:
     folder: Path | None
     logs: tuple[str, ...]
 
-    def state(self) -> str:
-        """Return `running`, `stopped` (by a signal or a debugger) or `ended`."""
-        if is_stopped(self.pid):
-            return "stopped"
-        return "running" if _stat(self.pid)[:1] not in ([], ["Z"], ["X"]) else "ended"
+
+def process_state(pid: int) -> str:
+    """Return `running`, `stopped` (by a signal or a debugger) or `ended`."""
+    states = {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}
+    return states.get("".join(_stat(pid)[:1]) or "X", "running")
 
 
 def send_signal(rank: LiveRank, number: int) -> None:

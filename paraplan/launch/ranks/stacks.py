@@ -95,14 +95,6 @@ def find_py_spy() -> str | None:
     return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
 
 
-def is_stopped(pid: int, *, proc: Path = Path("/proc")) -> bool:
-    """Whether a signal or a debugger has stopped a process."""
-    try:
-        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:
-        return False
-
-
 def ask_for_stacks(
     ranks: Sequence[int],
     *,
