@@ -25,7 +25,6 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.report.ranked_rows import table_rows
 from paraplan.report.short_text import Line, recommendation_lines
-from paraplan.search.comparison import part_words as part_words
 from paraplan.search.constraints import FREE
 from paraplan.search.constraints import Constraints as Constraints
 from paraplan.search.failure import NothingFitsError as NothingFitsError

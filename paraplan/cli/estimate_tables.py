@@ -53,12 +53,6 @@ def print_heading(estimate: Estimate) -> None:
     print_lines(console, [*estimate.lines, *notes])
 
 
-def print_warnings(console: Console, warnings: Sequence[str]) -> None:
-    """Print what to know beside a result."""
-    for warning in warnings:
-        console.print(f"note: {warning}", style="yellow")
-
-
 def print_estimate(estimate: Estimate, *, with_details: bool) -> None:
     """Print the memory of each stage as a bar with its parts, and the step time by parts.
 

@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from paraplan.api.recommendations import part_words
 from paraplan.cli.estimate_tables import lines_table, print_estimate, print_lines
-from paraplan.cli.money_tables import print_money
+from paraplan.cli.section_tables import print_sections
 from paraplan.cli.terminal import command_in_lines, make_console
 from paraplan.report.ranked_rows import table_rows, words_of
+from paraplan.report.sections import answer_sections, money_sections, tree_sections
 from paraplan.report.short_text import Line, lever_lines
 from paraplan.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paraplan.api.recommendations import Recommendation
-    from paraplan.search.comparison import Comparison, Explanation
-    from paraplan.search.results import Candidate, SearchResult
-    from paraplan.search.what_helps import Help
+    from paraplan.search.results import Candidate
 
 _EQUAL = 1.02
 
@@ -55,29 +52,20 @@ def print_answer(
     console.print(*before, end="\n" * len(before))
     if verbose:
         print_lines(console, [*answer.lines, *notes, *lever_lines(beside), *_details(answer)])
-        _print_tree(console, answer.result)
+        print_sections(console, tree_sections(answer.result.decisions))
         _print_plans(console, answer, None)
     else:
         with console.capture() as money:
-            print_money(console, answer)
+            print_sections(console, money_sections(beside))
         room = MOST_LINES - (money.get() + end).count("\n") - 1 - _height(console, *before)
         _print_short(console, answer, [*answer.lines, *notes], room, shown_rows)
-    if verbose and answer.result.rejections:
-        console.print("\n[bold]Ruled out[/bold]", markup=True)
-        console.print(_rejections(answer.result))
-    if verbose and beside.helps:
-        _print_helps(console, beside.helps)
-    if beside.explanation is not None:
-        _print_explanation(console, beside.explanation)
     if answer.result.front:
         count = len(answer.result.front)
         console.print(
             f"\n[bold]{count} Pareto-optimal plans[/bold]: none is better in both time and memory", markup=True
         )
         console.print(_plans(answer.result.front, answer))
-    if beside.comparison is not None:
-        _print_comparison(console, beside.comparison)
-    print_money(console, answer)
+    print_sections(console, answer_sections(beside, verbose=verbose))
     if verbose:
         print_estimate(answer.best, with_details=True)
     typer.echo(end)
@@ -113,11 +101,6 @@ def _height(console: Console, *drawn: Any) -> int:
     return sum(len(console.render_lines(each, pad=False)) for each in drawn)
 
 
-def _indented(text: str) -> Padding:
-    """Return a text two columns in, also where it goes on in a second line."""
-    return Padding(text, (0, 2))
-
-
 def _details(answer: Recommendation) -> list[Line]:
     """Return what the words of a plan leave out: stages, order of ranks, GPUs."""
     plan, placement = answer.best.plan, answer.answer.placement
@@ -132,13 +115,6 @@ def _details(answer: Recommendation) -> list[Line]:
             visible = ",".join(map(str, placement.local_gpus))
             lines.append(Line("GPUs", f"by local rank: {visible} (CUDA_VISIBLE_DEVICES)", "dim"))
     return lines
-
-
-def _print_tree(console: Console, result: SearchResult) -> None:
-    console.print("\n[bold]Decision tree[/bold]", markup=True)
-    for decision in result.decisions:
-        console.print(Padding(Text.assemble(decision.question, " ", (decision.outcome, "bold")), (0, 2)))
-        console.print(Padding(Text(decision.because, style="dim"), (0, 4)))
 
 
 def _print_plans(console: Console, answer: Recommendation, most: int | None) -> None:
@@ -157,69 +133,6 @@ def _print_plans(console: Console, answer: Recommendation, most: int | None) -> 
 
 def _order(answer: Recommendation) -> str:
     return "least memory" if answer.result.objective == "memory" else "fastest"
-
-
-def _print_helps(console: Console, helps: tuple[Help, ...]) -> None:
-    console.print("\n[bold]What would help[/bold], most time saved first", markup=True)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for title in ("step", "memory"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("change, and the plan with it")
-    for one in helps:
-        plan = "the same plan" if one.is_same_plan else one.plan.describe()
-        table.add_row(
-            f"{format_seconds(one.step_time_s)} ({one.change_in_words})",
-            f"{format_bytes(one.peak_memory_bytes)} ({_signed(-one.saved_bytes)})",
-            Text.assemble("" if one.keeps_training else "* ", one.options, (f"\n{plan}", "dim")),
-        )
-    console.print(table)
-    if not all(one.keeps_training for one in helps):
-        console.print(_indented("* trains other parameters, with other arithmetic, or on other machines"), style="dim")
-
-
-def _signed(num_bytes: int) -> str:
-    return f"{'+' if num_bytes >= 0 else '-'}{format_bytes(abs(num_bytes))}"
-
-
-def _print_explanation(console: Console, explanation: Explanation) -> None:
-    console.print("\n[bold]Why the best beats the second[/bold]", markup=True)
-    console.print(_indented(f"best:   {explanation.best}"))
-    console.print(_indented(f"second: {explanation.second}"))
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    table.add_column("")
-    for title in ("best", "second", "difference"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for part in explanation.parts:
-        if part.best_s or part.second_s:
-            difference = f"{'+' if part.difference_s >= 0 else '-'}{format_seconds(abs(part.difference_s))}"
-            table.add_row(part_words(part.name), format_seconds(part.best_s), format_seconds(part.second_s), difference)
-    gap = explanation.second_step_s - explanation.best_step_s
-    table.add_row(
-        "step",
-        format_seconds(explanation.best_step_s),
-        format_seconds(explanation.second_step_s),
-        f"{'+' if gap >= 0 else '-'}{format_seconds(abs(gap))}",
-        style="bold",
-    )
-    table.add_row(
-        "memory", format_bytes(explanation.best_memory_bytes), format_bytes(explanation.second_memory_bytes), ""
-    )
-    console.print(Padding(table, (0, 2)))
-    console.print(_indented(explanation.because))
-
-
-def _print_comparison(console: Console, comparison: Comparison) -> None:
-    console.print("\n[bold]Beside the earlier plan[/bold]", markup=True)
-    console.print(_indented(f"before: {comparison.before}"))
-    console.print(_indented(f"now:    {comparison.now}"))
-    for change in comparison.changes:
-        console.print(_indented(f"{change.field}: {change.before} -> {change.now}"))
-    if comparison.then_step_s is not None:
-        console.print(
-            _indented(f"the earlier plan was predicted to take {format_seconds(comparison.then_step_s)} a step")
-        )
-    for sentence in comparison.because:
-        console.print(_indented(sentence))
 
 
 def _end(answer: Recommendation, plan_path: Path | None, seconds: float, *, verbose: bool) -> str:
@@ -288,13 +201,3 @@ def without_equals(candidates: tuple[Candidate, ...], chosen: object) -> tuple[C
 def _without_cp(plan: Any) -> tuple[object, ...]:
     of_data = {"dp": plan.dp * plan.cp, "cp": 1}
     return *(plan.degrees | of_data).items(), plan.zero_stage, plan.offload, plan.recompute
-
-
-def _rejections(result: SearchResult) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column()
-    for rejection in result.rejections:
-        plans = "plan" if rejection.count == 1 else "plans"
-        table.add_row(f"{rejection.count:,} {plans}", rejection.reason)
-    return table

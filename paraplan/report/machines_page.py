@@ -5,7 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from paraplan.cost.workload import Workload
-from paraplan.report.page import Column, Row, page, paragraph, section, table
+from paraplan.report.page import page, paragraph, section, table
+from paraplan.report.sections import Column, Row
 from paraplan.search.machine_comparison import MachineComparison, MachineOffer
 from paraplan.units import format_bytes, format_count, format_seconds
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.resources
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
 
 from paraplan import __version__
+from paraplan.report.sections import Column, Row, Section, Table
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """A browser that honours it loads nothing, whatever a name or a path in the report may hold."""
@@ -15,21 +15,6 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 _MANY_COLUMNS = 5
 """A table of so many is one card a row on a phone, where it would be cut off."""
-
-
-class Column(NamedTuple):
-    """A column of a table; numbers stand on the right."""
-
-    title: str
-    is_number: bool = False
-
-
-class Row(NamedTuple):
-    """A row of a table as text; `anchor` is the name under which charts link to it."""
-
-    cells: tuple[str, ...]
-    anchor: str | None = None
-    is_chosen: bool = False
 
 
 def page(*, title: str, head: str, sections: Sequence[str]) -> str:
@@ -80,6 +65,33 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
     return f'<dl class="facts">{rows}</dl>'
 
 
+def sections_html(sections: Sequence[Section]) -> list[str]:
+    """Return sections that the terminal has too."""
+    return [_section_html(each) for each in sections]
+
+
+def _section_html(each: Section) -> str:
+    about = each.about.lstrip(" ,:")
+    items = "".join(
+        f"<li>{escape(one.question)} <strong>{escape(one.outcome)}</strong>"
+        f'<br><span class="soft">{escape(one.because)}</span></li>'
+        for one in each.decisions
+    )
+    return section(
+        each.title,
+        paragraph(f"{about[0].upper()}{about[1:]}.") if about else "",
+        f'<ol class="path">{items}</ol>' if items else "",
+        *map(paragraph, each.before),
+        table_html(each.table) if each.table is not None else "",
+        *map(paragraph, each.after),
+    )
+
+
+def table_html(shown: Table) -> str:
+    """Return a table of a section."""
+    return table(shown.columns, shown.rows, caption=shown.caption)
+
+
 def table(columns: Sequence[Column], rows: Sequence[Row], *, caption: str) -> str:
     """Return a table that scrolls by itself where a page is narrow; its first column heads the rows."""
     head = "".join(f"<th scope='col'{_number(column)}>{escape(column.title)}</th>" for column in columns)
@@ -120,8 +132,13 @@ def _row(columns: Sequence[Column], row: Row) -> str:
     anchor = f' id="{row.anchor}"' if row.anchor else ""
     chosen = ' class="chosen"' if row.is_chosen else ""
     cells = "".join(
-        f'<td{_kind(column)} data-title="{escape(column.title)}">{escape(text)}</td>'
+        f'<td{_kind(column)} data-title="{escape(column.title)}">{_cell(text)}</td>'
         for column, text in zip(columns[1:], rest, strict=True)
     )
     head = f"<th scope='row'{_kind(columns[0])}>{escape(first)}</th>"
     return f"<tr{anchor}{chosen}>{head}{cells}</tr>"
+
+
+def _cell(text: str) -> str:
+    first, _, second = text.partition("\n")
+    return escape(first) + (f'<br><span class="soft">{escape(second)}</span>' if second else "")

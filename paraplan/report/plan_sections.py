@@ -11,9 +11,10 @@ from paraplan.cost.workload import Workload
 from paraplan.plan.files import PlannedPlacement
 from paraplan.report.chart_svg import NARROW, WIDE, ChartRenderer
 from paraplan.report.charts import MEMORY_PARTS, memory_chart, shown_stages
-from paraplan.report.page import Column, Row, details, facts, figure, paragraph, section, table
+from paraplan.report.page import details, facts, figure, paragraph, section, table
 from paraplan.report.plan_words import cautions, step_parts
 from paraplan.report.rank_map import axis_groups, map_table
+from paraplan.report.sections import Column, Row
 from paraplan.report.short_text import memory_verdict
 from paraplan.report.timeline_chart import shown_rows, timeline_chart
 from paraplan.report.topology_svg import GroupRow, render_svg

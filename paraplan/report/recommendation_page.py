@@ -9,7 +9,18 @@ from paraplan.cost.loading import loading_of
 from paraplan.cost.workload import Workload
 from paraplan.report.chart_svg import HALF, NARROW, WIDE, ChartRenderer
 from paraplan.report.charts import cost_chart, plans_chart, throughput_chart
-from paraplan.report.page import Column, Row, code, details, facts, figure, page, paragraph, section, table
+from paraplan.report.page import (
+    code,
+    details,
+    facts,
+    figure,
+    page,
+    paragraph,
+    section,
+    sections_html,
+    table,
+    table_html,
+)
 from paraplan.report.plan_sections import (
     memory_section,
     plan_facts,
@@ -21,13 +32,12 @@ from paraplan.report.plan_sections import (
 )
 from paraplan.report.plan_words import plan_in_words
 from paraplan.report.ranked_rows import table_rows, words_of
+from paraplan.report.sections import Column, Row, answer_sections, size_table, tree_sections
 from paraplan.search.failure import NothingFitsError
-from paraplan.search.money import Bought
 from paraplan.search.offers import LeverOffer, offers_beside
 from paraplan.search.recommendation import Recommendation
-from paraplan.search.results import Candidate, Decision, Rejection, SearchResult
-from paraplan.search.sizes import Budget, SizeOffer
-from paraplan.search.what_helps import Help
+from paraplan.search.results import Candidate, Decision, SearchResult
+from paraplan.search.sizes import SizeOffer
 from paraplan.units import format_bytes, format_count, format_seconds, gpus
 
 _MOST_ROWS = 12
@@ -45,18 +55,15 @@ def recommendation_page(answer: Recommendation, *, sizes: Sequence[SizeOffer], c
         title=f"{workload.model.name} on {gpus(workload.cluster.num_gpus)}: {best.plan.describe()}",
         head=_head(answer),
         sections=[
-            _decisions(result.decisions),
+            *sections_html(tree_sections(result.decisions)),
             _plans(result, renderer),
             memory_section(workload, best, renderer),
             step_section(best),
             timeline_section(workload, best, renderer),
             ranks_section(workload, best, answer.placement),
-            _sizes(workload, sizes, renderer),
-            _budget(answer.budget),
-            _bought(answer.bought, answer.price_source),
+            _sizes(workload, sizes, renderer, with_table=not answer.offers),
             _levers(answer.levers, workload.framework.title),
-            _helps(answer.helps),
-            _rejections(result.rejections),
+            *sections_html(answer_sections(answer)),
             _commands(commands),
         ],
     )
@@ -89,7 +96,7 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
         head="\n".join(head),
         sections=[
             _levers(error.offers, workload.framework.title),
-            _decisions(decisions),
+            *sections_html(tree_sections(decisions)),
             memory_section(workload, nearest, renderer),
         ],
     )
@@ -118,15 +125,6 @@ def _head(answer: Recommendation) -> str:
         lines.append(paragraph(f"{result.remark[0].upper()}{result.remark[1:]}."))
     lines += [plan_facts(workload, result.best), plan_remarks(workload, result.best)]
     return "\n".join(lines)
-
-
-def _decisions(decisions: Sequence[Decision]) -> str:
-    items = "".join(
-        f"<li>{escape(each.question)} <strong>{escape(each.outcome)}</strong>"
-        f'<br><span class="soft">{escape(each.because)}</span></li>'
-        for each in decisions
-    )
-    return section("Decision tree", f'<ol class="path">{items}</ol>') if items else ""
 
 
 def _plans(result: SearchResult, renderer: ChartRenderer) -> str:
@@ -208,7 +206,7 @@ def _plan_table(plans: Sequence[Candidate], result: SearchResult, anchors: dict[
     return table(columns, rows, caption=caption)
 
 
-def _sizes(workload: Workload, sizes: Sequence[SizeOffer], renderer: ChartRenderer) -> str:
+def _sizes(workload: Workload, sizes: Sequence[SizeOffer], renderer: ChartRenderer, *, with_table: bool) -> str:
     if len(sizes) < 2:
         return ""
     has_price = sizes[0].cost_per_billion_tokens is not None
@@ -225,22 +223,6 @@ def _sizes(workload: Workload, sizes: Sequence[SizeOffer], renderer: ChartRender
         )
         for spec, label in charts
     ]
-    columns = [Column("GPUs", is_number=True), Column("best plan"), Column("step", is_number=True)]
-    columns += [Column("GPU-hours per 1e9 tokens", is_number=True)]
-    columns += [Column("cost per 1e9 tokens", is_number=True)] if has_price else []
-    rows = [
-        Row(
-            (
-                str(offer.num_gpus),
-                offer.plan,
-                format_seconds(offer.step_time_s),
-                f"{offer.gpu_hours_per_billion_tokens:,.1f}",
-                *([f"{offer.cost_per_billion_tokens:,.2f}"] if has_price else []),
-            ),
-            is_chosen=offer.num_gpus == now,
-        )
-        for offer in sizes
-    ]
     sentence = (
         f"The best plan on each number of GPUs for the same batch of {workload.training.global_batch_size} sequences: "
         "with more GPUs each has less of it. Sizes on which nothing fits are left out."
@@ -249,40 +231,8 @@ def _sizes(workload: Workload, sizes: Sequence[SizeOffer], renderer: ChartRender
         "Scaling",
         paragraph(sentence),
         f'<div class="pair">{"".join(figures)}</div>',
-        table(columns, rows, caption="Best plan by number of GPUs"),
+        table_html(size_table(sizes, now=now)) if with_table else "",
     )
-
-
-def _budget(budget: Budget | None) -> str:
-    if budget is None:
-        return ""
-    pairs = [
-        ("steps", f"{budget.steps:,.0f}"),
-        ("time", f"{budget.seconds / 86_400:,.1f} days"),
-        ("GPU-hours", f"{budget.gpu_hours:,.0f}"),
-        *([("cost of the run", f"{budget.cost:,.2f}")] if budget.cost is not None else []),
-    ]
-    return section(
-        f"{format_count(budget.tokens)} tokens",
-        facts(pairs),
-        paragraph("Steps alone: no starts, checkpoints, failures."),
-    )
-
-
-def _bought(bought: Bought | None, source: str | None) -> str:
-    """Return what an amount of money trains on."""
-    if bought is None:
-        return ""
-    pairs = [
-        ("tokens", format_count(bought.tokens)),
-        ("time", f"{bought.seconds / 86_400:,.1f} days"),
-        ("GPU-hours", f"{bought.gpu_hours:,.0f}"),
-        (f"cost of {format_count(bought.wanted_tokens)} tokens", f"{float(f'{bought.wanted_cost:.3g}'):,g}"),
-    ]
-    words = f"{bought.price_per_gpu_hour:.3g} a GPU-hour ({source or '--price'})."
-    if bought.is_compute_optimal:
-        words += " The last figure is for 20 tokens a parameter, compute-optimal in pretraining (arXiv 2203.15556)."
-    return section(f"What {bought.money:,.0f} buy", facts(pairs), paragraph(words))
 
 
 def _levers(offers: Sequence[LeverOffer], framework: str) -> str:
@@ -322,40 +272,6 @@ def _levers(offers: Sequence[LeverOffer], framework: str) -> str:
 def _needs(one: LeverOffer) -> str:
     peak, usable = one.peak_memory_bytes or 0, one.usable_memory_bytes or 0
     return format_bytes(peak if peak > usable else one.host_bytes_per_node or 0)
-
-
-def _helps(helps: Sequence[Help]) -> str:
-    if not helps:
-        return ""
-    rows = [
-        Row(
-            (
-                one.options if one.keeps_training else f"* {one.options}",
-                f"{format_seconds(one.step_time_s)} ({one.change_in_words})",
-                format_bytes(one.peak_memory_bytes),
-                "the same" if one.is_same_plan else one.plan.describe(),
-            )
-        )
-        for one in helps
-    ]
-    columns = [Column("change"), Column("step", is_number=True), Column("memory", is_number=True), Column("plan")]
-    return section(
-        "What would help",
-        table(
-            columns,
-            rows,
-            caption="Changes of options, machines and nodes, most time saved first; * trains other parameters, with "
-            "other arithmetic, or on other machines",
-        ),
-    )
-
-
-def _rejections(rejections: Sequence[Rejection]) -> str:
-    if not rejections:
-        return ""
-    rows = [Row((each.reason, f"{each.count:,}")) for each in rejections]
-    columns = [Column("reason"), Column("plans", is_number=True)]
-    return section("Ruled out", table(columns, rows, caption="Why plans were left out, and how many"))
 
 
 def _commands(commands: Mapping[str, str]) -> str:

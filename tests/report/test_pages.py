@@ -20,7 +20,7 @@ from paraplan.cli.main import app
 GPT2 = ["gpt2", "--seq-len", "1024", "--global-batch", "64"]
 MACHINE = ["--profile", "rtx-3090-x2", "--cp", "1", "--tp", "1"]
 COMMANDS = {
-    "recommended": ["recommend", *GPT2, *MACHINE, "--tokens", "1e9", "--price", "2"],
+    "recommended": ["recommend", *GPT2, *MACHINE, "--tokens", "1e9", "--price", "2", "--mtbf", "8h", "--explain"],
     "pipeline": ["estimate", *GPT2, "--profile", "dgx-h100", "--dp", "2", "--pp", "4", "--virtual-stages", "3"],
     "one-rank": ["estimate", *GPT2, "--profile", "dgx-h100"],
     "nothing-fits": ["recommend", "llama-3-70b", *GPT2[1:], "--profile", "rtx-3090-x2"],
@@ -132,7 +132,10 @@ def test_the_report_says_what_the_terminal_says(reports: dict[str, Path]) -> Non
     assert f"Step {reached[1]}" in text
     for line in printed.split("Decision tree\n")[1].split("\n\n")[0].splitlines():
         assert line.strip() in text
-    for word in ("1.00 B tokens", "Scaling", "cost per 1e9 tokens", "Ruled out"):
+    for heading in ("Expected goodput", "Why the best beats the second", "What would help", "Ruled out"):
+        printed_section = printed.split("\n" + heading)[1].split("\n\n")[0].lower()
+        assert [word for word in re.findall(r"[\w.%+-]+", printed_section) if word not in text.lower()] == [], heading
+    for word in ("1.00 B tokens", "Scaling", "cost of 1e9 tokens", "Ruled out"):
         assert word in text
 
 
