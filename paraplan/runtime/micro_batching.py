@@ -70,6 +70,8 @@ class MicroBatching:
         self._sync = sync
         self._checking = replace(checking, reference=None)  # which the check itself lets go
         self._loss = part.execution.loss
+        self._num_copies = mesh.size("dp") * mesh.size("cp")
+        self._gathers = checking.coupling == "gather" and mesh.size("dp") > 1
 
         def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
             return part.shardings.whole(name, tensor, mesh)
@@ -101,8 +103,7 @@ class MicroBatching:
         division = self.divider.divide(sizes, is_step=call == "step")
         inputs, targets = to_device(inputs, device), to_device(targets, device)
         pieces = split_batch(inputs, targets, division)
-        gathers = checking.coupling == "gather" and self._mesh.size("dp") > 1
-        if gathers and division.count > 1:
+        if self._gathers and division.count > 1:
             raise UsageError(
                 f"batch_coupling='gather', and the ranks have {sizes} sequences: their outputs cannot be joined",
                 hint="give each rank as many, in one micro-batch; job.shard does",
@@ -115,9 +116,8 @@ class MicroBatching:
                     stack.enter_context(checking.agreement.on(f"{words} {call}", parts=True))
                 stack.enter_context(explained_timeouts(lambda: f"the check of engine.{call}"))
                 guarded(lambda: self._check.run(call, pieces))
-        self._loss.gathers, self._loss.total = gathers, None
-        is_divided = division.count * self._mesh.size("dp") * self._mesh.size("cp") > 1
-        if gathers or not is_divided:
+        self._loss.gathers, self._loss.total = self._gathers, None
+        if self._gathers or division.count * self._num_copies == 1:
             return weigh(pieces, [1.0 / self._mesh.size("dp")] * len(pieces))
         self._loss.total, weights = self._weights(pieces, sizes)
         return weigh(pieces, weights)

@@ -40,7 +40,7 @@ class _Share:
     """What one rank attends with: `part` of `num_parts` of the heads, and queries of `rows` of the tokens, or of all.
 
     `of_tokens` has for each rank what part of the heads it has of the same tokens, None where it has others, and
-    `of_heads` what part it has.
+    `of_heads` what part it has. Each head of keys stands for `copies` of them.
     """
 
     num_parts: int
@@ -49,6 +49,7 @@ class _Share:
     of_tokens: tuple[int | None, ...]
     of_heads: tuple[int, ...]
     has_all_tokens: bool
+    copies: int
 
 
 class ContextAttention:
@@ -59,8 +60,7 @@ class ContextAttention:
         self.num_own = 0
         self.positions: torch.Tensor | None = None
         """The positions of all tokens, where blocks are given them."""
-        ranks = tuple(range(group.size))
-        self._of_heads = _Share(group.size, group.index, (), ranks, ranks, has_all_tokens=True)
+        self._shares: dict[tuple[int, ...], _Share] = {}
         self._interfaces = {name: partial(self._by_interface, name) for name in _IMPLEMENTATIONS}
         self._causal_rows: Sequence[tuple[int, int]] = ()
         """The tokens of the queries with which a function of transformers attends causally, where these are not all."""
@@ -82,10 +82,11 @@ class ContextAttention:
     def _sdpa(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         options = dict(zip(names, args, strict=False)) | kwargs
-        if not self._are_own(query, key):
+        if not query.shape[_TOKENS] == key.shape[_TOKENS] == self.num_own:
             return _attend(query, key, value, options, self._causal_rows)
         share = self._share(query, key)
-        options["attn_mask"] = self._own_mask(options.get("attn_mask"), share)
+        if options.get("attn_mask") is not None:
+            options["attn_mask"] = self._own_mask(options["attn_mask"], share)
         rows = share.rows if options.get("is_causal") else ()
         query, key, value = self._to_heads(query, key, value, share)
         attended = _attend(query, key, value, options, rows)
@@ -97,7 +98,7 @@ class ContextAttention:
         """Do what transformers' attention function `name` does for whole sequences."""
         functions = sys.modules["transformers.modeling_utils"].AttentionInterface._global_mapping
         base = functions[name] if name != "eager" else _written_out(module)
-        if not self._are_own(query, key):
+        if not query.shape[_TOKENS] == key.shape[_TOKENS] == self.num_own:
             return base(module, query, key, value, mask, *args, **kwargs)
         if kwargs.get("position_ids") is not None and self.positions is not None:
             kwargs["position_ids"] = self.positions
@@ -109,11 +110,12 @@ class ContextAttention:
                 f"{key.shape[_HEADS]} of keys, which {name} needs",
                 hint="use attn_implementation='sdpa', or degrees of tp and cp whose product divides the heads",
             )
-        own = {
-            key: self._own_option(one, query.shape[_HEADS], share) if isinstance(one, torch.Tensor) else one
-            for key, one in kwargs.items()
-        }
-        mask = self._own_mask(mask, share)
+        own = dict(kwargs)
+        for option, one in kwargs.items():
+            if isinstance(one, torch.Tensor) and one.ndim in (1, 4):
+                own[option] = self._own_option(one, query.shape[_HEADS], share)
+        if mask is not None:
+            mask = self._own_mask(mask, share)
         given = kwargs.get("is_causal")
         is_causal = mask is None and (getattr(module, "is_causal", True) if given is None else given)
         if rows and name == "sdpa":
@@ -134,17 +136,21 @@ class ContextAttention:
                 setattr(module, _GROUPS, groups)
         return _exchange(output, share.of_tokens, 1, 2, self.group), None
 
-    def _are_own(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        return query.shape[_TOKENS] == key.shape[_TOKENS] == self.num_own
-
     def _share(self, query: torch.Tensor, key: torch.Tensor) -> _Share:
         """Return this rank's share of an attention with these heads, or without heads."""
+        heads = (query.shape[_HEADS], key.shape[_HEADS]) if query.ndim == 4 else ()
+        found = self._shares.get((self.num_own, *heads))
+        if found is None:
+            found = self._shares[self.num_own, *heads] = self._share_of(*heads)
+        return found
+
+    def _share_of(self, *heads: int) -> _Share:
+        """Return this rank's share of attention with so many `heads` of queries and of keys, or without heads."""
         size, index = self.group.size, self.group.index
-        shares = ContextShares(1, size)
-        if query.ndim == 4:
-            if divides_heads(query.shape[_HEADS], key.shape[_HEADS], size):
-                return self._of_heads
-            shares = context_shares(query.shape[_HEADS], key.shape[_HEADS], size)
+        if heads and divides_heads(*heads, size):
+            ranks = tuple(range(size))
+            return _Share(size, index, (), ranks, ranks, has_all_tokens=True, copies=key_copies(heads[1], size))
+        shares = context_shares(*heads, size) if heads else ContextShares(1, size)
         members: tuple[int, ...] = ()
         of_heads = [0] * size
         for each in map(shares.members, range(shares.tokens)):
@@ -164,37 +170,40 @@ class ContextAttention:
             of_tokens,
             tuple(of_heads),
             has_all_tokens=has_all,
+            copies=key_copies(heads[1], shares.heads) if heads else 1,
         )
 
     def _to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, share: _Share
     ) -> Sequence[torch.Tensor]:
         """Return queries of the share's tokens, and keys and values of all, of its heads; together where they can."""
-        if query.ndim == 4 and (copies := key_copies(key.shape[_HEADS], share.num_parts)) > 1:
-            key, value = (one.repeat_interleave(copies, _HEADS) for one in (key, value))
+        if share.copies > 1:
+            key, value = (one.repeat_interleave(share.copies, _HEADS) for one in (key, value))
         travels: list[tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]] = [
             ((query, key, value), share.of_tokens)
         ]
         if not share.has_all_tokens:
             travels = [((query,), share.of_tokens), ((key, value), share.of_heads)]
         found: list[torch.Tensor] = []
+        fit_together = query.ndim == 4 and key.shape[-1] == value.shape[-1]
         for own, parts in travels:
-            if query.ndim != 4 or len({one.shape[-1] for one in own}) > 1:
+            if not fit_together:
                 found += [_exchange(one, parts, _HEADS, one.ndim + _TOKENS, self.group) for one in own]
                 continue
-            chunks = zip(*[one.chunk(share.num_parts, _HEADS) for one in own], strict=True)  # of each part those of all
-            joined = torch.cat(tuple(chain.from_iterable(chunks)), _HEADS)
-            sizes = [one.shape[_HEADS] // share.num_parts for one in own]
+            chunks, sizes = [], []
+            for one in own:
+                chunks.append(one.chunk(share.num_parts, _HEADS))
+                sizes.append(one.shape[_HEADS] // share.num_parts)
+            joined = torch.cat([*chain.from_iterable(zip(*chunks, strict=True))], _HEADS)  # of each part those of all
             found += torch.split(_exchange(joined, parts, _HEADS, 2, self.group), sizes, _HEADS)
         return found
 
     def _own_option(self, option: torch.Tensor, num_heads: int, share: _Share) -> Any:
         """Return what else attention is given as this rank has it: of its heads, or for its pairs of tokens."""
-        if option.ndim == 1 and option.shape[0] == num_heads:
-            return option.chunk(share.num_parts)[share.part]
+        if option.ndim == 1:
+            return option.chunk(share.num_parts)[share.part] if option.shape[0] == num_heads else option
         total = self.group.size * self.num_own
-        is_of_pairs = option.ndim == 4 and option.shape[_TOKENS:] == (total, total)
-        return self._own_mask(option, share) if is_of_pairs else option
+        return self._own_mask(option, share) if option.shape[_TOKENS:] == (total, total) else option
 
     def _own_mask(self, mask: Any, share: _Share) -> Any:
         """Return what this rank's queries may attend to among the keys of all tokens."""
@@ -273,16 +282,6 @@ def _written_out(module: nn.Module) -> Callable[..., Any]:
     return found
 
 
-def _exchange(
-    local: torch.Tensor, parts: tuple[int | None, ...], scatter: int, gather: int, group: TensorGroup
-) -> torch.Tensor:
-    """Return what the ranks that have one of `parts` send, along `gather`; each is sent its part along `scatter`."""
-    if len(parts) - parts.count(None) == 1:
-        return local
-    result: torch.Tensor = _Exchange.apply(local, parts, scatter, gather, group)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Exchange(torch.autograd.Function):
     """All-to-all: a rank hands out its parts along one dimension, and gets what the others have along another.
 
@@ -314,9 +313,15 @@ def _all_to_all(
     sent: Sequence[torch.Tensor], parts: tuple[int | None, ...], group: TensorGroup
 ) -> tuple[torch.Tensor, ...]:
     """Return what the ranks that have one of `parts` sent to this one, each of which gets one of `sent`."""
+    if len(sent) == 1:
+        return tuple(sent)
     packed = torch.stack(tuple(sent))
     received = torch.empty_like(packed)
     if group.handle is not None:
         sizes = None if None not in parts else [int(part is not None) for part in parts]
         dist.all_to_all_single(received, packed, sizes, sizes, group=group.handle)
     return received.unbind(0)
+
+
+_exchange: Callable[..., torch.Tensor] = _Exchange.apply
+"""Returns what the ranks that have one of `parts` send, along `gather`; each is sent its part along `scatter`."""

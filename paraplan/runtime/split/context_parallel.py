@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class Context:
         self.is_local = False
         self.is_cut = False
         self._is_embedding = False
-        self._pass: ExitStack | None = None
+        self.inside: ExitStack | None = None
+        """The contexts of a forward pass that runs."""
 
     @property
     def num_own(self) -> int:
@@ -113,22 +115,16 @@ class Context:
         self.is_local = self.sums.is_active = False
         try:
             with ExitStack() as stack:
-                self._pass = stack
+                self.inside = stack
                 yield
         finally:
-            self._pass, self.sums.is_active = None, False
-
-    def begin_block(self) -> None:
-        """Have sums in a block be those of this rank."""
-        self.sums.is_active = False
-        if self._pass is not None:
-            self._pass.close()
+            self.inside, self.sums.is_active = None, False
 
     def end_block(self) -> None:
         """Take note that a block has run: what follows has this rank's tokens."""
         self.is_local = self.sums.is_active = True
-        if self._pass is not None:
-            self._pass.enter_context(self.sums)
+        if self.inside is not None:
+            self.inside.enter_context(self.sums)
 
     @contextmanager
     def summing(self) -> Iterator[None]:
@@ -231,9 +227,8 @@ def run_on_own_tokens(block: nn.Module, context: Context, *, draws: bool, backen
         inner = torch.compile(inner, backend=backend)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        context.begin_block()
-        context.attention.num_own = context.num_own
-        with context.attention.in_place(), own_random_numbers(block, context.group, draws=draws):
+        context.attention.num_own = context.num_tokens // context.group.size
+        with context.attention.in_place(), own_random_numbers(block, context.group) if draws else nullcontext():
             output = inner(*args, **kwargs)
         context.end_block()
         return output
@@ -247,44 +242,44 @@ def take_own_tokens(block: nn.Module, context: Context, kept: Collection[str] = 
     That is before FSDP casts what comes in, and before the forward pass that recompute runs again: both see a rank's
     own tokens, where this is called behind them.
     """
-    names = argument_names(block)
-
-    def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _own_arguments(args, kwargs, names, context, kept=kept)
-
+    cut = partial(_own_arguments, context, argument_names(block), kept)
     block.register_forward_pre_hook(cut, prepend=True, with_kwargs=True)
 
 
 def _own_arguments(
+    context: Context,
+    names: list[str],
+    kept: Collection[str],
+    _: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    names: list[str],
-    context: Context,
-    *,
-    kept: Collection[str],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a block is called with as this rank has it; from here on sums are those of a rank."""
+    context.sums.is_active = False
+    if context.inside is not None:
+        context.inside.close()
     given: tuple[tuple[Any, Any], ...] = (*enumerate(args), *kwargs.items())
-    hidden = None
+    hidden, shape = None, torch.Size()
     for _, value in given:
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
+        if isinstance(value, torch.Tensor) and len(shape := value.shape) > 1:
             hidden = value
             break
-    num_own = context.num_own
+    num_own = context.num_tokens // context.group.size
     expected = (context.num_tokens, num_own // context.num_parts)[: 2 if context.is_cut else 1]
-    if hidden is None or hidden.shape[-2] not in expected:
-        found = "no hidden state" if hidden is None else f"hidden states of shape {tuple(hidden.shape)}"
+    if hidden is None or shape[-2] not in expected:
+        found = "no hidden state" if hidden is None else f"hidden states of shape {tuple(shape)}"
         raise UnsupportedPlanError(
             f"cp={context.group.size}: blocks take {found}, and not [batch, tokens, hidden] of {expected[0]} tokens",
             hint="use a plan without cp",
         )
-    if (hidden.ndim, hidden.shape[-1]) != (len(context.hidden), *context.hidden[-1:]):
+    if (len(shape), shape[-1]) != (len(context.hidden), *context.hidden[-1:]):
         context.cut_before.clear()
-    context.is_cut, context.hidden = True, hidden.shape
+    context.is_cut, context.hidden = True, shape
     own = list(args)
     for key, value in given:
         name = key if isinstance(key, str) else names[key] if key < len(names) else ""
         if value is hidden:
-            made = context.cut(value, -2) if value.shape[-2] == context.num_tokens else value
+            made = context.cut(value, -2) if shape[-2] == context.num_tokens else value
         elif name in kept or not isinstance(value, (torch.Tensor, tuple)):
             continue
         else:
@@ -301,7 +296,9 @@ def _own_arguments(
     return tuple(own), kwargs
 
 
-def _has_gradients(value: Any) -> bool:
+def _has_gradients(value: torch.Tensor | tuple[Any, ...]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
 
 

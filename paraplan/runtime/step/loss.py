@@ -117,8 +117,7 @@ class StepLoss:
             micro_batch = replace(micro_batch, targets=targets)
         if isinstance(micro_batch.weight, torch.Tensor) and torch.is_grad_enabled():
             _keep_from_nan(outputs, micro_batch.weight)
-        with self._over_tokens():
-            returned = self._read(outputs, micro_batch)
+        returned = self._read(outputs, micro_batch)
         term, weight = self._weighed(returned, micro_batch)
         self.tally.loss += term.detach()
         self.tally.has_terms = True
@@ -150,13 +149,13 @@ class StepLoss:
 
         model.register_forward_pre_hook(check)
 
-    def _over_tokens(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.context is None else self.context.summing()
-
     def _read(self, outputs: Any, micro_batch: MicroBatch) -> Returned:
         try:
-            with self.watch(), nullcontext() if self.logits is None else self.logits.losing():
-                return read_loss(self.loss_fn(outputs, micro_batch.targets))
+            over_tokens = nullcontext() if self.context is None else self.context.summing()
+            by_classes = nullcontext() if self.logits is None else self.logits.losing()
+            with over_tokens, self.watch(), by_classes:
+                returned = self.loss_fn(outputs, micro_batch.targets)
+            return read_loss(returned)
         except Exception as error:
             known = self.explained(error)
             if known is error:

@@ -35,6 +35,7 @@ class TotalsOverRanks:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._copies = mesh.size("tp") * mesh.size("cp")  # ranks that bring the same each
         self._names: dict[str, list[str]] = {}
 
     def sum(self, call: str, loss: StepLoss, *, has_values: bool = True) -> StepTotals:
@@ -47,8 +48,7 @@ class TotalsOverRanks:
         flat = torch.cat([torch.stack([tally.loss, tally.count]), *(tally.metrics.get(key, nothing) for key in added)])
         if self._mesh.world.is_distributed:
             dist.all_reduce(flat)
-        # Ranks of `tp` and `cp` bring the same each.
-        flat = flat / (self._mesh.size("tp") * self._mesh.size("cp"))
+        flat = flat / self._copies
         mean, count = flat[0], flat[1]
         factor, counted = None, loss.total if isinstance(loss.total, torch.Tensor) else None
         if _SUMS in names:
