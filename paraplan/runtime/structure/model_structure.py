@@ -29,7 +29,7 @@ from paraplan.runtime.structure.chain import (
 )
 from paraplan.runtime.structure.chain import HiddenShape as HiddenShape
 from paraplan.runtime.structure.dataflow import Dataflow, Mark, tensors_within
-from paraplan.runtime.structure.meta import WAYS_TO_RUN, Context, QuickShapes, attributes_kept, reentrant_refused
+from paraplan.runtime.structure.meta import WAYS_TO_RUN, Context, attributes_kept, reentrant_refused
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
 from paraplan.runtime.structure.questions import Questions, flips
 from paraplan.runtime.torch_private import pytree
@@ -354,7 +354,7 @@ def first_that_runs(meta_model: nn.Module, inputs: Any, attempt: Callable[[Any, 
     failures = []
     for context, tried in product(WAYS_TO_RUN, _reductions(inputs)):
         try:
-            with context(), reentrant_refused(), QuickShapes(), attributes_kept(meta_model):
+            with context(), reentrant_refused(), attributes_kept(meta_model):
                 return attempt(tried, context)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             failures.append(error)
