@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paraplan.runtime.data.packed_rows import pack_rows as pack_rows
     from paraplan.runtime.data.packing import Packing as Packing
-    from paraplan.runtime.data_parallel.sharded_table import ShardedEmbedding as ShardedEmbedding
     from paraplan.runtime.engine import Engine as Engine
     from paraplan.runtime.job import Job as Job
     from paraplan.runtime.job_start import init as init
@@ -32,7 +31,6 @@ _HOME_OF = {
     "Job": "job",
     "Packing": "data.packing",
     "RecomputePolicy": "recompute.policy",
-    "ShardedEmbedding": "data_parallel.sharded_table",
     "TrainingOptions": "options",
     "init": "job_start",
     "pack_rows": "data.packed_rows",
@@ -44,7 +42,6 @@ __all__ = [
     "Job",
     "Packing",
     "RecomputePolicy",
-    "ShardedEmbedding",
     "TrainingOptions",
     "init",
     "pack_rows",

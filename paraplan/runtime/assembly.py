@@ -21,7 +21,6 @@ from paraplan.runtime.checkpoints.adapter_files import count_base
 from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
 from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, expert_gradients
-from paraplan.runtime.data_parallel.sharded_table import shard_tables
 from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, check_experts
 from paraplan.runtime.experts.share import share_experts
@@ -152,7 +151,6 @@ def wrap_model(
     plan = parallel.plan
     layers = check_experts(model, ep=plan.ep, tp=plan.tp) if plan.ep > 1 else {}
     again = recomputed_blocks(parallel.recompute, plan, () if stack is None else stack.names)
-    shard_tables(model, plan, parallel.mesh)
     multiple = plan.cp * plan.tp if plan.cp > 1 else 1
     structure = ModelStructure(model, stack, example_inputs, token_multiple=multiple)
     if plan.pp > 1:

@@ -26,7 +26,6 @@ from paraplan.plan.sharding import sharded_dimension
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards, watch_shards
 from paraplan.runtime.data_parallel.replica_reduction import ReplicaReduction
-from paraplan.runtime.data_parallel.sharded_table import sharded_names
 from paraplan.runtime.experts.layers import NO_EXPERTS, RankExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import ReduceType, shard_precision
@@ -244,7 +243,7 @@ def _replicate(
     """
     quantized = [name for name, one in module.named_parameters() if is_quantized(one)]  # equal already; DDP copies
     apart = [name for name, one in module.named_parameters() if one in experts.apart]
-    ignore_in_replicas(module, [*sharded_names(module), *quantized, *apart])
+    ignore_in_replicas(module, [*quantized, *apart])
     # torch 2.13 renamed the option and warns about the old name.
     options = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers: dict[str, Any] = {
