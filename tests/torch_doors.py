@@ -33,7 +33,6 @@ ALLOWED = {
     ("launch/parser.py", "_add_action"): "argparse's",
     ("launch/parser.py", "_get_option_tuples"): "argparse's",
     ("model/transformers_model.py", "_attn_implementation"): "transformers'",
-    ("runtime/check_rank.py", "_expand_parallel_plan"): "transformers'",
     ("measure/kernels.py", "torch.backends.cuda.matmul.allow_tf32"): "a public setting",
 }
 """What looks private of torch and is not, or has a reason to be where it is."""

@@ -31,7 +31,6 @@ def check_gradients(
     max_layers: int | None = None,
     seq_length: int = 16,
     keeps_width: bool = False,
-    split_by: str = "paraplan",
     timeout_s: float = 600.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckReport:
@@ -50,7 +49,6 @@ def check_gradients(
         seq_length=seq_length,
         num_steps=num_steps,
         keeps_width=keeps_width,
-        split_by=split_by,
     )
     from paraplan.script_check.plans import check_plan
 

@@ -51,9 +51,6 @@ def check(
     keep_width: Annotated[
         bool, typer.Option("--keep-width", help="Shrink the number of layers alone, not their width.")
     ] = False,
-    split_by: Annotated[
-        str, typer.Option("--split-by", metavar="paraplan|transformers", help="Whose tensor parallelism to check.")
-    ] = "paraplan",
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds after which ranks are stopped.")] = 600,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,8 +94,6 @@ def check(
         return
     if words is None or len(words) != 1 or plan_path is None:
         raise UsageError("there is nothing to check", hint="give MODEL --plan plan.json, or --script train.py")
-    if split_by not in ("paraplan", "transformers"):
-        raise UsageError(f"--split-by {split_by} is unknown", hint="use paraplan or transformers")
     file = load_plan(plan_path)
     report = check_gradients(
         words[0],
@@ -108,7 +103,6 @@ def check(
         max_layers=layers,
         seq_length=seq_len,
         keeps_width=keep_width,
-        split_by=split_by,
         timeout_s=timeout,
         say=say,
     )

@@ -8,7 +8,6 @@ from typing import Literal
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.records import Record
 
-Splitter = Literal["paraplan", "transformers"]
 Quantity = Literal["loss", "gradient", "parameter"]
 
 _AXES: tuple[Axis, ...] = ("tp", "pp", "cp", "dp")
@@ -18,8 +17,7 @@ class CheckRequest(Record):
     """What every rank of a check runs: `num_steps` optimizer steps of `plan` on a small model, beside one process.
 
     `model` is a `config.json`'s path or a factory. `max_layers` bounds the layers of the smaller model; `keeps_width`
-    leaves its layers as wide as they are. `split_by` says whose tensor parallelism is checked. `folder` takes what the
-    ranks find.
+    leaves its layers as wide as they are. `folder` takes what the ranks find.
     """
 
     model: str
@@ -29,7 +27,6 @@ class CheckRequest(Record):
     seq_length: int = 16
     num_steps: int = 3
     keeps_width: bool = False
-    split_by: Splitter = "paraplan"
     seed: int = 0
 
 

@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from paraplan import runtime
-from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.model.shrink import Smaller
 from paraplan.plan.check import CheckRequest, Gap, Quantity, RankFinding
 from paraplan.plan.parallel import ParallelPlan
@@ -67,8 +65,7 @@ def check(request: CheckRequest) -> RankFinding:
         for step in range(request.num_steps)
     ]
     expected = _train_alone(copy.deepcopy(model), batches, plan)
-    train = _train_under_plan if request.split_by == "paraplan" else _train_split_by_transformers
-    found, rank = train(model, batches, plan)
+    found, rank = _train_under_plan(model, batches, plan)
     return _compare(expected, found, rank=rank, num_parameters=num_parameters)
 
 
@@ -109,43 +106,6 @@ def _train_under_plan(model: nn.Module, batches: list[Pair], plan: ParallelPlan)
     return trace, job.world.rank
 
 
-def _train_split_by_transformers(model: nn.Module, batches: list[Pair], plan: ParallelPlan) -> tuple[Trace, int]:
-    """Train with the layers split as transformers does it, gradients of micro-batches accumulated as its users do."""
-    if plan.dp * plan.pp * plan.cp > 1:
-        raise UnsupportedPlanError(
-            f"--split-by transformers checks its tensor parallelism alone, and the plan is '{plan.describe()}'",
-            hint="use a plan with tp alone",
-        )
-    try:
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-    except ImportError as error:
-        raise UsageError(
-            f"this transformers has no tensor parallelism that can be checked: {error}", hint="use transformers 5.23"
-        ) from None
-    job = runtime.init(plan, shows_progress=False)
-    whole: Any = model
-    own_plan = getattr(whole, "tp_plan", None)
-    names = whole._expand_parallel_plan(own_plan) if own_plan else None
-    if not names:
-        raise UnsupportedPlanError(f"transformers has no plan for {type(model).__name__}", hint="use tp=1")
-    if job.mesh.device_mesh is not None:
-        apply_tensor_parallelism(model, job.mesh.axis_mesh("tp"), names)
-    trace, optimizer = Trace(), make_optimizer([p for p in model.parameters() if not isinstance(p, DTensor)])
-    optimizers = [
-        optimizer,
-        make_optimizer([p for p in model.parameters() if isinstance(p, DTensor)] or [nn.Parameter()]),
-    ]
-    for pair in batches:
-        for one in optimizers:
-            one.zero_grad()
-        trace.losses.append(_accumulate(model, list(_pieces(pair, plan.global_batch_size, plan.micro_batch_size))))
-        trace.gradients.append(_gradients(model))
-        for one in optimizers:
-            one.step()
-    trace.parameters = {name: _whole(value.detach()).clone() for name, value in model.named_parameters()}
-    return trace, job.world.rank
-
-
 def _accumulate(model: nn.Module, pieces: list[Pair]) -> float:
     """Leave the gradients of the mean over all targets of `pieces` in `model`; return that mean."""
     total = sum(float(counted_targets(targets)) for _, targets in pieces)
@@ -159,11 +119,7 @@ def _accumulate(model: nn.Module, pieces: list[Pair]) -> float:
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: _whole(held.grad).clone() for name, held in model.named_parameters() if held.grad is not None}
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {name: held.grad.clone() for name, held in model.named_parameters() if held.grad is not None}
 
 
 def _pieces(pair: Pair, total: int, size: int) -> Iterator[Pair]:

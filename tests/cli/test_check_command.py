@@ -116,16 +116,12 @@ def test_micro_batches_are_not_blamed_for_what_goes_wrong_without_them_too(
 @pytest.mark.ranks
 def test_ranks_that_fail_are_reported_with_their_error(ranks: RankHarness, model: str, tmp_path: Path) -> None:
     with pytest.raises(CheckRunError) as failure:
-        check(ranks, tmp_path, f"{model}:right", ParallelPlan(tp=2), split_by="transformers")
+        check(ranks, tmp_path, f"{model}:right", ParallelPlan(tp=2))
     assert failure.value.exit_status == 1
     assert "the ranks of the plan 'tp2, micro-batch 1 x 1' failed, status 2" in failure.value.message
-    assert "transformers has no plan for Model" in failure.value.message
+    assert "tp=2, but no layer of blocks.0 (Block) can be split" in failure.value.message
 
 
-def test_an_unknown_splitter_and_a_missing_plan_are_refused(tmp_path: Path) -> None:
-    path = write_plan(tmp_path, ParallelPlan())
-    result = CliRunner().invoke(app, ["check", "gpt2", "--plan", path, "--split-by", "nobody"])
-    assert result.exit_code == 2
-    assert "--split-by nobody is unknown" in result.stderr
+def test_a_missing_plan_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", "gpt2", "--plan", str(tmp_path / "absent.json")])
     assert result.exit_code == 2
