@@ -33,7 +33,7 @@ from paraplan.model.shrink import Smaller
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checks.references import Verify
 from paraplan.runtime.experts.layers import find_experts
-from paraplan.runtime.small_model import build_small
+from paraplan.script_check.small_model import build_small
 
 BATCH, TOKENS, VOCABULARY, CLASSES = 8, 12, 64, 3
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, EXPERTS_TOLERANCE = 1e-5, 1e-4, 1e-5

@@ -35,7 +35,7 @@ from paraplan.model.config_file import load_config
 from paraplan.model.reader import find_config
 from paraplan.model.transformers_model import library_factory
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.small_model import token_loss
+from paraplan.runtime.step.loss import token_loss
 
 MODELS = ("gpt2", "llama-3.2-1b", "qwen3-0.6b")
 DEPTHS = (4, 12)

@@ -349,7 +349,7 @@ def train(bench: Bench, words: Row) -> Row:
     from paraplan.model.reader import find_config
     from paraplan.model.transformers_model import library_factory
     from paraplan.plan.parallel import ParallelPlan
-    from paraplan.runtime.small_model import token_loss
+    from paraplan.runtime.step.loss import token_loss
 
     content: Row = json.loads(Path(find_config(words["model"])).read_text()) | words["changes"]
     if content.get("layer_types"):

@@ -153,7 +153,7 @@ def train(
     from paraplan.model.config_file import load_config
     from paraplan.model.transformers_model import library_factory
     from paraplan.runtime.fake.run import make_optimizer
-    from paraplan.runtime.small_model import token_loss
+    from paraplan.runtime.step.loss import token_loss
 
     config = load_config(find_config(case.model))
     build = library_factory(config, attention="eager" if case.attention == "eager" else "sdpa")

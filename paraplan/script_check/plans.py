@@ -78,7 +78,7 @@ def _run(request: CheckRequest, launch: LaunchRanks) -> list[RankFinding]:
         plan_path.write_text(PlanFile(plan=request.plan).to_json(), encoding="utf-8")
         request_path.write_text(request.replace(folder=name).to_json(), encoding="utf-8")
         words = ["--nproc-per-node", str(request.plan.world_size), "--nnodes", "1", "--no-logs", "--plan"]
-        words += [str(plan_path), "-m", "paraplan.runtime.check_rank", str(request_path)]
+        words += [str(plan_path), "-m", "paraplan.script_check.plan_rank", str(request_path)]
         status, said = launch(words)
         paths = [folder / f"{rank}.json" for rank in range(request.plan.world_size)]
         if status == 0 and all(path.exists() for path in paths):

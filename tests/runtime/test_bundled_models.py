@@ -16,8 +16,9 @@ from paraplan.model.shrink import Smaller
 from paraplan.model.tensor_split import split_reason
 from paraplan.plan.check import CheckRequest
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.check_rank import check
-from paraplan.runtime.small_model import build_small, check_batch, token_loss
+from paraplan.runtime.step.loss import token_loss
+from paraplan.script_check.plan_rank import check
+from paraplan.script_check.small_model import build_small, check_batch
 
 PLANS = (ParallelPlan(dp=2), ParallelPlan(tp=2))
 ODD = ["deepseek-v3", "moonlight-16b-a3b", "gemma-4-e4b-it", "nemotron-3-nano"]

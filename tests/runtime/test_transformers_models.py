@@ -118,7 +118,7 @@ def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks:
     """
     options = {"micro_batch_size": BATCH}
     families = ["llama", "gemma3_text", "olmo2", "phi3", "stablelm", "gpt_neox", "gpt2", "falcon", "olmoe", "bert"]
-    # Learned positions are bert's too, and gpt2 is checked with split tokens in test_check_rank.
+    # Learned positions are bert's too, and gpt2 is checked with split tokens in test_plan_rank.
     four, two = ["gemma3_text"], ["bert", "olmoe", *with_all(["gpt2", "olmo2"])]
     few = {"num_attention_heads": 2, "num_key_value_heads": 1}
     assert_equal(four, ParallelPlan(cp=4, recompute="selective", **options), ranks, **few)

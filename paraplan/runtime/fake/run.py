@@ -43,9 +43,8 @@ from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.rank_part import ParallelContext, RankPart
-from paraplan.runtime.small_model import token_loss
 from paraplan.runtime.split.tensor_parallel import TensorSplit
-from paraplan.runtime.step.loss import LossFunction
+from paraplan.runtime.step.loss import LossFunction, token_loss
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.torch_private import function_modes, storage_key

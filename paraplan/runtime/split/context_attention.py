@@ -60,7 +60,7 @@ class ContextAttention:
         self.num_own = 0
         self.positions: torch.Tensor | None = None
         """The positions of all tokens, where blocks are given them."""
-        self._shares: dict[tuple[int, ...], _Share] = {}
+        self._shares: dict[tuple[int, tuple[int, int] | None], _Share] = {}
         self._interfaces = {name: partial(self._by_interface, name) for name in _IMPLEMENTATIONS}
         self._causal_rows: Sequence[tuple[int, int]] = ()
         """The tokens of the queries with which a function of transformers attends causally, where these are not all."""
@@ -138,19 +138,19 @@ class ContextAttention:
 
     def _share(self, query: torch.Tensor, key: torch.Tensor) -> _Share:
         """Return this rank's share of an attention with these heads, or without heads."""
-        heads = (query.shape[_HEADS], key.shape[_HEADS]) if query.ndim == 4 else ()
-        found = self._shares.get((self.num_own, *heads))
+        heads = (query.shape[_HEADS], key.shape[_HEADS]) if query.ndim == 4 else None
+        found = self._shares.get((self.num_own, heads))
         if found is None:
-            found = self._shares[self.num_own, *heads] = self._share_of(*heads)
+            found = self._shares[self.num_own, heads] = self._share_of(heads)
         return found
 
-    def _share_of(self, *heads: int) -> _Share:
-        """Return this rank's share of attention with so many `heads` of queries and of keys, or without heads."""
+    def _share_of(self, heads: tuple[int, int] | None) -> _Share:
+        """Return this rank's share of attention with so many `heads` of queries and of keys."""
         size, index = self.group.size, self.group.index
-        if heads and divides_heads(*heads, size):
+        if heads is not None and divides_heads(*heads, size):
             ranks = tuple(range(size))
             return _Share(size, index, (), ranks, ranks, has_all_tokens=True, copies=key_copies(heads[1], size))
-        shares = context_shares(*heads, size) if heads else ContextShares(1, size)
+        shares = ContextShares(1, size) if heads is None else context_shares(*heads, size)
         members: tuple[int, ...] = ()
         of_heads = [0] * size
         for each in map(shares.members, range(shares.tokens)):
@@ -170,7 +170,7 @@ class ContextAttention:
             of_tokens,
             tuple(of_heads),
             has_all_tokens=has_all,
-            copies=key_copies(heads[1], shares.heads) if heads else 1,
+            copies=1 if heads is None else key_copies(heads[1], shares.heads),
         )
 
     def _to_heads(

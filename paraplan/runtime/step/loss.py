@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -314,3 +315,14 @@ def scalar_loss(loss: Any) -> torch.Tensor:
             hint="compute it from the model's outputs, without detach, item or torch.no_grad",
         )
     return loss.reshape(())
+
+
+def token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of logits [batch, tokens, vocabulary], or the mean of outputs of another shape."""
+    logits = getattr(outputs, "logits", outputs)
+    if isinstance(logits, (tuple, list)):
+        logits = logits[0]
+    if logits.dim() == 3 and logits.shape[:2] == targets.shape:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    mean: torch.Tensor = logits.float().mean()
+    return mean

@@ -15,7 +15,7 @@ from torch import nn
 
 from paraplan.plan.check import CheckRequest, Gap, RankFinding
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.check_rank import check
+from paraplan.script_check.plan_rank import check
 
 pytestmark = pytest.mark.ranks
 
@@ -101,7 +101,7 @@ def build_uneven(num_layers: int = 40) -> nn.Module:
 
 
 def test_a_gradient_that_is_wrong_on_one_rank_is_named(ranks: RankHarness, tmp_path: Path) -> None:
-    findings = ranks.run(check_all, [request("test_check_rank:build_uneven", ParallelPlan(dp=2))], size=2)
+    findings = ranks.run(check_all, [request("test_plan_rank:build_uneven", ParallelPlan(dp=2))], size=2)
     for (finding,) in findings:
         assert finding.num_parameters == Uneven(2).head.weight.numel() * 2 + 16 + 2 * 72
         names = {gap.name for gap in finding.gaps if gap.quantity == "gradient"}

@@ -1,6 +1,6 @@
 """One rank of a check: a few steps of a small model under the plan, and the same beside it as one process does them.
 
-    python -m paraplan.launch --plan plan.json -m paraplan.runtime.check_rank request.json
+    python -m paraplan.launch --plan plan.json -m paraplan.script_check.plan_rank request.json
 
 One process is plain torch, a loop over micro-batches; every rank runs it for itself and compares what it holds.
 """
@@ -23,8 +23,9 @@ from paraplan.model.shrink import Smaller
 from paraplan.plan.check import CheckRequest, Gap, Quantity, RankFinding
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.batches import call_model, counted_targets
-from paraplan.runtime.small_model import build_small, check_batch, token_loss
+from paraplan.runtime.step.loss import token_loss
 from paraplan.runtime.torch_private import pytree
+from paraplan.script_check.small_model import build_small, check_batch
 
 # Sums in fp32 in another order differ by some 1e-6 of the largest element; AdamW makes the most of small gradients.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, PARAMETER_TOLERANCE = 1e-5, 1e-4, 1e-3

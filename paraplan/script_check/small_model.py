@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 
 from paraplan.errors import ModelError, UsageError
@@ -146,14 +145,3 @@ def check_batch(model: nn.Module, *, num_sequences: int, seq_length: int, seed: 
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}, targets
     return {"input_ids": ids}, targets
-
-
-def token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of logits [batch, tokens, vocabulary], or the mean of outputs of another shape."""
-    logits = getattr(outputs, "logits", outputs)
-    if isinstance(logits, (tuple, list)):
-        logits = logits[0]
-    if logits.dim() == 3 and logits.shape[:2] == targets.shape:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    mean: torch.Tensor = logits.float().mean()
-    return mean
