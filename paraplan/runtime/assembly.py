@@ -19,9 +19,8 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.checkpoints.adapter_files import count_base
 from paraplan.runtime.data_parallel.block_order import orders_of
-from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
-from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, expert_gradients
-from paraplan.runtime.data_parallel.wrapping import gradient_sync, never_sharded, reductions_of
+from paraplan.runtime.data_parallel.gradient_sums import GradientSum, expert_gradients
+from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, check_experts
 from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.precision import check_stored_type
@@ -202,17 +201,25 @@ def _wrap_whole(
     )
     if context is not None and parallel.loss.context is not None:
         take_tokens(model, context.names, context, parallel.loss.context)
+    partial_names = frozenset() if split is None else split.partial(split.names)
     execution = WholeModelExecution(
         called,
-        sync=gradient_sync(called, zero_stage=parallel.plan.zero_stage),
+        zero_stage=parallel.plan.zero_stage,
         loss=parallel.loss,
         precision=parallel.precision,
         device=parallel.mesh.world.device,
-        replicas=ReplicaGradients(
-            parallel.mesh.replica_group, parallel.reduce_dtype, [one for one in model.parameters() if one in unsharded]
+        sums=(
+            GradientSum(
+                parallel.mesh.replica_group,
+                parallel.reduce_dtype,
+                [one for one in model.parameters() if one in unsharded],
+            ),
+            expert_gradients([experts], parallel.plan, parallel.mesh, parallel.reduce_dtype),
+            GradientSum(
+                parallel.mesh.group("tp"),
+                parameters=[one for name, one in model.named_parameters() if name in partial_names],
+            ),
         ),
-        experts=expert_gradients([experts], parallel.plan, parallel.mesh, parallel.reduce_dtype),
-        partial=_partial_gradients(model, split, parallel),
     )
     return RankPart(
         module=model,
@@ -224,11 +231,6 @@ def _wrap_whole(
         orders=orders_of(model),
         loads=(experts.load,) if layers else (),
     )
-
-
-def _partial_gradients(model: nn.Module, split: TensorSplit | None, parallel: ParallelContext) -> PartialGradients:
-    names = frozenset() if split is None else split.partial(split.names)
-    return PartialGradients([one for name, one in model.named_parameters() if name in names], parallel.mesh.group("tp"))
 
 
 def _context_split(structure: ModelStructure, parallel: ParallelContext, *, has_values: bool) -> ContextSplit:

@@ -16,9 +16,7 @@ from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data_parallel.wrapping import (
-    NoSync,
     ReplicaReduction,
-    gradient_sync,
     share_among_devices,
     wrap_data_parallel,
 )
@@ -78,7 +76,6 @@ def test_a_plan_of_several_devices_is_executed_with_torchs_dataparallel() -> Non
     called = wrap_data_parallel(model, [], plan=TWO_GPUS, mesh=job.mesh, precision="fp32")
     assert isinstance(called, nn.DataParallel)
     assert called.module is model
-    assert isinstance(gradient_sync(called, zero_stage=0), NoSync)
 
 
 def test_compiled_blocks_are_refused_under_dataparallel() -> None:

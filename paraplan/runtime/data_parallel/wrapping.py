@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,61 +38,30 @@ from paraplan.runtime.torch_private import (
 )
 
 
-class GradientSync(Protocol):
-    """When the gradients of the micro-batches of a step travel between ranks."""
+@contextmanager
+def gradient_sync(module: nn.Module, *, zero_stage: int, is_last: bool) -> Iterator[None]:
+    """Surround the passes of a micro-batch through `module`, as `wrap_data_parallel` returned it.
 
-    @contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Surround the forward and backward pass of one micro-batch."""
-        ...
-
-
-class NoSync:
-    """One replica: nothing travels."""
-
-    @contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Surround the forward and backward pass of one micro-batch."""
+    Under DDP and ZeRO-1 gradients travel in the last one of a step, under ZeRO-2 and 3 in each.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(is_last)
+        if zero_stage == 1:
+            module.set_requires_gradient_sync(is_last)
+        if zero_stage < 3:
+            module.set_reshard_after_backward(is_last)
+    if not isinstance(module, DistributedDataParallel):
         yield
-
-
-class ReplicaSync:
-    """DDP: gradients are summed in the backward pass of the last micro-batch."""
-
-    def __init__(self, module: DistributedDataParallel) -> None:
-        self._module = module
-        self._reductions = reductions_of(module)
-
-    @contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Surround the forward and backward pass of one micro-batch."""
-        if not is_last:
-            with self._module.no_sync():
-                yield
-            return
-        for reduction in self._reductions:
+    elif not is_last:
+        with module.no_sync():
+            yield
+    else:
+        reductions = reductions_of(module)
+        for reduction in reductions:
             reduction.begin()
         yield
-        for reduction in self._reductions:
+        for reduction in reductions:
             reduction.complete()
-
-
-class ShardSync:
-    """FSDP2 at the settings of a ZeRO stage; see the module's own text."""
-
-    def __init__(self, module: FSDPModule, *, zero_stage: int) -> None:
-        self._module = module
-        self._zero_stage = zero_stage
-
-    @contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Surround the forward and backward pass of one micro-batch."""
-        self._module.set_is_last_backward(is_last)
-        if self._zero_stage == 1:
-            self._module.set_requires_gradient_sync(is_last)
-        if self._zero_stage < 3:
-            self._module.set_reshard_after_backward(is_last)
-        yield
 
 
 def wrap_data_parallel(
@@ -293,12 +262,3 @@ def reductions_of(*modules: nn.Module) -> tuple[ReplicaReduction | ReachedShards
 def reads_shards(error: Exception) -> bool:
     """Whether torch raised `error` because code has computed with a shard as if it were the parameter."""
     return MIXED_TENSORS in str(error)
-
-
-def gradient_sync(module: nn.Module, *, zero_stage: int) -> GradientSync:
-    """Return how the gradients of `module`, as `wrap_data_parallel` returned it, are kept back and sent."""
-    if isinstance(module, DistributedDataParallel):
-        return ReplicaSync(module)
-    if isinstance(module, FSDPModule):
-        return ShardSync(module, zero_stage=zero_stage)
-    return NoSync()

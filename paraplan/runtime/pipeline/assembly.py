@@ -16,12 +16,11 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.data_parallel.block_order import orders_of
-from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
-from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, expert_gradients
+from paraplan.runtime.data_parallel.gradient_sums import GradientSum, expert_gradients
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, RankExperts
 from paraplan.runtime.experts.share import share_experts
-from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, TiedGradients, find_ties
+from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, find_ties, tied_gradients
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
 from paraplan.runtime.rank_part import ParallelContext, RankPart, work_in_chunks, wrap_module
@@ -261,17 +260,19 @@ def _rank_part(
         chain=chain,
         bounds=bounds,
         parallel=parallel,
-        ties=TiedGradients(ties, parameters, mesh),
-        replicas=ReplicaGradients(
-            mesh.replica_group,
-            parallel.reduce_dtype,
-            [held for held in parameters.values() if held in unsharded],
+        sums=(
+            GradientSum(
+                mesh.replica_group, parallel.reduce_dtype, [held for held in parameters.values() if held in unsharded]
+            ),
+            expert_gradients([piece.experts for piece in pieces], parallel.plan, mesh, parallel.reduce_dtype),
+            GradientSum(
+                mesh.group("tp"),
+                parameters=[
+                    held for piece in pieces for name, held in piece.parameters.items() if name in piece.partial
+                ],
+            ),
         ),
-        experts=expert_gradients([piece.experts for piece in pieces], parallel.plan, mesh, parallel.reduce_dtype),
-        partial=PartialGradients(
-            [held for piece in pieces for name, held in piece.parameters.items() if name in piece.partial],
-            mesh.group("tp"),
-        ),
+        ties=tied_gradients(ties, parameters, mesh),
     )
     repeated = {tie.name for tie in ties if tie.ranks[0] != mesh.coordinate("pp")}
     modules = [piece.module for piece in pieces]

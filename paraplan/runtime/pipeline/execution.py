@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from paraplan.errors import UsageError
 from paraplan.runtime.checks.changed_attributes import ChangedAttributes
 from paraplan.runtime.data.batches import MicroBatch
-from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
-from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients, has_some
+from paraplan.runtime.data_parallel.gradient_sums import GradientSum
 from paraplan.runtime.data_parallel.wrapping import reductions_of
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.pipeline.schedules import (
@@ -31,7 +30,6 @@ from paraplan.runtime.precision import half_type
 from paraplan.runtime.rank_part import ParallelContext
 from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
-from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
@@ -57,9 +55,9 @@ class PipelineExecution:
     """Micro-batches through the stages of a pipeline, one or more of them on each rank.
 
     Sizes of the hidden states follow from the shapes of a micro-batch, and a schedule is kept for each: buffers of
-    another size would end the process inside gloo. `replicas` sums gradients of parameters that several stages of this
-    rank share, `experts` those of experts that no wrapper does. Ranks of `cp` pass on the hidden states of their
-    tokens.
+    another size would end the process inside gloo. `sums` are those of gradients that no wrapper sums, the first of
+    which stages start, and `ties` those over ranks whose stages share parameters. Ranks of `cp` pass on the hidden
+    states of their tokens.
     """
 
     def __init__(
@@ -69,10 +67,8 @@ class PipelineExecution:
         chain: BlockChain,
         bounds: Sequence[tuple[int, int]],
         parallel: ParallelContext,
-        ties: TiedGradients,
-        replicas: ReplicaGradients,
-        experts: ReplicaGradients,
-        partial: PartialGradients | None = None,
+        sums: Sequence[GradientSum],
+        ties: Sequence[GradientSum],
     ) -> None:
         self._stages = stages
         self._chain = chain
@@ -80,11 +76,9 @@ class PipelineExecution:
         self.loss = parallel.loss
         self._parallel = parallel
         self._mesh = parallel.mesh
-        self._ties = ties
-        self._replicas = replicas
-        self._experts = experts
+        self._sums = [*sums, *ties]
+        self._tied = frozenset(parameter for tie in ties for parameter in tie.parameters)
         self._attributes = ChangedAttributes(stages[0].module.model)
-        self._partial = partial or PartialGradients()
         self._reductions = reductions_of(*(stage.called for stage in stages))
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
         self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
@@ -96,13 +90,11 @@ class PipelineExecution:
         self._run(micro_batches, trains=True)
         for reduction in self._reductions:  # before parameters of several stages are summed over these
             reduction.complete()
-            reduction.leave_out(self._ties.parameters)
+            reduction.leave_out(self._tied)
         for stage in self._stages:
             _lay_out_gradients(stage.module)
-        self._replicas.sum()
-        self._experts.sum()
-        self._partial.sum()
-        self._ties.sum_gradients()
+        for one in self._sums:
+            one.sum()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward passes without gradients."""
@@ -166,7 +158,7 @@ class PipelineExecution:
                 group=self._mesh.group("pp"),
             )
             if isinstance(stage, ReplicatedStage):
-                stage.replicas, stage.averaged = self._replicas, local.averaged
+                stage.replicas, stage.averaged = self._sums[0], local.averaged
             stages.append(stage)
             ends.append((received, sent))
         return build_schedule(name, stages, num_microbatches=num_microbatches, trains=trains), ends
@@ -234,39 +226,17 @@ def find_ties(chain: BlockChain, bounds: Sequence[tuple[int, int]], *, num_ranks
     return [Tie(name=name, ranks=tuple(sorted(ranks))) for name, ranks in sorted(users.items()) if len(ranks) > 1]
 
 
-class TiedGradients:
-    """Sums the gradients of tied parameters over the ranks that hold them, so that their copies stay equal.
+def tied_gradients(ties: Sequence[Tie], parameters: dict[str, nn.Parameter], mesh: Mesh) -> list[GradientSum]:
+    """Return what sums the gradients of tied parameters over the ranks that hold them, so that copies stay equal.
 
-    `parameters` are this rank's, by the name of the tie. Every rank makes the groups of every tie, in one order. Those
-    that are not trained stay without a gradient: an optimizer would decay them.
+    `parameters` are this rank's, by the name of the tie. Every rank makes the groups of every tie, in one order.
     """
-
-    def __init__(self, ties: Sequence[Tie], parameters: dict[str, nn.Parameter], mesh: Mesh) -> None:
-        self._held: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        groups = {ranks: _rank_group(ranks, mesh) for ranks in sorted({tie.ranks for tie in ties})}
-        for tie in ties:
-            group = groups[tie.ranks]
-            if group is not None and parameters[tie.name].requires_grad:
-                self._held.append((parameters[tie.name], group))
-
-    @property
-    def parameters(self) -> frozenset[nn.Parameter]:
-        """Those of this rank that other stages hold too."""
-        return frozenset(parameter for parameter, _ in self._held)
-
-    def sum_gradients(self) -> None:
-        """Add up the gradients of every tied parameter of this rank over its holders.
-
-        A missing one counts as 0; one that no holder has stays away, as in one process.
-        """
-        for parameter, group in self._held:
-            missing = parameter.grad is None
-            holders = torch.tensor(float(not missing), device=local_shard(parameter).device)
-            dist.all_reduce(holders, group=group)
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(local_shard(gradient), group=group)
-            if missing and has_some(holders):
-                parameter.grad = gradient
+    groups = {ranks: _rank_group(ranks, mesh) for ranks in sorted({tie.ranks for tie in ties})}
+    return [
+        GradientSum(group, parameters=[parameters[tie.name] for tie in ties if tie.ranks == ranks])
+        for ranks, group in groups.items()
+        if group is not None
+    ]
 
 
 def _rank_group(places: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None:

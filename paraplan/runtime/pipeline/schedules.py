@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from paraplan.plan.parallel import ScheduleName
-from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
+from paraplan.runtime.data_parallel.gradient_sums import GradientSum
 from paraplan.runtime.torch_private import stage_backward_weight
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -38,11 +38,11 @@ _COUNTS_TWICE = torch.__version__ < "2.13"
 class ReplicatedStage(PipelineStage):
     """A stage of which a schedule of several stages says when its gradients are complete."""
 
-    replicas: ReplicaGradients
+    replicas: GradientSum
     averaged: Sequence[torch.nn.Parameter] = ()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Let the gradients of the stage travel: shards by FSDP, replicas by `ReplicaGradients`."""
+        """Let the gradients of the stage travel: shards by FSDP, replicas by `GradientSum`."""
         if not self.has_backward:
             return
         if isinstance(self.submod, FSDPModule):

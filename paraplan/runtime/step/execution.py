@@ -11,9 +11,8 @@ from torch import nn
 
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data.batches import MicroBatch
-from paraplan.runtime.data_parallel.partial_gradients import PartialGradients
-from paraplan.runtime.data_parallel.replica_gradients import ReplicaGradients
-from paraplan.runtime.data_parallel.wrapping import GradientSync
+from paraplan.runtime.data_parallel.gradient_sums import GradientSum
+from paraplan.runtime.data_parallel.wrapping import gradient_sync
 from paraplan.runtime.precision import compute_context
 from paraplan.runtime.step.loss import StepLoss
 
@@ -39,28 +38,23 @@ class Execution(Protocol):
 class WholeModelExecution:
     """One micro-batch after another through the whole model: one process, DDP, ZeRO.
 
-    `replicas` sums the gradients of parameters that stay whole under ZeRO, `experts` those of experts that no wrapper
-    does; those of `partial` are summed over `tp`.
+    `sums` are those of gradients that no wrapper sums.
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        sync: GradientSync,
+        zero_stage: int,
         loss: StepLoss,
         precision: TrainingPrecision,
         device: torch.device,
-        replicas: ReplicaGradients,
-        experts: ReplicaGradients,
-        partial: PartialGradients | None = None,
+        sums: Sequence[GradientSum],
     ) -> None:
         self.loss = loss
         self._module = module
-        self._replicas = replicas
-        self._experts = experts
-        self._partial = partial or PartialGradients()
-        self._sync = sync
+        self._sums = [one for one in sums if one.parameters]
+        self._zero_stage = zero_stage
         self._precision = precision
         self._device = device
 
@@ -68,11 +62,11 @@ class WholeModelExecution:
         """Run forward and backward passes, and leave the gradients of the weighted loss in place."""
         self.loss.start()
         for index, micro_batch in enumerate(micro_batches):
-            with self._sync.micro_batch(is_last=index == len(micro_batches) - 1):
+            is_last = index == len(micro_batches) - 1
+            with gradient_sync(self._module, zero_stage=self._zero_stage, is_last=is_last):
                 self._loss_of(micro_batch).backward()  # type: ignore[no-untyped-call]
-        self._replicas.sum()
-        self._experts.sum()
-        self._partial.sum()
+        for one in self._sums:
+            one.sum()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward passes without gradients."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from paraplan.runtime.torch_private import storage_key
 from paraplan.runtime.world import World
 
 _BUCKET_BYTES = 64 * 2**20
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -105,7 +107,8 @@ def share_weights(model: nn.Module, world: World) -> None:
     if not world.is_distributed:
         return
     _check_same_model(model, world)
-    for bucket in _buckets(model):
+    tensors = chain.from_iterable(map(plain_tensors, [*model.parameters(), *model.buffers()]))
+    for bucket in buckets((one for one in tensors if not one.is_meta), _BUCKET_BYTES):  # else it comes from a file
         flat = torch.cat([tensor.detach().reshape(-1).to(world.device) for tensor in bucket])
         dist.broadcast(flat.view(torch.uint8), src=0)  # bytes: backends do not know all types, as gloo not float8
         if world.rank == 0:
@@ -130,19 +133,18 @@ def _check_same_model(model: nn.Module, world: World) -> None:
         )
 
 
-def _buckets(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in chain.from_iterable(map(plain_tensors, [*model.parameters(), *model.buffers()])):
-        if tensor.is_meta:
-            continue  # its values come from a file
+def buckets(tensors: Iterable[_Tensor], least_bytes: int) -> Iterator[list[_Tensor]]:
+    """Yield `tensors` in lists of one type, to be sent together: each of `least_bytes` or more, but the last ones."""
+    by_type: dict[torch.dtype, list[_Tensor]] = {}
+    for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
-    for tensors in by_type.values():
-        bucket: list[torch.Tensor] = []
+    for same in by_type.values():
+        bucket: list[_Tensor] = []
         size_bytes = 0
-        for tensor in tensors:
+        for tensor in same:
             bucket.append(tensor)
             size_bytes += tensor.numel() * tensor.element_size()
-            if size_bytes >= _BUCKET_BYTES:
+            if size_bytes >= least_bytes:
                 yield bucket
                 bucket, size_bytes = [], 0
         if bucket:
