@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,21 +19,17 @@ from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.checkpoints.adapter_files import count_base
 from paraplan.runtime.data_parallel.block_order import orders_of
-from paraplan.runtime.data_parallel.gradient_sums import GradientSum, expert_gradients
+from paraplan.runtime.data_parallel.gradient_sums import gradient_sums
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
-from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, check_experts
-from paraplan.runtime.experts.share import share_experts
+from paraplan.runtime.experts.layers import check_experts
 from paraplan.runtime.precision import check_stored_type
-from paraplan.runtime.rank_part import ParallelContext, RankPart, find_chunked, work_in_chunks, wrap_module
-from paraplan.runtime.recompute.policy import RecomputedBlocks, recomputed_blocks
-from paraplan.runtime.shards.group import Shardings
-from paraplan.runtime.split.context_check import ContextSplit, apply_split, find_context_split, take_tokens
+from paraplan.runtime.rank_part import ModelSplit, ParallelContext, RankPart, divide, find_chunked, wrap_module
+from paraplan.runtime.recompute.policy import recomputed_blocks
+from paraplan.runtime.split.context_check import ContextSplit, find_context_split, take_tokens
 from paraplan.runtime.split.context_parallel import Context, context_group
-from paraplan.runtime.split.forms import tensor_group
 from paraplan.runtime.split.search import own_plan
 from paraplan.runtime.split.tensor_parallel import (
     TensorSplit,
-    apply_tensor_split,
     check_compilable,
     find_tensor_split,
 )
@@ -159,66 +155,52 @@ def wrap_model(
         stages = find_stages(structure, plan, again)
     if plan.tp > 1 and split is None:
         split = _tensor_split(structure, parallel, given)
-    context = _context_split(structure, parallel, has_values=has_values) if plan.cp > 1 else None
-    chunked = find_chunked(structure, parallel)
+    found = ModelSplit(
+        again,
+        split,
+        _context_split(structure, parallel, has_values=has_values) if plan.cp > 1 else None,
+        layers,
+        find_chunked(structure, parallel),
+    )
     if plan.pp > 1:
-        return wrap_stages(model, stages, split, context, parallel, again, layers, chunked)
+        return wrap_stages(model, stages, found, parallel)
+    return _wrap_whole(model, structure, found, parallel)
+
+
+def _wrap_whole(model: nn.Module, structure: ModelStructure, split: ModelSplit, parallel: ParallelContext) -> RankPart:
+    plan, mesh, context = parallel.plan, parallel.mesh, parallel.loss.context
     ends = large_ends(structure) if plan.zero_stage else ()
-    return _wrap_whole(model, structure, ends, split, context, parallel, again, layers, chunked)
-
-
-def _wrap_whole(
-    model: nn.Module,
-    structure: ModelStructure,
-    ends: Sequence[str],
-    split: TensorSplit | None,
-    context: ContextSplit | None,
-    parallel: ParallelContext,
-    again: RecomputedBlocks,
-    layers: Mapping[str, ExpertLayer],
-    chunked: Sequence[str],
-) -> RankPart:
-    experts = NO_EXPERTS
-    if layers:
-        experts = share_experts(model, layers, parallel.mesh, are_gathered=parallel.plan.zero_stage > 0)
-    group = tensor_group(parallel.mesh, keeps_products=again.keeps is not None)
-    shardings = {} if split is None else apply_tensor_split(model, split, split.names, group, parallel.logits)
     names = structure.stack.names if structure.has_blocks else ()
-    work_in_chunks(model, names, chunked, parallel, group)
-    if context is not None and parallel.loss.context is not None:
-        apply_split(model, context.names, context, parallel.loss.context, backend=parallel.compile_backend)
+    if split.context is not None:  # of a model without repeated blocks too
+        names = split.context.names
+    divided = divide(model, names, split, parallel)
+    if split.context is not None:
         parallel.loss.refuse_other_calls(model)
-    unsharded = never_sharded(model, parallel.plan)
-    large = [model.get_submodule(name) for name in ends]
+    unsharded = never_sharded(model, plan)
     called = wrap_module(
         model,
         structure.blocks_of(model),
         parallel,
-        again=again,
+        again=split.again,
         unsharded=unsharded,
-        ends=large,
-        experts=experts,
+        ends=[model.get_submodule(name) for name in ends],
+        experts=divided.experts,
     )
-    if context is not None and parallel.loss.context is not None:
-        take_tokens(model, context.names, context, parallel.loss.context)
-    partial_names = frozenset() if split is None else split.partial(split.names)
+    if split.context is not None and context is not None:
+        take_tokens(model, names, split.context, context)
     execution = WholeModelExecution(
         called,
-        zero_stage=parallel.plan.zero_stage,
+        zero_stage=plan.zero_stage,
         loss=parallel.loss,
         precision=parallel.precision,
-        device=parallel.mesh.world.device,
-        sums=(
-            GradientSum(
-                parallel.mesh.replica_group,
-                parallel.reduce_dtype,
-                [one for one in model.parameters() if one in unsharded],
-            ),
-            expert_gradients([experts], parallel.plan, parallel.mesh, parallel.reduce_dtype),
-            GradientSum(
-                parallel.mesh.group("tp"),
-                parameters=[one for name, one in model.named_parameters() if name in partial_names],
-            ),
+        device=mesh.world.device,
+        sums=gradient_sums(
+            plan,
+            mesh,
+            parallel.reduce_dtype,
+            whole=[one for one in model.parameters() if one in unsharded],
+            experts=[divided.experts],
+            partial=[one for name, one in model.named_parameters() if name in divided.partial],
         ),
     )
     return RankPart(
@@ -226,10 +208,10 @@ def _wrap_whole(
         parameters=dict(model.named_parameters()),
         own_buffers=partial(lasting_buffers, model),
         execution=execution,
-        shardings=Shardings(shardings, experts.shardings),
+        shardings=divided.shardings,
         reductions=reductions_of(called),
         orders=orders_of(model),
-        loads=(experts.load,) if layers else (),
+        loads=(divided.experts.load,) if split.layers else (),
     )
 
 

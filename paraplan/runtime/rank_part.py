@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,16 +15,19 @@ from paraplan.runtime.data_parallel.block_order import BlockOrder, watch_blocks
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.data_parallel.replica_reduction import ReplicaReduction
 from paraplan.runtime.data_parallel.wrapping import wrap_data_parallel
-from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLoad, RankExperts
+from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, ExpertLoad, RankExperts
+from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import RankParameters
 from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.recompute.blocks import recompute_blocks
 from paraplan.runtime.recompute.policy import RecomputedBlocks, RecomputePolicy
 from paraplan.runtime.recompute.tiles import find_feed_forward, run_in_tiles
-from paraplan.runtime.shards.group import Shardings, TensorGroup
+from paraplan.runtime.shards.group import Shardings
+from paraplan.runtime.split.context_check import ContextSplit, apply_split
 from paraplan.runtime.split.forms import tensor_group
 from paraplan.runtime.split.logits import VocabularyLogits, without_custom_functions
+from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split
 from paraplan.runtime.step.chunked_loss import compute_loss_in_chunks, find_heads
 from paraplan.runtime.step.execution import Execution
 from paraplan.runtime.step.global_batch import GlobalBatch
@@ -161,25 +164,63 @@ def find_chunked(structure: ModelStructure, parallel: ParallelContext) -> tuple[
     return (*tiled, *(find_heads(structure.meta_model, names) if parallel.chunks_loss else ()))
 
 
-def work_in_chunks(
+@dataclass(frozen=True)
+class ModelSplit:
+    """How a model, which is whole, is to be divided: found before anything of it changes.
+
+    `again` are the blocks that run again in the backward pass, `tensor` says how layers are split over `tp`, `context`
+    how blocks run over `cp`, `layers` which experts ranks of `ep` share out, `chunked` what `find_chunked` has found.
+    """
+
+    again: RecomputedBlocks
+    tensor: TensorSplit | None = None
+    context: ContextSplit | None = None
+    layers: Mapping[str, ExpertLayer] = field(default_factory=dict)
+    chunked: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What a rank has been left: cuts of parameters by their names, its experts, and the parameters in `partial`.
+
+    Gradients of these are computed in part by every rank of `tp`.
+    """
+
+    shardings: Shardings
+    experts: RankExperts
+    partial: frozenset[str]
+
+
+def divide(
     model: nn.Module,
     names: Sequence[str],
-    parts: Sequence[str],
+    split: ModelSplit,
     parallel: ParallelContext,
-    group: TensorGroup | None,
-) -> None:
-    """Have feed-forward layers and the loss of `model`, or of a stage of it with blocks `names`, work in chunks.
-
-    `parts` are what `find_chunked` found in the whole model; `group` is that of `tp`.
-    """
-    held = tuple(f"{name}." for name in names)
-    apart = group if parallel.plan.sequence_parallel else None
-    for name in parts:
+    *,
+    has_first: bool = True,
+    has_last: bool = True,
+) -> Divided:
+    """Leave this rank's parts in `model`, or in a stage of it that holds the blocks `names` and these ends."""
+    experts, plan = NO_EXPERTS, parallel.plan
+    if split.layers:
+        experts = share_experts(model, split.layers, parallel.mesh, are_gathered=plan.zero_stage > 0)
+    in_halves = plan.pipeline_schedule == "zero_bubble"
+    group = tensor_group(parallel.mesh, keeps_products=split.again.keeps is not None, in_halves=in_halves)
+    shardings, partial = {}, frozenset[str]()
+    if split.tensor is not None:
+        shardings = apply_tensor_split(model, split.tensor, names, group, parallel.logits)
+        partial = split.tensor.partial(names)
+    inside = tuple(f"{name}." for name in names)
+    for name in split.chunked:
         module = model.get_submodule(name)
-        if name.startswith(held) and parallel.mlp_tile is not None:
-            run_in_tiles(module, parallel.mlp_tile, apart)
+        if name.startswith(inside) and parallel.mlp_tile is not None:
+            run_in_tiles(module, parallel.mlp_tile, group if plan.sequence_parallel else None)
         elif isinstance(module, nn.Linear):  # in the last stage
             compute_loss_in_chunks(module, parallel.loss)
+    if split.context is not None and parallel.loss.context is not None:
+        ends = {"has_first": has_first, "has_last": has_last}
+        apply_split(model, names, split.context, parallel.loss.context, **ends, backend=parallel.compile_backend)
+    return Divided(Shardings(shardings, experts.shardings), experts, partial)
 
 
 def wrap_module(

@@ -80,12 +80,25 @@ class GradientSum:
             self._travelling.append(_Travelling(work, flat, bucket, gradients, local))
 
 
-def expert_gradients(
-    experts: Iterable[RankExperts], plan: ParallelPlan, mesh: Mesh, reduce_dtype: ReduceType
-) -> GradientSum:
-    """Return what sums the gradients of experts over the ranks that hold the same; under ZeRO FSDP does."""
-    held = [] if plan.zero_stage else [parameter for one in experts for parameter in one.parameters]
-    return GradientSum(mesh.expert_copies_group, reduce_dtype, held)
+def gradient_sums(
+    plan: ParallelPlan,
+    mesh: Mesh,
+    reduce_dtype: ReduceType,
+    *,
+    whole: Sequence[nn.Parameter],
+    experts: Iterable[RankExperts],
+    partial: Sequence[nn.Parameter],
+) -> tuple[GradientSum, ...]:
+    """Return the sums of a rank: of parameters that are `whole` under ZeRO, of experts, and of those in part over tp.
+
+    Experts are summed over the ranks that hold the same; under ZeRO FSDP does so.
+    """
+    of_experts = [] if plan.zero_stage else [parameter for one in experts for parameter in one.parameters]
+    return (
+        GradientSum(mesh.replica_group, reduce_dtype, whole),
+        GradientSum(mesh.expert_copies_group, reduce_dtype, of_experts),
+        GradientSum(mesh.group("tp"), parameters=partial),
+    )
 
 
 def _has_some(count: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +17,17 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.data_parallel.block_order import orders_of
-from paraplan.runtime.data_parallel.gradient_sums import GradientSum, expert_gradients
+from paraplan.runtime.data_parallel.gradient_sums import gradient_sums
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
-from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, RankExperts
-from paraplan.runtime.experts.share import share_experts
+from paraplan.runtime.experts.layers import RankExperts
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, find_ties, tied_gradients
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
-from paraplan.runtime.rank_part import ParallelContext, RankPart, work_in_chunks, wrap_module
+from paraplan.runtime.rank_part import ModelSplit, ParallelContext, RankPart, divide, wrap_module
 from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
-from paraplan.runtime.shards.group import Shardings, TensorGroup
-from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.split.context_check import ContextSplit, apply_split, take_tokens
-from paraplan.runtime.split.forms import tensor_group
-from paraplan.runtime.split.tensor_parallel import TensorSplit, apply_tensor_split
+from paraplan.runtime.shards.group import Shardings
+from paraplan.runtime.split.context_check import take_tokens
 from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
 from paraplan.runtime.structure.weights import lasting_buffers
 
@@ -58,7 +55,7 @@ class _Piece:
     buffer_names: Mapping[str, str]
     shardings: Shardings
     experts: RankExperts
-    partial: frozenset[str]
+    partial: AbstractSet[str]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -91,40 +88,15 @@ def find_stages(structure: ModelStructure, plan: ParallelPlan, again: Recomputed
     return Stages(chain, tuple(bounds))
 
 
-def wrap_stages(
-    model: nn.Module,
-    whole: Stages,
-    split: TensorSplit | None,
-    context: ContextSplit | None,
-    parallel: ParallelContext,
-    again: RecomputedBlocks,
-    layers: Mapping[str, ExpertLayer],
-    chunked: Sequence[str] = (),
-) -> RankPart:
-    """Return this rank's stages of `model`, which is changed in place.
-
-    `split` is that of its layers over `tp`, `context` that of its tokens over `cp`, `layers` the experts that ranks of
-    `ep` share out.
-    """
+def wrap_stages(model: nn.Module, whole: Stages, split: ModelSplit, parallel: ParallelContext) -> RankPart:
+    """Return this rank's stages of `model`, which is changed in place."""
     plan, mesh, chain, bounds = parallel.plan, parallel.mesh, whole.chain, whole.bounds
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
     # Stages of one rank share their parameters, and each has the modules around them for itself.
     held = {id(parameter): parameter for parameter in model.parameters()}
     models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
     pieces = [
-        _cut_piece(
-            part,
-            chain,
-            bounds,
-            index,
-            split=split,
-            context=context,
-            layers=layers,
-            chunked=chunked,
-            parallel=parallel,
-            keeps=again.keeps is not None,
-        )
-        for part, index in zip(models, indices, strict=True)
+        _cut_piece(part, chain, bounds, index, split, parallel) for part, index in zip(models, indices, strict=True)
     ]
     holders = Counter(parameter for piece in pieces for parameter in piece.parameters.values())
     shared = (parameter for parameter, count in holders.items() if count > 1)
@@ -137,14 +109,14 @@ def wrap_stages(
             piece.module,
             piece.blocks,
             parallel,
-            again=again,
+            again=split.again,
             first=first,
             unsharded=unsharded,
             experts=piece.experts,
             replicates=not by_schedule,
         )
-        if context is not None and parallel.loss.context is not None:
-            take_tokens(piece.module.model, chain.stack.names[first:end], context, parallel.loss.context)
+        if split.context is not None and parallel.loss.context is not None:
+            take_tokens(piece.module.model, chain.stack.names[first:end], split.context, parallel.loss.context)
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
         apart = unsharded | piece.experts.apart
         alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
@@ -189,44 +161,19 @@ def _cut_piece(
     chain: BlockChain,
     bounds: Sequence[tuple[int, int]],
     index: int,
-    *,
-    split: TensorSplit | None,
-    context: ContextSplit | None,
-    layers: Mapping[str, ExpertLayer],
-    chunked: Sequence[str],
+    split: ModelSplit,
     parallel: ParallelContext,
-    keeps: bool,
 ) -> _Piece:
     device = parallel.mesh.world.device
     start, end = bounds[index]
-    names = chain.stack.names[start:end]
-    sharding: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
-    experts = NO_EXPERTS
-    if layers:
-        experts = share_experts(model, layers, parallel.mesh, are_gathered=parallel.plan.zero_stage > 0)
-    shardings: Mapping[str, Sharding] = {}
-    group: TensorGroup | None = None
-    in_model = {own: name for name, own in sharding.names.items()}
-    if split is not None:
-        in_halves = parallel.plan.pipeline_schedule == "zero_bubble"
-        group = tensor_group(parallel.mesh, keeps_products=keeps, in_halves=in_halves)
-        found = apply_tensor_split(model, split, names, group, parallel.logits)
-        shardings = {in_model[own]: place for own, place in found.items()}
-    work_in_chunks(model, names, chunked, parallel, group)
-    if context is not None and parallel.loss.context is not None:
-        apply_split(
-            model,
-            names,
-            context,
-            parallel.loss.context,
-            has_first=start == 0,
-            has_last=index == len(bounds) - 1,
-            backend=parallel.compile_backend,
-        )
+    has_last = index == len(bounds) - 1
+    cut: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
+    names = {own: name for name, own in cut.names.items()}
+    divided = divide(model, chain.stack.names[start:end], split, parallel, has_first=start == 0, has_last=has_last)
     module = StageModule(
         model,
-        sharding.inject,
-        is_last=index == len(bounds) - 1,
+        cut.inject,
+        is_last=has_last,
         loss=parallel.loss,
         precision=parallel.precision,
         device=device,
@@ -235,11 +182,14 @@ def _cut_piece(
         index=index,
         module=module,
         blocks=chain.stack.modules(model)[start:end],
-        names=sharding.names,
-        buffer_names=sharding.buffers,
-        shardings=Shardings(shardings, {in_model[own]: place for own, place in experts.shardings.items()}),
-        experts=experts,
-        partial=frozenset(sharding.names.keys() & split.partial(names)) if split else frozenset(),
+        names=cut.names,
+        buffer_names=cut.buffers,
+        shardings=Shardings(
+            {names[own]: place for own, place in divided.shardings.tensor.items()},
+            {names[own]: place for own, place in divided.shardings.expert.items()},
+        ),
+        experts=divided.experts,
+        partial=cut.names.keys() & divided.partial,
     )
 
 
@@ -260,17 +210,13 @@ def _rank_part(
         chain=chain,
         bounds=bounds,
         parallel=parallel,
-        sums=(
-            GradientSum(
-                mesh.replica_group, parallel.reduce_dtype, [held for held in parameters.values() if held in unsharded]
-            ),
-            expert_gradients([piece.experts for piece in pieces], parallel.plan, mesh, parallel.reduce_dtype),
-            GradientSum(
-                mesh.group("tp"),
-                parameters=[
-                    held for piece in pieces for name, held in piece.parameters.items() if name in piece.partial
-                ],
-            ),
+        sums=gradient_sums(
+            parallel.plan,
+            mesh,
+            parallel.reduce_dtype,
+            whole=[held for held in parameters.values() if held in unsharded],
+            experts=[piece.experts for piece in pieces],
+            partial=[held for piece in pieces for name, held in piece.parameters.items() if name in piece.partial],
         ),
         ties=tied_gradients(ties, parameters, mesh),
     )
