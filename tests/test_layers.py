@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -224,6 +225,25 @@ def undescribed_names(path: Path) -> Iterator[str]:
             is_public = not item.name.startswith("_") and item not in private and not is_overload
             if is_public and not ast.get_docstring(item):
                 yield f"{path}:{item.lineno}: {item.name} has no docstring"
+
+
+STANDS_ALONE = ("api", "cli", "errors", "hardware", "interop", "plan", "records", "report", "search", "units")
+"""Packages whose docstrings all name their subject; in others each is mended when it is next touched."""
+NEEDS_ITS_NEIGHBOUR = re.compile(r"(The same|Those|What|Of)\b")
+
+
+def texts_that_need_a_neighbour(path: Path) -> Iterator[str]:
+    """Yield docstrings, of fields too, that begin without a subject: a tooltip shows one alone."""
+    if relative(path).split("/")[0].removesuffix(".py") not in STANDS_ALONE:
+        return
+    for node in nodes_of(path):
+        text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+        if isinstance(text, str) and NEEDS_ITS_NEIGHBOUR.match(text):
+            yield f"{path}:{node.lineno}: a docstring begins with its subject, not with {text[:30]!r}"
+
+
+def test_docstrings_stand_alone() -> None:
+    assert_in_all_modules(texts_that_need_a_neighbour)
 
 
 def assert_in_all_modules(rule: Callable[[Path], Iterator[str]]) -> None:

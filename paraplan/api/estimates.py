@@ -1,4 +1,4 @@
-"""What one plan costs."""
+"""Estimate of one plan."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:  # imported where it is asked for
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What one plan costs. `str()` is the short answer; a notebook shows the report with its charts."""
+    """Memory and step time of one plan. `str()` is the short answer; a notebook shows the report with its charts."""
 
     workload: Workload
-    """What the plan was estimated for."""
+    """Model, training and machines of the estimate."""
     result: PlanEstimate
     """The figures as a record, for JSON."""
 
@@ -94,7 +94,7 @@ class Estimate:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What to know beside the figures, a sentence each."""
+        """Warnings about the figures, a sentence each."""
         return warnings_of(self.workload, self.plan)
 
     @property

@@ -45,7 +45,7 @@ _FUNCTION = re.compile(r"(.+\.py):(\w+)")
 
 @dataclass(frozen=True, eq=False)
 class ImportedPlan:
-    """What another tool's configuration says: its plan, and of the training what it names."""
+    """Plan of another tool's configuration, with the parts of the training that it names."""
 
     setup: Setup
     """The plan, precision, optimizer, framework and notes."""
@@ -62,7 +62,7 @@ class ImportedPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the configuration leaves open, and what was assumed."""
+        """Assumptions for each setting that the configuration leaves open."""
         return tuple(self.setup.notes)
 
     def for_model(self, model: ModelSpec) -> ImportedPlan:
@@ -155,9 +155,9 @@ class Alternatives:
     setup: Setup
     """The configuration."""
     now: Estimate
-    """What it costs, modelled for the tool's framework."""
+    """Estimate of the imported plan, modelled for the tool's framework."""
     others: dict[str, Estimate]
-    """What to compare with, by a name for each: the tool's own best, and what paraplan recommends."""
+    """Estimates to compare with, by a name for each: the tool's own best, and what paraplan recommends."""
     reason: str | None
     """Why there is nothing to compare with."""
 
@@ -183,7 +183,7 @@ class Alternatives:
 
     @property
     def verdict(self) -> str:
-        """What the comparison says, in a sentence."""
+        """Result of the comparison, in a sentence."""
         name, best = min(self.others.items(), key=lambda pair: pair[1].step.step_time_s)
         ratio = self.now.step.step_time_s / best.step.step_time_s
         if not self.now.fits:

@@ -51,11 +51,11 @@ class Recommendation:
     answer: SearchAnswer
     """The search with what was asked for beside it."""
     request: SearchRequest
-    """What was asked."""
+    """Request that this answers."""
 
     @property
     def workload(self) -> Workload:
-        """What was planned for: other machines, batch or sequence than asked where one of these was to be found."""
+        """Workload of the plan: other machines, batch or sequence than asked where one of these was to be found."""
         return self.answer.workload
 
     @property
@@ -75,12 +75,12 @@ class Recommendation:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What the decision tree asked, and the numbers that decided."""
+        """Questions of the decision tree, each with the numbers that decided."""
         return self.result.decisions
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the training, and of speeds that are assumed, a sentence each."""
+        """Notes on the training and on assumed speeds, a sentence each."""
         return workload_notes(self.workload)
 
     def is_lower_bound(self, plan: ParallelPlan) -> bool:

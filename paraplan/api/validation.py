@@ -62,7 +62,7 @@ class Validation:
     everything: bool = False
     """Whether rows of low quality or with unusual features are scored too."""
     calibration: Calibration | None = None
-    """What predictions were made with beside the sourced constants."""
+    """Calibration of the predictions, beside the sourced constants."""
     unread: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By table its columns from which nothing is read, each with the one that may be meant, or nothing."""
 

@@ -1,4 +1,4 @@
-"""What plans are made for: a model, its training and the machines, modelled for one framework."""
+"""Workloads that plans are made for: a model, its training and the machines, modelled for one framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a calibration found, as tables for a terminal."""
+"""Results of a calibration, as tables for a terminal."""
 
 from __future__ import annotations
 

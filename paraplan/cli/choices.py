@@ -188,7 +188,7 @@ def _by_own_runs(workload: Workload) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingChoices(MediaChoices):
-    """What is trained on, and how a step computes."""
+    """Options of the training: batch, sequences, precision, kernels."""
 
     global_batch: Annotated[
         int | None,

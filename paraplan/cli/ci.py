@@ -40,7 +40,7 @@ ToleranceOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """What an estimate has to keep, and how checks are reported; nothing is checked where no limit is given."""
+    """Limits that an estimate has to keep, and how checks are reported; nothing is checked where no limit is given."""
 
     max_memory: Annotated[
         str | None,
@@ -112,7 +112,7 @@ def read_percent(text: str, *, option: str, most: float = float("inf")) -> float
         percent = -1.0
     if not 0 <= percent <= most or percent == float("inf"):
         limit = "" if most == float("inf") else f" to {most:.0f}"
-        raise UsageError(f"{option} {text} is no percentage", hint=f"write a number from 0{limit}, such as 5 or 5%")
+        raise UsageError(f"{option} {text} is not a percentage", hint=f"write a number from 0{limit}, such as 5 or 5%")
     return percent / 100
 
 

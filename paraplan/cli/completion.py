@@ -1,4 +1,4 @@
-"""What a shell completes: names of models, machines, frameworks, targets, pages and runs. Each looks up names alone."""
+"""Completion in a shell: names of models, machines, frameworks, targets, pages and runs. Each looks up names alone."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class _Question(NamedTuple):
     text: str
     """Nothing where it is not asked."""
     usual: str
-    """What holds where nothing is kept, in words."""
+    """Default where nothing is kept, in words."""
     check: Callable[[str], object]
 
 

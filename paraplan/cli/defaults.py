@@ -14,7 +14,7 @@ from paraplan.errors import UsageError
 HISTORY = "history"
 """Whether the user's own runs correct predictions: on, or off as --no-history has it."""
 OPTIONS = ("profile", "nodes", "precision", "optimizer", "framework", "price", HISTORY)
-"""What can be kept, by the options' names."""
+"""Options that can be kept, by name."""
 _OF = {
     "recommend": OPTIONS,
     "estimate": tuple(name for name in OPTIONS if name != "price"),

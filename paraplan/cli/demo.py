@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 _SCRIPT = "train_lm.py"
 _RANKS = 2
 _LAST_LINES = 12
-"""Of a step that failed."""
+"""Lines that are shown of a step that failed."""
 
 
 @app.command()

@@ -40,7 +40,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class OnePlanOptions:
-    """What only one plan has, not a search: fields that the search chooses by itself, or a plan file."""
+    """Options of one plan, which a search has not: fields that the search chooses by itself, or a plan file."""
 
     zero_shards: Annotated[
         int | None,

@@ -1,4 +1,4 @@
-"""What the GPUs of this machine are doing, as a table that `paraplan topo --watch` draws again and again."""
+"""State of this machine's GPUs, as a table that `paraplan topo --watch` draws again and again."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _CLOUDS = {"AWS": "aws", "Azure": "azure", "Google Cloud": "gcp", "Lambda": "lambda", "RunPod": "runpod"}
-"""What SkyPilot calls providers (`sky jobs launch --infra`)."""
+"""SkyPilot's name of each provider (`sky jobs launch --infra`)."""
 
 
 @dataclass(frozen=True)

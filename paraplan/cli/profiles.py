@@ -29,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 class Kind(StrEnum):
-    """What a profile describes."""
+    """Kind of thing that a profile describes."""
 
     machine = "machine"
     gpu = "gpu"

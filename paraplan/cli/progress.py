@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from threading import Timer
 
 QUIET_S = 0.5
-"""What ends sooner says nothing."""
+"""Seconds below which work shows no progress."""
 _ERASE = "\r\x1b[K"
 
 

@@ -44,7 +44,7 @@ _money = partial(typer.Option, rich_help_panel=MONEY_PANEL)
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What is searched, and what is shown of it."""
+    """Options of the search and of its answer."""
 
     framework: Annotated[
         str,

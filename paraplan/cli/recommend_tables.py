@@ -27,7 +27,7 @@ _EQUAL = 1.02
 
 
 MOST_LINES = 22
-"""Of the short answer."""
+"""Lines of the short answer."""
 _ROWS = 5
 """Plans of its table, where there is room for them; all of `--top` with -v."""
 _LEFT_OUT = ("Samples", "Loading", "", "Offload", "Mixed", "GPUs", "Lever", "Roomier", "Why")

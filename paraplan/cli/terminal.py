@@ -1,4 +1,4 @@
-"""What commands print with. Names from outside are text here: no markup, and nothing that steers a terminal."""
+"""Consoles and streams that commands print to. Names from outside have neither markup nor control characters."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ _DENIED = {
     "DR": "disabled by a registry key",
     "OK": "allowed",
 }
-"""Of `nvidia-smi topo -p2p`."""
+"""Words of `nvidia-smi topo -p2p` for a pair without peer access."""
 
 
 def _peer_lines(node: NodeTopology) -> list[str]:

@@ -1,4 +1,4 @@
-"""What `paraplan validate` prints: tables of errors by group, the worst rows, sweeps, and what was skipped."""
+"""Output of `paraplan validate`: tables of errors by group, the worst rows, sweeps, and what was skipped."""
 
 from __future__ import annotations
 

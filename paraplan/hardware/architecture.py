@@ -41,7 +41,7 @@ class FlashAttentionSpeed(Record):
     FLOPs. 0.89 is what kernels of the second generation have: FlashAttention 2 on A100 0.87 to 0.91, H100 0.86 to 0.89,
     B200 0.83 to 0.92, AOTriton on MI300X 0.81 to 0.99, Triton and composable kernels on MI355X 0.85 to 0.99."""
     narrow_backward: float = Field(default=0.89, gt=0)
-    """The same, backward: FlashAttention 2 on H100 0.90 to 0.93, on B200 0.89 to 0.98."""
+    """Efficiency of narrow heads in the backward pass: FlashAttention 2 on H100 0.90 to 0.93, on B200 0.89 to 0.98."""
     causal_tokens: float = Field(default=350.0, ge=0)
     """A causal pass over s tokens takes 1 + causal_tokens / s times as long as the shares of long sequences say: blocks
     on the diagonal are computed whole, and rows differ in length."""
@@ -67,7 +67,7 @@ class FlashAttentionSpeed(Record):
 
 
 class MatmulShapeCosts(Record):
-    """What the shape of a product `[m, k] x [k, n]` costs where that was measured.
+    """Measured costs of the shape of a product `[m, k] x [k, n]`.
 
     It stands in place of what `CostConstants` says of it from an A100: `matmul_half_n` and so on.
     """
@@ -89,7 +89,7 @@ class MatmulShapeCosts(Record):
 
 
 class ArchitectureProfile(Record):
-    """What GPUs of one architecture share, as a file of `profiles/architectures` describes it."""
+    """Properties that GPUs of one architecture share, as a file of `profiles/architectures` describes it."""
 
     name: str
     """The name of its file: the architecture that GPU profiles name, in lower case with hyphens."""
@@ -106,7 +106,7 @@ class ArchitectureProfile(Record):
     sdpa_generation: int = FLASH_ATTENTION_2
     """The generation that the kernels which torch's sdpa takes on these GPUs, from torch 2.11 on, are as fast as."""
     driver_reserved_bytes: int = Field(default=0, ge=0)
-    """Of the total that NVML tells, what the driver keeps (`Reserved` in `nvidia-smi -q`) and CUDA does not give, where
+    """Bytes of NVML's total that the driver keeps (`Reserved` in `nvidia-smi -q`) and CUDA does not give, where
     no GPU profile says it. 0 where totals are those of drivers that took it off already."""
     torch_workspace_bytes: int = 0
     """The cuBLAS workspace that torch keeps for each thread that multiplies."""
@@ -124,14 +124,14 @@ class ArchitectureProfile(Record):
     """Share of the time of writing a product's result that no arithmetic hides. 0.81: 2 m n bytes over the bandwidth
     are as long as 161 steps of the inner size on the A100 PCIe of SimuMax's shapes, of which a fit finds 130."""
     matmul_shapes: MatmulShapeCosts | None = None
-    """What the shape of a product costs where that was measured; None: as on an A100."""
+    """Measured costs of the shape of a product; None: as on an A100."""
     fp8_speedup: float = 1.0
     """Dense 8-bit to dense 16-bit matmuls."""
     sparse_speedup: float = 1.0
     """How many times the dense rates of matmuls data sheets state too, for weights with structured sparsity, which
     training does not have."""
     narrow_precisions: tuple[str, ...] = ()
-    """What matrix products may be in below 16 bits: fp8, mxfp8, nvfp4."""
+    """Precisions of matrix products below 16 bits: fp8, mxfp8, nvfp4."""
     usual_network_bits_per_s: float
     """NICs of a machine divided by its GPUs, where a description does not tell."""
     host_socket_bytes_per_s: float = Field(gt=0)

@@ -25,7 +25,7 @@ _MOST_CUT = 8
 
 
 class GroupSpeed(Record):
-    """What one group of ranks reaches in one collective: its kind of link decides, between nodes the network's.
+    """Speed of one group of ranks in one collective: its kind of link decides, between nodes the network's.
 
     `payload_bytes_per_s` is what the links of one GPU carry at most (of all NICs that the group uses in a node where
     the network decides); both bandwidths are per direction.
@@ -76,7 +76,7 @@ class RankGroup(Record):
 
 
 class InsideLink(Record):
-    """What a group of GPUs of one node uses: the kind of link, what one GPU's links carry together, and a pair's."""
+    """Link inside a group of GPUs of one node: the kind of link, what one GPU's links carry together, and a pair's."""
 
     kind: str
     payload_bytes_per_s: float

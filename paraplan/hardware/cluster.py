@@ -50,7 +50,7 @@ class Cluster(Record):
 
     @property
     def gpu_memory_bytes(self) -> int:
-        """What CUDA gives of the smallest GPU's memory: its total less what the driver keeps.
+        """Bytes that CUDA gives of the smallest GPU's memory: its total less what the driver keeps.
 
         The total is the driver's figure where it is known, else the profile's.
         """

@@ -48,7 +48,7 @@ class GpuNics(Record):
 
 
 class InterconnectReport(Record):
-    """What is known of a cluster's links: verdicts, islands, NICs by GPU, and what is worth a word.
+    """Report on a cluster's links: verdicts, islands, NICs by GPU, and what is worth a word.
 
     `node` is None for one GPU and where nothing is known of its links, `network` for one node and without a network.
     """

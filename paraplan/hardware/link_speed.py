@@ -1,4 +1,4 @@
-"""What collectives reach on each kind of link: figures of `profiles/links.json`, each with its source."""
+"""Speed of collectives on each kind of link: figures of `profiles/links.json`, each with its source."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LinkSpeed(Record):
     switch_reduction: SwitchReduction | None = None
     source: str
     pair_bytes_per_s: float | None = Field(default=None, gt=0)
-    """What a slow host was measured to copy between two GPUs, one direction; None for links that need no host."""
+    """Measured copy rate between two GPUs of a slow host, one direction; None for links that need no host."""
     pair_source: str | None = None
     """Who measured it."""
 

@@ -1,4 +1,4 @@
-"""What machines cost an hour: files of `profiles/prices`, each figure with its date and source."""
+"""Prices of machines by the hour: files of `profiles/prices`, each figure with its date and source."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paraplan.records import Record
 from paraplan.resources import profiles_folder
 
 _GPUS = 8
-"""Of a machine whose GPUs are rented one by one."""
+"""GPUs of the machine of an offer that rents GPUs one by one."""
 
 
 class PriceOffer(Record):
-    """What one provider asks for one machine, or for one GPU of a machine, by the hour."""
+    """Price that one provider asks by the hour for a machine, or for one GPU of it."""
 
     instance: str
     """The machine as the provider calls it."""
@@ -57,7 +57,7 @@ class MachinePrice(Record):
     is_spot: bool
     per_hour: float
     per_gpu_hour: float
-    """The same for each GPU that is used: higher than the provider's where machines are larger than what is used."""
+    """Price of an hour for each used GPU: higher than the provider's where machines are larger than what is used."""
 
     def __str__(self) -> str:
         return f"{self.provider} {self.offer.instance}{', spot' if self.is_spot else ''}, {self.offer.date}"

@@ -1,4 +1,4 @@
-"""What data sheets and calibration say: `GpuProfile`, `NetworkProfile`, `MachineProfile`."""
+"""Figures of data sheets and of calibration: `GpuProfile`, `NetworkProfile`, `MachineProfile`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 
 class KernelFit(Record):
-    """What matmuls and attention reach in one precision, as `paraplan calibrate` found on one machine.
+    """Speed of matmuls and attention in one precision, as `paraplan calibrate` found on one machine.
 
     A product [m, k] x [k, n] takes `matmul_launch_s + 2mnk (1 + half_m/m + half_n/n + half_k/k) / matmul_flops_per_s`.
     Attention rates are those of torch's fused kernel on causal sequences: half of the scores counted, and 2.5 times the
@@ -36,7 +36,7 @@ class KernelFit(Record):
 
 
 class KernelCalibration(Record):
-    """What `paraplan calibrate` measured of the kernels of one machine; the cost model prefers it to published figures.
+    """Kernels of one machine as `paraplan calibrate` measured them; the cost model prefers it to published figures.
 
     `moved_bytes_per_s` is what norms, activations and sums move through memory, `optimizer_s_per_parameter` the time
     of AdamW with clipping; `overlap_slowdown` how much longer kernels and collectives take that run at the same time.
@@ -104,18 +104,18 @@ class GpuProfile(Record):
     source_kind: SourceKind | None = None
     """How good the weakest part of the source is; None where nobody said."""
     architecture_profile: ArchitectureProfile | None = Field(default=None, exclude=True, repr=False)
-    """What GPUs of the architecture share, filled in from `profiles/architectures` where a profile is loaded."""
+    """Profile of the GPU's architecture, filled in from `profiles/architectures` where a profile is loaded."""
 
     @property
     def reserved_bytes(self) -> int:
-        """What the driver keeps of the total: as this profile says, else as its architecture does."""
+        """Bytes that the driver keeps of the total: as this profile says, else as its architecture does."""
         if self.driver_reserved_bytes is not None or self.architecture_profile is None:
             return self.driver_reserved_bytes or 0
         return self.architecture_profile.driver_reserved_bytes
 
     @property
     def shared(self) -> ArchitectureProfile:
-        """What GPUs of the architecture share. Raises `ValueError` for a record that no loader made."""
+        """Profile of the GPU's architecture. Raises `ValueError` for a record that no loader made."""
         if self.architecture_profile is None:
             raise ValueError(f"{self.name}: its architecture was not loaded")
         return self.architecture_profile
@@ -171,7 +171,7 @@ class NetworkProfile(Record):
     latency_s: float = Field(gt=0)
     protocol: Literal["rdma", "tcp"] = "rdma"
     measured: tuple[MeasuredRanks, ...] = ()
-    """What collectives reached, where somebody measured it: on some networks each step of a ring waits so long that
+    """Measured collectives: on some networks each step of a ring waits so long that
     their time grows with the ranks, not with the bytes alone."""
     source: str
     source_kind: SourceKind | None = None

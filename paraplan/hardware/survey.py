@@ -28,7 +28,7 @@ class MachineSurvey(Record):
     machine: MachineProfile | None = None
     interconnect: InterconnectReport | None = None
     states: tuple[GpuState, ...] = ()
-    """What the GPUs of this machine are doing; none for another one."""
+    """States of this machine's GPUs; none for another one."""
 
     def to_report(self) -> dict[str, Any]:
         """Return the JSON object that `paraplan topo --json` prints."""

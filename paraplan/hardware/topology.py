@@ -102,7 +102,7 @@ class GpuLink(Record):
 
 
 class PeerAccess(Record):
-    """What a pair of GPUs (`gpu_a < gpu_b`) may do to each other's memory, in the words of `nvidia-smi topo -p2p`.
+    """Access of a pair of GPUs (`gpu_a < gpu_b`) to each other's memory, in the words of `nvidia-smi topo -p2p`.
 
     OK, NS (not supported), CNS (by the chipset), GNS (by the GPU), TNS (by the topology), DR (disabled by a registry
     key), U (unknown). `unnamed` is the status of a table that does not say which access it lists.

@@ -1,4 +1,4 @@
-"""What a configuration and its tool set for torch's allocator."""
+"""Settings of torch's allocator by a configuration and its tool."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Target(NamedTuple):
     write: Callable[[Subject], Exported]
     title: str
     gaps: GapsOf | None = None
-    """What its configuration cannot say of a plan, for targets that run plans themselves."""
+    """Parts of a plan that its configuration cannot express, for targets that run plans themselves."""
 
 
 TARGETS: dict[str, Target] = {

@@ -1,4 +1,4 @@
-"""What every export has in common: what is exported, what comes of it, and what could not be expressed."""
+"""Subject and result of an export, and the parts of a plan that it could not express."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Subject(Record):
 
     @property
     def training(self) -> TrainingSpec | None:
-        """What is trained, None where the file does not say."""
+        """Training of the plan, None where the file does not say."""
         return self.file.training
 
     @property

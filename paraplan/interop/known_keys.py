@@ -34,7 +34,7 @@ class KeyTable(Record):
     neutral: Mapping[str, tuple[str | int | float | bool, ...]] = {}
     """Values that are as if the key were absent, beside false, 0, none and nothing."""
     defaults: Mapping[str, str | int | float | bool] = {}
-    """What the tool has where a file leaves a key out, of those that say how its software runs."""
+    """Defaults of the tool for keys that say how its software runs."""
     signs: tuple[str, ...] = ()
     """Keys of which one at least tells that a file is this tool's."""
     trains_nothing: Mapping[str, tuple[str, ...]] = {}

@@ -46,7 +46,7 @@ _TABLES: dict[str, Tool] = {
     "nemo-automodel": "nemo-automodel",
 }
 _LEAST_SHARE = 1 / 3
-"""Of a tool's own file it knows more than this of the keys: others only share some with it."""
+"""Least share of keys that a tool knows of its own file: others only share some with it."""
 _TRANSFORMERS = re.compile(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(")
 _TITAN = re.compile(
     r"^\s*\[(job|parallelism|activation_checkpoint|training)\]|\b\w*Trainer\.Config\b", flags=re.MULTILINE
@@ -73,9 +73,9 @@ def tool_of(text: str, source: str) -> Tool:
     if scores[best] > 0:
         return _TABLES[best]
     raise PlanError(
-        f"{source} is no configuration of DeepSpeed, accelerate, Megatron-LM, Megatron-Bridge, NeMo AutoModel, peft, "
-        "transformers' Trainer, TRL, axolotl, LLaMA-Factory, ms-swift or torchtitan, and no script with transformers' "
-        "DistributedConfig: none of their keys is in it",
+        f"{source} is not a configuration of DeepSpeed, accelerate, Megatron-LM, Megatron-Bridge, NeMo AutoModel, "
+        "peft, transformers' Trainer, TRL, axolotl, LLaMA-Factory, ms-swift or torchtitan, and no script with "
+        "transformers' DistributedConfig: none of their keys is in it",
         hint="DeepSpeed's JSON has train_batch_size or zero_optimization, accelerate's file distributed_type, "
         "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
         "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path, ms-swift's tuner_type",

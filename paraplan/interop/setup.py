@@ -1,4 +1,4 @@
-"""What a configuration of another tool says: a plan with its training, and what its parts follow from."""
+"""Content of another tool's configuration: a plan with its training, and what its parts follow from."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Setup(Record):
 
 
 class Given(Record):
-    """What the user says beside a configuration: it comes first, and fills in what scripts decide.
+    """Settings that the user gives beside a configuration: it comes first, and fills in what scripts decide.
 
     `num_gpus` is the number of ranks, None where only the configuration may know it.
     """

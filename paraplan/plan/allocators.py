@@ -1,4 +1,4 @@
-"""What tools set for torch's allocator, by name (`profiles/allocators.json`)."""
+"""Settings of torch's allocator that tools make, by name (`profiles/allocators.json`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ processes."""
 
 
 class ToolAllocator(Record):
-    """What one tool sets where nobody else has."""
+    """Settings of one tool where nobody else has made any."""
 
     name: str
     """A word of texts that name the tool."""

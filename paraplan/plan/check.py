@@ -14,7 +14,7 @@ _AXES: tuple[Axis, ...] = ("tp", "pp", "cp", "dp")
 
 
 class CheckRequest(Record):
-    """What every rank of a check runs: `num_steps` optimizer steps of `plan` on a small model, beside one process.
+    """Run of every rank of a check: `num_steps` optimizer steps of `plan` on a small model, beside one process.
 
     `model` is a `config.json`'s path or a factory. `max_layers` bounds the layers of the smaller model; `keeps_width`
     leaves its layers as wide as they are. `folder` takes what the ranks find.
@@ -45,7 +45,7 @@ class Gap(Record):
 
 
 class RankFinding(Record):
-    """What one rank found. Errors are relative, the largest of all steps.
+    """Finding of one rank. Errors are relative, the largest of all steps.
 
     `gaps` lists what differs in the first step in which anything does, in the order of the model.
     """

@@ -41,19 +41,19 @@ class Incompatibility(Record):
     """Why a plan does not suit a model, its training or the machines."""
 
     rule: Rule
-    """What is broken."""
+    """Rule that is broken."""
     value: int | str
-    """What the plan or the training asks for."""
+    """Value that the plan or the training asks for."""
     limit: int | str
-    """What the value has to divide, equal or stay within."""
+    """Limit that the value has to divide, equal or stay within."""
     message: str
     """The value and the limit in a sentence."""
     reason: str
-    """The same without the value: what many plans have in common."""
+    """Reason without the value, which many plans have in common."""
     allowed: tuple[int | str, ...] = ()
     """Values that would do, where they can be listed."""
     hint: str
-    """What to do about it."""
+    """Way out."""
 
     def error(self) -> PlanError:
         """Return the error that says so."""

@@ -1,4 +1,4 @@
-"""What executes plans: paraplan's own runtime, or another framework as far as its configuration can say a plan."""
+"""Executors of plans: paraplan's own runtime, or another framework as far as its configuration can say a plan."""
 
 from __future__ import annotations
 

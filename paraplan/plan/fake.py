@@ -1,4 +1,4 @@
-"""What one rank of a fake launch found: its memory by parts, and what it would have sent."""
+"""Finding of one rank of a fake launch: its memory by parts, and what it would have sent."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PlannedMemory(Record):
 
 
 class PlannedEstimate(Record):
-    """What was predicted for a plan: the figures that a run is compared with.
+    """Prediction for a plan: the figures that a run is compared with.
 
     `model_flops_per_step` are those of the whole model for a global batch, recomputation not counted. `smaller_plan`
     describes the fastest plan of the search that needs clearly less memory.
@@ -59,7 +59,7 @@ class PlannedEstimate(Record):
     model_flops_per_step: float | None = None
     smaller_plan: str | None = None
     plain: PlainPrediction | None = None
-    """What was predicted before the user's own runs corrected it."""
+    """Prediction before the user's own runs corrected it."""
 
 
 class PlannedPlacement(Record):

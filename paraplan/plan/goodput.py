@@ -34,7 +34,7 @@ _MOST_S = 1e12
 
 
 class FailureCosts(Record):
-    """What failures and the protection from them cost a job, in seconds."""
+    """Costs of failures and of the protection from them, in seconds."""
 
     save_s: float = Field(ge=0)
     """Training stands still for so long for one checkpoint (delta)."""
@@ -60,7 +60,7 @@ class FailureCosts(Record):
 
 
 class MeasuredCosts(Record):
-    """What a run has shown of its costs; None for what did not happen in it."""
+    """Costs that a run has shown; None for an event that did not happen in it."""
 
     save_s: float | None = Field(default=None, ge=0)
     write_s: float | None = Field(default=None, ge=0)
@@ -108,7 +108,7 @@ class FailureRate:
         seconds = 0.0 if match is None or unit is None else float(match.group(1)) * unit
         if match is None or not 0 < seconds <= _MOST_S:
             raise UsageError(
-                f"--mtbf {text!r} is no mean time between failures",
+                f"--mtbf {text!r} is not a mean time between failures",
                 hint="write 3h for the whole job, 50000h/gpu or 400d/node; units are s, min, h, d and y",
             )
         of: Literal["job", "gpu", "node"] = (

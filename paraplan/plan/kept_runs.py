@@ -21,7 +21,7 @@ MOST_RUNS = 300
 MOST_BYTES = 4_000_000
 """A file that is larger was not written here."""
 MOST_RATIO = 10.0
-"""What took more than ten times what was predicted, or less than a tenth, ran something else."""
+"""Ratio of measured to predicted beyond which, either way, a run did something else."""
 _LONGEST = 300
 
 Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -34,10 +34,10 @@ class KeptRunsError(ParaplanError):
 
 
 class PlainPrediction(Record):
-    """What was predicted of a plan before the user's own runs corrected it, and where the plan stands among others."""
+    """Prediction of a plan before the user's own runs corrected it, and where the plan stands among others."""
 
     kind: Text
-    """What has to be the same for an error of one run to say something of another: GPU, framework, calibration."""
+    """Key that two runs share where the error of one says something of the other: GPU, framework, calibration."""
     gpu: Text
     """The kind of GPU."""
     sizes: tuple[Size, ...] = Field(min_length=1, max_length=100)
@@ -51,14 +51,14 @@ class PlainPrediction(Record):
 
 
 class MeasuredRun(Record):
-    """What a run measured of itself, as rank 0 tells the launcher, which keeps it in the folder of the run."""
+    """Measurements of a run of itself, as rank 0 tells the launcher, which keeps it in the folder of the run."""
 
     step_time_s: Ratio
     """Median of the steps without the first; of CPUs without the time in which other processes had them."""
     num_steps: int = Field(ge=0)
     """Steps without the first."""
     peak_memory_bytes: int | None = None
-    """What torch has allocated at most on the GPU of rank 0."""
+    """Bytes that torch has allocated at most on the GPU of rank 0."""
     device: Text
     """The GPU as its driver names it, or cpu."""
     tokens_of_steps: tuple[int, ...]
@@ -66,7 +66,7 @@ class MeasuredRun(Record):
     num_parameters: int | None = None
     """Parameters of the whole model."""
     parts: dict[str, float] | None = None
-    """Of a step of rank 0 on its host, by the medians: waits in collectives, data, backward pass, optimizer."""
+    """Parts of a step of rank 0 on its host, by the medians: waits in collectives, data, backward pass, optimizer."""
 
 
 class KeptRun(Record):
@@ -76,7 +76,7 @@ class KeptRun(Record):
     step_time_s: Ratio | None = None
     """Seconds of a step: the median without the first."""
     peak_memory_bytes: Ratio | None = None
-    """What torch's allocator has given out at most."""
+    """Bytes that torch's allocator has given out at most."""
     name: Text = ""
     """The model and the plan in words."""
     source: Text = ""

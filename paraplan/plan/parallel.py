@@ -24,9 +24,9 @@ class AxisInfo(NamedTuple):
     name: Degree
     """The field, which is also the option of the command line and the word in descriptions."""
     title: str
-    """What it is parallel in, in the field's word: `tensor`."""
+    """Kind of parallelism, in the field's word: `tensor`."""
     ranks: str
-    """What the degree counts, as help says it."""
+    """Ranks that the degree counts, as help says it."""
     multiplies_ranks: bool = True
     """False where the ranks are those of other axes."""
 
@@ -93,7 +93,7 @@ class ParallelPlan(Spec):
     """Activation checkpointing: nothing, the attention of each block (selective), operations that the framework chooses
     (selective_ops), or whole blocks."""
     offload: Offload = "none"
-    """What lives in host memory: the optimizer state, or parameters too."""
+    """State that lives in host memory: the optimizer state, or parameters too."""
     rank_order: tuple[Axis, ...] = MEGATRON_RANK_ORDER
     """The axes from outermost to innermost: consecutive ranks differ in the last one first."""
     devices_per_process: int = Field(default=1, gt=0)

@@ -1,4 +1,4 @@
-"""What a framework may divide that others may not."""
+"""Divisions that one framework allows and others do not."""
 
 from __future__ import annotations
 

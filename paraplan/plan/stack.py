@@ -1,4 +1,4 @@
-"""What a framework's software is told beside plan and training: kernels, overlap, how tokens reach experts."""
+"""Settings of a framework's software beside plan and training: kernels, overlap, how tokens reach experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StackSettings(Spec):
     drops_tokens: bool = False
     """Rows of experts over a capacity are dropped and fewer padded to it, so that all know how many come."""
     cuda_graphs: Graphs | None = None
-    """What CUDA graphs hold: nothing, parts of layers, or the whole iteration."""
+    """Content of CUDA graphs: nothing, parts of layers, or the whole iteration."""
     fp8_attention: bool | None = None
     """Attention multiplies in 8 bits (fp8_dot_product_attention)."""
     compiled_loss: bool | None = None
@@ -125,7 +125,7 @@ class StackSettings(Spec):
 
     @property
     def of_engines(self) -> dict[str, object]:
-        """What is switched on of the settings that only frameworks written for them have, by name."""
+        """Settings that are switched on and that only frameworks written for them have, by name."""
         told = self.model_dump(exclude_defaults=True)
         return {name: value for name, value in told.items() if name in ENGINE_SETTINGS and value not in (False, "none")}
 

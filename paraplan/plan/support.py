@@ -1,4 +1,4 @@
-"""What the runtime can execute. The planner recommends nothing else; tests run what this module admits."""
+"""Plans that the runtime can execute. The planner recommends nothing else; tests run what this module admits."""
 
 from __future__ import annotations
 

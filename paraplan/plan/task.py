@@ -1,4 +1,4 @@
-"""What a step learns from: single sequences, pairs of answers, or answers that the model itself has generated."""
+"""Tasks: a step learns from single sequences, pairs of answers, or answers that the model itself has generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMS = "sft, dpo, dpo:precomputed, reward or grpo:completion=512,gpus=2,beta=0.
 
 
 class Task(Record):
-    """What a step learns from, with the passes and the memory that this takes beside the training itself."""
+    """Objective of a step, with the passes and the memory that this takes beside the training itself."""
 
     kind: TaskKind = "sft"
     """sft: sequences (also pretraining). dpo: pairs of a chosen and a rejected answer, compared with a reference model

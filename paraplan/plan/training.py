@@ -1,4 +1,4 @@
-"""What is to be trained, apart from the model: batch, sequence, precision, optimizer."""
+"""Training apart from the model: batch, sequence, precision, optimizer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TrainingSpec(Spec):
     """bf16 and fp16 are mixed: matmuls and activations in 16 bits, optimizer state and master weights in fp32.
     bf16-pure: weights, gradients and optimizer state in bf16 too."""
     linear_precision: LinearPrecision = "16bit"
-    """What the linear layers of blocks multiply in, and keep their inputs in: as `precision` says, in 8 bits scaled by
+    """Precision of products and kept inputs of linear layers: as `precision` says, in 8 bits scaled by
     tensor or block (fp8) or by 32 elements (mxfp8), or in 4 bits scaled by 16 (nvfp4). All else stays as it is."""
     fp8_recipe: Fp8Recipe | None = None
     """How operands in fp8 are scaled; None: as the framework does by default."""
@@ -100,11 +100,11 @@ class TrainingSpec(Spec):
     compiled: bool = False
     """True where torch.compile compiles the model's repeated blocks; what stands around them is not compiled."""
     train: str = "full"
-    """What trains, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ..."""
+    """Trained part of the model, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ..."""
     base_weights: WeightFormat | None = None
     """How frozen linear layers are stored. None: in the type that matmuls compute in."""
     quantizer: str | None = None
-    """What stores them so where that is below 16 bits, which decides whether experts are (`profiles/quantizers.json`).
+    """Library that stores them below 16 bits, which decides whether experts are (`profiles/quantizers.json`).
     None: what the framework has, for most of them transformers 5."""
     expert_load: Annotated[float, Field(ge=1, le=MOST_LOAD)] | Literal["trained"] | None = None
     """Rows of the busiest rank of experts over the mean of all ranks. None: what
@@ -119,10 +119,10 @@ class TrainingSpec(Spec):
     """plain: cross-entropy on all logits. chunked: on an eighth of the tokens after the other (torchtune). liger: head
     and loss in chunks, gradients with them (Hsu et al. 2024). cut: no logits at all (Wijmans et al. 2024)."""
     offloads_activations: bool = False
-    """What blocks keep for their backward passes goes to the host's memory, and comes back, beside compute (torchtune's
+    """True where activations of blocks go to the host's memory, and come back, beside compute (torchtune's
     and TRL's activation offloading)."""
     task: str = "sft"
-    """What a step learns from, in the words of `--task`: sft, dpo, dpo:precomputed, reward, grpo. The sequences of a
+    """Objective, in the words of `--task`: sft, dpo, dpo:precomputed, reward, grpo. The sequences of a
     batch are counted one by one, those of pairs and generated ones too."""
 
     sample_length: int | None = Field(default=None, gt=0)
@@ -137,7 +137,7 @@ class TrainingSpec(Spec):
     other kernels compute all scores of a sequence and mask them."""
 
     stack: StackSettings = StackSettings()
-    """What the framework's software is told beside all this."""
+    """Settings of the framework's software."""
 
     @field_serializer("stack")
     def _told(self, stack: StackSettings) -> dict[str, Any]:
@@ -258,12 +258,12 @@ class TrainingSpec(Spec):
 
     @property
     def trainable(self) -> Trainable:
-        """What trains."""
+        """Trained part of the model."""
         return parse_trainable(self.train)
 
     @property
     def learns_from(self) -> Task:
-        """What a step learns from."""
+        """Objective of a step."""
         return parse_task(self.task)
 
     @property
@@ -283,7 +283,7 @@ class TrainingSpec(Spec):
 
     @property
     def gathered_share(self) -> float:
-        """What ranks gather of a block's weights, relative to the type of activations."""
+        """Bytes that ranks gather of a block's weights, relative to the type of activations."""
         return 0.5 if self.fp8_gather else 1.0
 
     @property

@@ -15,9 +15,9 @@ from paraplan.model.trainable import ALL_LINEAR, module_name
 from paraplan.plan.parallel import AXES, Degree, ParallelPlan
 
 LOW_MFU, LARGE_BUBBLE = 0.15, 0.30
-"""What is said aloud: a poor use of the GPUs, a pipeline that waits."""
+"""Cautions on a plan: a poor use of the GPUs, a pipeline that waits."""
 AS_FAST = 0.8
-"""Of a plan's tokens a second: plain FSDP is worth a word from there."""
+"""Share of a plan's tokens a second: plain FSDP is worth a word from there."""
 
 _RECOMPUTE = {
     "selective": "activation recompute of attention",

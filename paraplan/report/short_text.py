@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the search, which an estimate does without
 LABEL_WIDTH = 10
 LOADING = "Loading"
 ROOMY = 0.9
-"""Of usable memory: a plan that takes less leaves room for fragmentation."""
+"""Share of usable memory below which a plan leaves room for fragmentation."""
 WORTH_SAYING = 0.02
 """A risk below this goes unsaid."""
 MOST_LEVERS = 3

@@ -1,4 +1,4 @@
-"""What a rank does in one step, summed from a trace: compute, communication by collective, and waiting."""
+"""Time of a rank in one step, summed from a trace: compute, communication by collective, and waiting."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ KINDS = (
     ("optimizer", "var(--c5)"),
     ("idle", "var(--idle)"),
 )
-"""What fills the rows, with its color."""
+"""Kinds of operation, each with its color."""
 
 COLLECTIVE_WORDS = {
     "all_reduce": "all-reduce",

@@ -70,7 +70,7 @@ class Layout(NamedTuple):
     fabric_count: int | None
     legend_y: float
     above: float = 0
-    """What is left free over each GPU of rows."""
+    """Space left free over each GPU of rows."""
     rows: bool = False
     """Whether GPUs stand in rows below the fabric, without a line for each."""
 

@@ -30,7 +30,7 @@ stroke-linecap:round}.switch{fill:var(--switch);stroke:var(--switch-edge)}.nic{f
 
 TITLE_HEIGHT = 62
 _NOT_XML = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
-"""What XML 1.0 (section 2.2) has no place for, escaped or not."""
+"""Characters that XML 1.0 (section 2.2) has no place for, escaped or not."""
 
 _CHARACTER = 6.2
 """Width of a character of 11 px on average, to decide what fits; a browser's own fonts differ by a tenth."""

@@ -27,7 +27,7 @@ class TraceEvent(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a trace of paraplan says of itself."""
+    """Prediction that a trace of paraplan holds."""
 
     plan: ParallelPlan
     step_time_s: float

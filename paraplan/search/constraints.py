@@ -1,4 +1,4 @@
-"""What a user fixes of a plan before the search, and what is said where nothing can be found with it."""
+"""Fields of a plan that a user fixes before the search, and errors where no plan can have them."""
 
 from __future__ import annotations
 

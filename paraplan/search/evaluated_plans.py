@@ -108,7 +108,7 @@ class EvaluatedPlans:
 
     @cached_property
     def usable(self) -> Floats:
-        """What each of the priced plans may allocate."""
+        """Bytes that each of the priced plans may allocate."""
         return self.workload.usable_bytes(self.priced.table.axes)
 
     def candidate(self, row: int, baseline: Baseline | None = None) -> Candidate:

@@ -61,16 +61,16 @@ class Plans:
     """The plans of a space in little memory: what each chooses, its least time, and its product of axes."""
 
     choices: dict[str, Ints]
-    """Of the columns of a table those that a product of axes leaves open, each in as few bits as do."""
+    """Columns of a table that a product of axes leaves open, each in as few bits as do."""
     least_s: Floats
     degrees: Ints
     axes: dict[str, Ints]
     """The columns of a table that a product of axes says, one row for each product."""
     splits: Ints
     orders: list[list[int]]
-    """Of each product of axes the orders of ranks that are worth pricing."""
+    """Orders of ranks that are worth pricing, by product of axes."""
     variants: Ints
-    """Of each product of axes how many orders there are."""
+    """Number of orders of ranks, by product of axes."""
 
     @classmethod
     def of(cls, workload: Workload, space: PlanSpace) -> Plans:
@@ -219,9 +219,9 @@ class Survey:
     """Plans whose memory was computed; those that differ in the order of ranks count each."""
     num_timed: int = 0
     peaks: Floats = field(init=False)
-    """Of each plan, NaN where it was not computed."""
+    """Peak memory of each plan, NaN where it was not computed."""
     seconds: Floats = field(init=False)
-    """Of each plan, infinite where it was not computed."""
+    """Step time of each plan, infinite where it was not computed."""
 
     def __post_init__(self) -> None:
         self.peaks = np.full(len(self.plans), np.nan)
@@ -230,7 +230,7 @@ class Survey:
 
     @cached_property
     def usable(self) -> Floats:
-        """What each plan may allocate."""
+        """Bytes that each plan may allocate."""
         return self.workload.usable_bytes(self.plans.axes)[self.plans.degrees]
 
     def run(self) -> None:

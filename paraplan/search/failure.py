@@ -23,7 +23,7 @@ class NothingFitsError(NoPlanFitsError):
 
     offers: tuple[LeverOffer, ...] = ()
     way_out: str = MORE_MEMORY
-    """What to do where nothing is offered that fits."""
+    """Hint where nothing is offered that fits."""
 
     def __init__(self, message: str, *, nearest: PlanEstimate) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What `--find` finds with each lever: longer sequences, larger batches, fewer GPUs."""
+"""Results of `--find` with each lever: longer sequences, larger batches, fewer GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paraplan.search.what_fits import some_plan_fits
 from paraplan.units import gpus
 
 Find = Literal["fewest-gpus", "by-date", "largest-model", "largest-batch", "longest-sequence"]
-"""What `--find` looks for."""
+"""Goal of `--find`."""
 
 Look = Callable[[Workload, Constraints], "Workload | None"]
 """Returns the workload that is found, None where nothing is."""

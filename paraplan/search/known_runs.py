@@ -27,13 +27,13 @@ class MixtureRun(Record):
     axes: tuple[Literal["tp", "pp", "cp", "ep"], ...]
     """The axes in use beside dp."""
     shards: Literal["none", "optimizer", "full"]
-    """What ranks of dp keep shards of: nothing, states of the optimizer (ZeRO-1 and 2), or parameters too (ZeRO-3)."""
+    """State that ranks of dp shard: nothing, states of the optimizer (ZeRO-1 and 2), or parameters too (ZeRO-3)."""
     trains: Literal["full", "lora"] = "full"
-    """What it trained of the model."""
+    """Part of the model that the run trained."""
     gpus: int
     """How many GPUs it ran on."""
     model: str
-    """What it trained."""
+    """Model that the run trained."""
     source: str
     """Where it is published."""
 

@@ -60,13 +60,13 @@ class LeverTrials:
     fixed: Constraints
     without: PlanEstimate | None = None
     nearest: PlanEstimate | None = None
-    """What comes nearest where nothing fits."""
+    """Plan that comes nearest where nothing fits."""
     executors: Callable[[Workload], Executor] = lambda workload: ANYTHING
-    """What executes plans of another framework."""
+    """Returns the executor of a workload's plans."""
     leaves_room: bool = False
     """Whether only plans count that leave a tenth of the memory."""
     most_slowdown: float = TOLERANCE["throughput"]
-    """Of the step of the plan without: a lever that costs more is not offered."""
+    """Share of the step of the plan without the lever: a lever that costs more is not offered."""
     kept: list[Lever] = field(default_factory=list)
     """The levers that saved memory and were not enough, in their order."""
 

@@ -28,7 +28,7 @@ class Lever:
     """One change of a training, or of what is fixed of its plan, that saves memory."""
 
     name: str
-    """What people call it."""
+    """Usual name of the lever."""
     options: str
     """The options that ask for it."""
     training: Mapping[str, Any] = field(default_factory=dict)

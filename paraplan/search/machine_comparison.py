@@ -29,7 +29,7 @@ class MachineOffer(Record):
     num_gpus_used: int | None = None
     step_time_s: float | None = None
     tokens_per_s: float | None = None
-    """Of all GPUs together."""
+    """Tokens a second of all GPUs together."""
     mfu: float | None = None
     peak_memory_bytes: int | None = None
     usable_memory_bytes: int | None = None
@@ -41,9 +41,9 @@ class MachineOffer(Record):
     """The offer that this price is of."""
     price_url: str | None = None
     seconds: float | None = None
-    """Of the run, where it is said on how many tokens it trains."""
+    """Seconds of the run, where its number of tokens is given."""
     cost: float | None = None
-    """Of the run."""
+    """Cost of the run."""
     cost_per_billion_tokens: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""What an amount of money trains on, and the largest model that it trains."""
+"""Tokens that an amount of money trains on, and the largest model that it trains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 class Bought(Record):
-    """What an amount of money buys with one plan. Only steps count, and with `goodput` what failures leave of them."""
+    """Training that money buys with one plan. Only steps count, and with `goodput` what failures leave of them."""
 
     money: float
     price_per_gpu_hour: float
@@ -35,7 +35,7 @@ class Bought(Record):
     seconds: float
     tokens: float
     wanted_tokens: float
-    """What was to be trained on: asked for, or the compute-optimal number."""
+    """Number of tokens to train on: asked for, or the compute-optimal number."""
     is_compute_optimal: bool
     """Whether `wanted_tokens` is that number, for nobody asked for another."""
     wanted_cost: float

@@ -1,4 +1,4 @@
-"""What a lever on memory, or other machines, offer to a workload: values for all texts, and their sentences."""
+"""Offers of levers on memory and of other machines to a workload: values for all texts, and their sentences."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NO_COST = 0.03
 """Share of the step time up to which a lever counts as free."""
 
 MORE_MEMORY = "use GPUs with more memory"
-"""What to do where nothing is offered that fits."""
+"""Hint where nothing is offered that fits."""
 
 
 class LeverOffer(Record):
-    """What a lever, or more or other machines, make of a workload: its best plan, memory and time."""
+    """Result of a lever, or of more or other machines, for a workload: its best plan, memory and time."""
 
     name: str
-    """What people call it."""
+    """Usual name of the lever."""
     options: str
     """The options that ask for it."""
     keeps_training: bool
@@ -28,7 +28,7 @@ class LeverOffer(Record):
     fits: bool = False
     """Whether a plan fits with it."""
     unloadable: str | None = None
-    """What loading it takes where there is no room for that."""
+    """Memory that loading takes where there is no room for it."""
     plan: str | None = None
     """The best plan with it, or the nearest where none fits."""
     peak_memory_bytes: int | None = None
@@ -36,7 +36,7 @@ class LeverOffer(Record):
     usable_memory_bytes: int | None = None
     """Memory that a GPU has for it."""
     host_bytes_per_node: int | None = None
-    """What it keeps in the memory of one machine."""
+    """Bytes in the memory of one machine."""
     step_time_s: float | None = None
     """Time of a step."""
     slowdown: float | None = None
@@ -48,9 +48,9 @@ class LeverOffer(Record):
     fewest_gpus: int | None = None
     """The fewest of these machines' GPUs that fit with it, where they were looked for."""
     note: str | None = None
-    """What to know of it: a tool that trains nothing over such weights."""
+    """Note on the lever: a tool that trains nothing over such weights."""
     found: str | None = None
-    """What `--find` finds with it."""
+    """Result of `--find` with the lever."""
 
     @property
     def is_free(self) -> bool:

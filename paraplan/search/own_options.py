@@ -24,13 +24,13 @@ class ChosenOptions:
     workload: Workload
     options: str
     saved_bytes: int
-    """What the plan would need more of the fullest GPU without them."""
+    """Memory that the plan would need beside, on the fullest GPU, without the options."""
     share_of_step: float
-    """What its step would be shorter by without them, of the step."""
+    """Share of the step that the options cost."""
 
     @property
     def in_words(self) -> str:
-        """What they are and cost, in one sentence."""
+        """The options and their cost, in one sentence."""
         return (
             f"{self.options} is chosen, without which nothing fits: this plan would need "
             f"{format_bytes(self.saved_bytes)} more; what is computed again takes {self.share_of_step:.1%} of a step"
@@ -38,7 +38,7 @@ class ChosenOptions:
 
     @property
     def fields(self) -> dict[str, str | float]:
-        """What they are and cost, as JSON has it."""
+        """The options and their cost, as JSON has them."""
         return {"options": self.options, "saved_bytes": self.saved_bytes, "share_of_step": self.share_of_step}
 
     @classmethod

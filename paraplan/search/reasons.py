@@ -11,7 +11,7 @@ from paraplan.units import format_bytes, format_seconds
 Cause = Literal[
     "faster", "memory", "loading", "allocator", "risk", "offload", "unknown", "range", "simplicity", "error"
 ]
-"""What decided: the time, or the memory where that is the objective; that the other cannot be loaded; what torch's
+"""Deciding quantity: the time, or the memory where that is the objective; that the other cannot be loaded; what torch's
 allocator would take of the GPU; too little memory left; copies to the host; that nobody is known to have run such a
 plan at that scale; that another family of plans has to be clearly faster (`results.RANGE`); that the plan is simpler
 within the error; that it is as simple and worth as much within the error."""
@@ -21,7 +21,7 @@ class Reason(Record):
     """Why a plan is recommended over another one."""
 
     cause: Cause
-    """What decided."""
+    """Deciding quantity."""
     over: str
     """The other plan."""
     gain: float

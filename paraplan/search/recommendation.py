@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 MUCH_BUBBLE = 0.25
-"""Of the step: where ranks wait for more, what saves memory may do without the pipeline."""
+"""Share of the step that ranks wait above which levers on memory are tried in place of the pipeline."""
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked of a workload. `framework` names another framework than paraplan's runtime."""
+    """Request of a recommendation for a workload. `framework` names another framework than paraplan's runtime."""
 
     objective: Objective | Literal["cost"] = "throughput"
     find: Find | None = None
@@ -91,14 +91,14 @@ class Recommendation:
     """Options of the runtime without which nothing fits."""
     idle: str | None = None
     mixed: str | None = None
-    """What the slower of several kinds of GPU cost; None for one kind."""
+    """Cost of the slower of several kinds of GPU, in a sentence; None for one kind."""
     offload: str | None = None
     explanation: Explanation | None = None
     comparison: Comparison | None = None
     budget: Budget | None = None
     goodput: GoodputEstimate | None = None
     bought: Bought | None = None
-    """What an amount of money trains on."""
+    """Training that an amount of money buys."""
     price_source: str | None = None
     offers: tuple[SizeOffer, ...] = ()
     levers: tuple[LeverOffer, ...] = ()

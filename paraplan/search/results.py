@@ -1,4 +1,4 @@
-"""What a search returns, and what makes one plan better than another."""
+"""Results of a search, and the order of better and worse plans."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SearchResult(Record):
     """The answer of a search."""
 
     decisions: tuple[Decision, ...]
-    """What the decision tree of Hugging Face's guide asked, and the numbers that decided."""
+    """Questions of Hugging Face's decision tree, and the numbers that decided."""
     families: tuple[str, ...]
     """The families of plans that it names."""
     best: PlanEstimate
@@ -95,7 +95,7 @@ class SearchResult(Record):
     remark: str | None = None
     """Both reasons in words, and what else is to know of the choice."""
     objective: Objective = "throughput"
-    """What the ranking went by."""
+    """Objective of the ranking."""
     is_runnable: bool = True
     """False for plans that were made for another framework, which paraplan does not launch."""
 
@@ -114,8 +114,8 @@ first predictions of unseen sources (0.19) and the end of their range (0.47, in 
 SMALL_RIG = 8
 """GPUs of one node on which that holds for all trainings; for adapters it does on any."""
 FEW_TOKENS, FEWEST_TOKENS = 4096, 2048
-"""Of one sequence, on a rank of cp: of 124 published runs with cp (`profiles/runs`), tests of frameworks apart, 7 leave
-fewer than the first number, and none fewer than the second."""
+"""Tokens of one sequence on a rank of cp below which cp is rare, and unknown: of 124 published runs with cp
+(`profiles/runs`), tests of frameworks apart, 7 leave fewer than the first number, and none fewer than the second."""
 
 
 FEW_VIRTUAL, USUAL_VIRTUAL = 4, 12
@@ -159,9 +159,9 @@ def complexity(column: Callable[[str], Ints], *, seq_length: int, ops_by_default
 
 
 SPARE = 0.1
-"""Of the usable memory: left by a plan that is named beside one that leaves less than half of that."""
+"""Share of usable memory that a plan leaves which is named beside one that leaves less than half of that."""
 ROOMY, BRIM = 0.97, 0.99
-"""Of the usable memory: plans that need more run out of it once in eight times, and every second time.
+"""Shares of usable memory: plans that need more run out of it once in eight times, and every second time.
 
 So they do if predictions are as far off as in `profiles/accuracy.json`.
 """

@@ -26,7 +26,7 @@ from paraplan.search.results import (
 
 _LOADING: tuple[Cause, str] = ("loading", "that one cannot be loaded by the framework's way")
 TRIED = 15
-"""Of the simplest plans so many more are asked for one that leaves the allocator room."""
+"""Number of simplest plans that are tried for one that leaves the allocator room."""
 MUCH_ROOM = 0.8
 """Share of the usable memory with which torch's allocator has room as a rule."""
 NO_ROOM = 2.0
@@ -43,7 +43,7 @@ class Selection:
     levels: Ints
     """How complex each plan is."""
     values: Floats
-    """What the choice went by: time with what a plan's faults are worth, or memory."""
+    """Values that the choice compares: time with what a plan's faults are worth, or memory."""
     most: float
     """The most of that within the tolerance."""
     is_known: Mask
@@ -51,7 +51,7 @@ class Selection:
     kept: Mask
     """The plans that were left to choose from: of known kinds, and data parallelism alone, where these are near."""
     passed_over: frozenset[int]
-    """Those that were simpler, and for which torch's allocator has no room."""
+    """Simpler plans for which torch's allocator has no room."""
 
     @classmethod
     def of(cls, plans: EvaluatedPlans, objective: Objective) -> Selection:
@@ -172,7 +172,7 @@ class Selection:
 
     @property
     def value(self) -> float:
-        """What the choice went by, of the plan that is chosen."""
+        """Value of the chosen plan that the choice compared."""
         return float(self.values[self.row])
 
     @property

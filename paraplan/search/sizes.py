@@ -169,7 +169,7 @@ def cheapest(
 
 
 ROOMY = 0.9
-"""Of usable memory: a plan that takes less leaves room for what an estimate does not see."""
+"""Share of usable memory below which a plan leaves room for what an estimate does not see."""
 MOST_SEARCHED = 4
 
 

@@ -26,7 +26,7 @@ class Finding(Record):
 
 
 class PlanCheck(Record):
-    """What was found about a plan. `estimate` and `best` are None where they cannot be had: see the findings."""
+    """Findings about a plan. `estimate` and `best` are None where they cannot be had: see the findings."""
 
     plan: ParallelPlan
     findings: tuple[Finding, ...]

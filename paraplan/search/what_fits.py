@@ -1,4 +1,4 @@
-"""What would fit: the fewest GPUs, the largest batch, the longest sequence."""
+"""Sizes that would fit: the fewest GPUs, the largest batch, the longest sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paraplan.search.evaluation import memory_of
 from paraplan.search.space import PlanSpace
 
 MOST_GPUS_OF_NODE = 8
-"""What a usual server holds: more GPUs are more nodes."""
+"""GPUs of a usual server: more GPUs are more nodes."""
 LONGEST_SEQUENCE = 2**24
 STEP_TOKENS = 256
 """Sequences are tried in multiples of this."""

@@ -1,4 +1,4 @@
-"""What would make a step faster or smaller than the recommended plan: other options, more nodes, other GPUs, priced."""
+"""Changes that make the recommended plan faster or smaller: other options, more nodes, other GPUs, priced."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paraplan.units import format_seconds, gpus
 MOST_SEARCHED_GPUS = 16
 """On more GPUs a change of options is priced with the plan as it is: a search for each would take too long."""
 WORTH_SAYING = 0.03
-"""Of the step or of the memory: a smaller gain is not listed."""
+"""Share of the step or of the memory below which a gain is not listed."""
 TIGHT = 0.9
-"""Of usable memory: above it, memory is worth time."""
+"""Share of usable memory above which memory is worth time."""
 MOST_TIME_FOR_MEMORY = 0.5
-"""Of the step: what saves memory where it is tight may cost up to so much."""
+"""Share of the step that a change may cost which saves memory where it is tight."""
 MOST_MACHINES = 2
 
 
@@ -35,7 +35,7 @@ class Help(Record):
     """One change, and what it gains against the recommended plan."""
 
     name: str
-    """What people call it."""
+    """Usual name of the change."""
     options: str
     """The options that ask for it."""
     plan: ParallelPlan
@@ -47,7 +47,7 @@ class Help(Record):
     saved_s: float
     """How much less that is, negative for more."""
     peak_memory_bytes: int
-    """What it needs of the fullest GPU."""
+    """Memory of the fullest GPU."""
     saved_bytes: int
     """How much less that is, negative for more."""
     keeps_training: bool
@@ -55,7 +55,7 @@ class Help(Record):
 
     @property
     def share(self) -> float:
-        """What it saves of the step's time."""
+        """Share of the step's time that the change saves."""
         return self.saved_s / (self.step_time_s + self.saved_s)
 
     @property

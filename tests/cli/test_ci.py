@@ -179,8 +179,8 @@ def test_estimate_holds_memory_and_rate_against_limits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["verify", "{plan}", "--tolerance", "many"], "--tolerance many is no percentage"),
-        (["verify", "{plan}", "--tolerance", "-1"], "no percentage"),
+        (["verify", "{plan}", "--tolerance", "many"], "--tolerance many is not a percentage"),
+        (["verify", "{plan}", "--tolerance", "-1"], "not a percentage"),
         ([*RECOMMEND, "--github"], "use paraplan verify PLAN"),
         ([*RECOMMEND, "--tolerance", "3"], "--tolerance reports checks, and there are none"),
         (["verify", "{plan}", "--junit", "/no/such/folder/junit.xml"], "cannot write"),

@@ -122,7 +122,7 @@ def test_limits_hold_under_the_old_spelling(deepspeed: Path) -> None:
     ("arguments", "message"),
     [
         (["import", "/no/such/ds.json", *GPT2], "/no/such/ds.json"),
-        (["import", "{other}"], "no configuration of DeepSpeed, accelerate, Megatron-LM"),
+        (["import", "{other}"], "not a configuration of DeepSpeed, accelerate, Megatron-LM"),
         (["import", "{ds}", *GPT2, "--nodes", "2"], "train_batch_size=64 is not"),
         (
             ["import", *GPT2, "--", *["--tensor-model-parallel-size", "5", "--micro-batch-size", "1"]],

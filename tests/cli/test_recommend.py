@@ -86,7 +86,7 @@ def test_memory_can_be_kept_free_and_a_roomier_plan_is_named_where_it_is_full(mo
     assert free["usable_memory_bytes"] == pytest.approx(0.9 * full["usable_memory_bytes"], rel=1e-6)
     assert free["peak_memory_bytes"] <= free["usable_memory_bytes"]
     status, _, stderr = run(*job, "--memory-margin", "95")
-    assert (status, "--memory-margin 95 is no percentage" in stderr) == (2, True)
+    assert (status, "--memory-margin 95 is not a percentage" in stderr) == (2, True)
 
 
 def test_what_a_plan_wastes_is_said_with_its_cause() -> None:
@@ -460,7 +460,7 @@ def test_a_time_between_failures_gives_an_interval_of_checkpoints_and_a_goodput(
 def test_bad_times_between_failures_and_bad_runs_are_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"goodput": null}')
     for words, said in (
-        (("--mtbf", "often"), "no mean time between failures"),
+        (("--mtbf", "often"), "not a mean time between failures"),
         (("--costs-of", str(tmp_path)), "--costs-of without --mtbf"),
         (("--mtbf", "3h", "--costs-of", str(tmp_path / "none")), "cannot read"),
         (("--mtbf", "3h", "--costs-of", str(tmp_path)), "holds no costs"),

@@ -89,7 +89,7 @@ def test_broken_recipes_name_the_key(read: Any, sizes: str, words: str) -> None:
 
 
 def test_what_trains_no_language_model_is_refused(read: Any) -> None:
-    with pytest.raises(PlanError, match="no recipe of AutoModel for language models"):
+    with pytest.raises(PlanError, match="not a recipe of AutoModel for language models"):
         read("recipe: r\ndist_env: {backend: nccl}\nflow_matching: {a: 1}\noptimizer: {lr: 1}\nseed: 1\n", num_gpus=8)
 
 

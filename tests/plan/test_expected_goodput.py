@@ -86,7 +86,7 @@ def test_the_rate_of_parts_is_that_of_a_job_of_many() -> None:
 
 @pytest.mark.parametrize("text", ["", "3", "h", "-3h", "3 weeks", "0h", "3h/rack", "1e99y", "nan h", "3h/gpu/node"])
 def test_what_is_no_time_between_failures_is_refused_in_words(text: str) -> None:
-    with pytest.raises(UsageError, match="no mean time between failures"):
+    with pytest.raises(UsageError, match="not a mean time between failures"):
         FailureRate.parse(text)
 
 

@@ -1,4 +1,4 @@
-"""What somebody may have meant by the name of a machine that no profile has."""
+"""Suggestions for the name of a machine that no profile has."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What links and kernels of a machine reach, from timings."""
+"""Speeds of a machine's links and kernels, from timings."""

@@ -29,7 +29,7 @@ _DISK, _MEMORY = 0.25, 0.5
 
 
 class RankHealth(Record):
-    """What one rank reached by itself, while all others did the same."""
+    """Speeds that one rank reached by itself, while all others did the same."""
 
     rank: int
     host: str
@@ -61,14 +61,14 @@ class GroupHealth(Record):
 
 
 class NodeHealth(Record):
-    """What a host has for its ranks; None for unknown."""
+    """Resources of a host for its ranks; None for unknown."""
 
     host: str
     disk_bytes_per_s: float | None = None
     """Writing to the folder of the run, to the disk and not to the cache."""
     memory_available_bytes: int | None = None
     network_bytes_per_s: float | None = None
-    """What the interface towards the other hosts is rated for."""
+    """Rated speed of the interface towards the other hosts."""
 
 
 class HealthFinding(Record):

@@ -57,7 +57,7 @@ class KernelCase(Record):
 
 
 class KernelRequest(Record):
-    """What every rank is to time, all of them at the same time, and the seconds for all of it.
+    """Cases that every rank is to time, all of them at the same time, and the seconds for all of it.
 
     `num_threads` is that of a CPU process, None to leave it as it is.
     """
@@ -74,7 +74,7 @@ class KernelRequest(Record):
 
 
 class KernelEvent(Record):
-    """What the ranks report of a case: seconds on the slowest rank, and the bytes that it moved, or why it was skipped.
+    """Report of the ranks on a case: seconds on the slowest rank, and the bytes that it moved, or why it was skipped.
 
     Each round reports the best times of all rounds so far.
     Of the overlap case `times_s` are those of compute alone, communication alone, and both at once.

@@ -21,7 +21,7 @@ from paraplan.units import KIB, MIB
 
 MeasuredKind = Literal["send_recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 COLLECTIVES: tuple[MeasuredKind, ...] = get_args(MeasuredKind)
-"""What is measured, in this order. `send_recv` sends to the next and receives from the previous rank at once."""
+"""Collectives in the order of measurement. `send_recv` sends to the next rank and receives from the previous one."""
 
 GPU_MESSAGE_BYTES = (4 * KIB, 64 * KIB, 1 * MIB, 8 * MIB, 64 * MIB, 256 * MIB)
 CPU_MESSAGE_BYTES = (1 * KIB, 16 * KIB, 128 * KIB, 1 * MIB, 8 * MIB, 64 * MIB)
@@ -38,7 +38,7 @@ class GpuGroup(Record):
 
 
 class MeasureRequest(Record):
-    """What ranks are to measure: `groups` of ranks, one after the other, the messages, and the time for all of it."""
+    """Measurement by ranks: `groups` of ranks, one after the other, the messages, and the time for all of it."""
 
     device: Literal["cuda", "cpu"]
     groups: tuple[tuple[int, ...], ...]
@@ -52,7 +52,7 @@ class MeasureRequest(Record):
 
 
 class RankEvent(Record):
-    """What a rank reports: a time of one collective on one message, or why it was not measured.
+    """Report of a rank: a time of one collective on one message, or why it was not measured.
 
     `group` is the position in the request. The time is that of the slowest rank, the median of several runs.
     """

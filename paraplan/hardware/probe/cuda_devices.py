@@ -155,7 +155,7 @@ def _visible(ordered: Sequence[Gpu], text: str) -> tuple[list[Entry], str | None
             return found, f"CUDA_VISIBLE_DEVICES ends at {entry!r}, which is of another form than {entries[0]!r}"
         device = _lookup(ordered, entry)
         if device is None:
-            return found, f"CUDA_VISIBLE_DEVICES ends at {entry!r}, which is no device"
+            return found, f"CUDA_VISIBLE_DEVICES ends at {entry!r}, which is not a device"
         if device in found:
             return found, (
                 f"CUDA_VISIBLE_DEVICES ends at {entry!r}, which stands there already; PyTorch may then count none"

@@ -1,4 +1,4 @@
-"""What NVML says of one GPU: identity, memory, MIG, PCIe, NUMA node, and where each of its NVLinks leads."""
+"""One GPU by NVML: identity, memory, MIG, PCIe, NUMA node, and where each of its NVLinks leads."""
 
 from __future__ import annotations
 

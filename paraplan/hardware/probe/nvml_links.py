@@ -1,4 +1,4 @@
-"""What NVML says of pairs of GPUs: NVLinks between them, their common ancestor on PCIe, and peer access."""
+"""Pairs of GPUs by NVML: NVLinks between them, their common ancestor on PCIe, and peer access."""
 
 from __future__ import annotations
 

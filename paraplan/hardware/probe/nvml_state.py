@@ -1,4 +1,4 @@
-"""What each GPU is doing at this moment, as NVML tells: use, power, clocks, PCIe link, what slows it, ECC errors."""
+"""State of each GPU at this moment, by NVML: use, power, clocks, PCIe link, what slows it, ECC errors."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class GpuState(Record):
     index: int
     """NVML's number of the GPU."""
     memory_used_bytes: int | None = None
-    """Of all processes, and the driver's own."""
+    """Memory of all processes and of the driver."""
     memory_total_bytes: int | None = None
-    """What the GPU has."""
+    """Memory of the GPU."""
     busy_share: float | None = None
-    """Of the driver's last sample period (1/6 to 1 s), how long some kernel ran: 1 is no sign of full use."""
+    """Share of the driver's last sample period (1/6 to 1 s) in which some kernel ran: 1 is no sign of full use."""
     power_w: float | None = None
-    """What it draws."""
+    """Power that the GPU draws."""
     power_limit_w: float | None = None
-    """What it may draw."""
+    """Power that the GPU may draw."""
     temperature_c: int | None = None
-    """Of the chip."""
+    """Temperature of the chip."""
     sm_clock_mhz: int | None = None
-    """Of its multiprocessors."""
+    """Clock of the multiprocessors."""
     sm_clock_max_mhz: int | None = None
     """Their highest."""
     pcie_generation: int | None = None
-    """Of its link now: idle GPUs lower it."""
+    """Generation of the PCIe link now: idle GPUs lower it."""
     pcie_generation_max: int | None = None
-    """Of its link at best."""
+    """Generation of the PCIe link at best."""
     pcie_width: int | None = None
     """Lanes now."""
     pcie_width_max: int | None = None

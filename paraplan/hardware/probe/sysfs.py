@@ -1,4 +1,4 @@
-"""What Linux says of the machine around the GPUs: NUMA nodes, CPUs, NICs, and the PCIe tree that joins them."""
+"""The machine around the GPUs by Linux: NUMA nodes, CPUs, NICs, and the PCIe tree that joins them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What AMD's tools say of a pair of GPUs, and the link that follows from it."""
+"""Links between pairs of GPUs from the output of AMD's tools."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from paraplan.hardware.readers.amd_links import AmdMachine
 from paraplan.hardware.topology import NodeTopology
 
 _DERIVED = ("nvlink_islands", "numa_groups", "nvlink_all_to_all", "cuda", "interconnect", "measurement", "states")
-"""What `paraplan topo --json` shows beside the machine: it is computed, or measured, again."""
+"""Keys that `paraplan topo --json` shows beside the machine: it is computed, or measured, again."""
 _PAIR = re.compile(r"\(Topology\) (Weight|Hops|Link type) between DRM devices (\d{1,3}) and (\d{1,3})")
 _PAIR_KINDS = {"Weight": "weight", "Hops": "hops", "Link type": "type_word"}
 _CARD_VALUES = {
@@ -47,7 +47,7 @@ def read_json(text: str, *, source: str) -> NodeTopology:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "it is nested too deep or has huge numbers"
-        raise TopologyError(f"{source} is no valid JSON: {reason}", hint=f"give {_FORMS}") from None
+        raise TopologyError(f"{source} is not valid JSON: {reason}", hint=f"give {_FORMS}") from None
     if isinstance(data, dict) and isinstance(data.get("gpus"), list):
         return read_report(data, source=source)
     if isinstance(data, dict) and isinstance(data.get("node"), dict) and "gpu" in data:

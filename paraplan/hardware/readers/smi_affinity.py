@@ -15,7 +15,7 @@ _STANDARD = ("cpu", "numa", "memory_numa")
 
 @dataclass(frozen=True)
 class Affinity:
-    """What the columns say: a list of CPU ranges, a NUMA node or list of nodes, the node of the GPU's memory.
+    """Affinity of a GPU: a list of CPU ranges, a NUMA node or list of nodes, the node of the GPU's memory.
 
     `is_cut` is True where the row breaks off inside the first of them, which is then not to be trusted.
     """

@@ -9,7 +9,7 @@ from paraplan.interop.fields import Fields
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, default_targets
 
 _USUAL = ("q", "v")
-"""What peft takes where nothing is named, for Llama and its kin (peft/utils/constants.py)."""
+"""Layers that peft takes where none is named, for Llama and its kin (peft/utils/constants.py)."""
 _EVERY = ("all", "all-linear", "all_linear")
 _PARTS = {"lm_head": "head", "output": "head", "embed_tokens": "embeddings", "wte": "embeddings"}
 """Modules outside of blocks that people train beside adapters, by their names in transformers."""

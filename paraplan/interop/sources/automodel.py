@@ -42,7 +42,7 @@ def read_automodel(text: str, *, source: str, given: Given) -> Setup:
     notes: list[str] = []
     if "step_scheduler" not in fields:
         raise PlanError(
-            f"{source}: without step_scheduler it is no recipe of AutoModel for language models",
+            f"{source}: without step_scheduler it is not a recipe of AutoModel for language models",
             hint="give one that trains, as in examples/llm_finetune",
         )
     sizes, model = fields.section("distributed"), fields.section("model")

@@ -1,4 +1,4 @@
-"""What stores the base of adapters in fewer bits, in the words of tools that train over transformers' models."""
+"""Formats that store the base of adapters in fewer bits, in the words of tools that train over transformers' models."""
 
 from __future__ import annotations
 

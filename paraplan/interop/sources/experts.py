@@ -77,7 +77,7 @@ def autoep(fields: Fields, *, dp: int, tp: int, zero_stage: int) -> tuple[int, l
             hint="use stage 2, or one of the two",
         )
     if size % tp:
-        return 1, [f"{named}: priced as over the {tp} ranks of autotp_size, which it is no multiple of"]
+        return 1, [f"{named}: priced as over the {tp} ranks of autotp_size, which it is not a multiple of"]
     if size == tp:
         return 1, [f"{named}: priced as experts that tensor parallelism divides, over the same ranks"]
     return size // tp, []

@@ -17,7 +17,7 @@ _SECTIONS = ("model", "train", "optimizer", "ddp", "dist", "comm_overlap")
 _OF_RECIPE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "global_batch_size")
 _RANK = 32
 _FP8 = {"delayed": "delayed", "current": "tensorwise", "subchannel": "blockwise", "mxfp8": "mxfp8"}
-"""What names of precisions have, and Megatron-LM's word for it (src/megatron/bridge/training/mixed_precision.py)."""
+"""Recipe in a precision's name, and Megatron-LM's word for it (src/megatron/bridge/training/mixed_precision.py)."""
 
 
 def read_megatron_bridge(text: str, *, source: str, given: Given) -> Setup:

@@ -245,7 +245,7 @@ def _options(arguments: str, source: str) -> tuple[dict[str, object], list[str]]
         meant = difflib.get_close_matches(name, sorted(key_table("megatron-lm").read), n=1, cutoff=_MISSPELT)
         if meant:
             named, known = (f"--{word.replace('_', '-')}" for word in (name, meant[0]))
-            raise PlanError(f"{source}: {named} is no option of Megatron-LM", hint=f"did you mean {known}?")
+            raise PlanError(f"{source}: {named} is not an option of Megatron-LM", hint=f"did you mean {known}?")
     return options, command.notes(source)
 
 

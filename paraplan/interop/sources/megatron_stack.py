@@ -1,4 +1,4 @@
-"""What Megatron-Core's options say of the software beside plan and training (training/arguments.py, August 2026)."""
+"""Software settings in Megatron-Core's options, beside plan and training (training/arguments.py, August 2026)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step learns from, in the words of other tools, as those of `--task`."""
+"""Tasks of other tools, in the words of `--task`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Objective(NamedTuple):
     task: str | None
     """None for training on given sequences."""
     notes: list[str]
-    """What is priced otherwise."""
+    """Notes on parts that are priced otherwise."""
 
     @property
     def group(self) -> int:

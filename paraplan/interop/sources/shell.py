@@ -237,4 +237,4 @@ def _split(text: str, source: str) -> list[str]:
     try:
         return shlex.split(text, comments=False)
     except ValueError as error:
-        raise PlanError(f"{source} is no command line: {error}", hint="check its quotes") from None
+        raise PlanError(f"{source} is not a command line: {error}", hint="check its quotes") from None

@@ -11,13 +11,13 @@ from paraplan.interop.sources.options import options_of
 from paraplan.interop.sources.shell import Command, command_of
 
 COMMAND = re.compile(r"\btorchtitan[./]train\b|(?<![\w.])(\./|torchtitan/)*run_train\.sh\b")
-"""What starts a training: the module, or the script of torchtitan that starts it."""
+"""Start of a training's command: the module, or the script of torchtitan that starts it."""
 _TRAIN_TOML, _TRAIN_MODULE = (
     "./torchtitan/models/llama3/train_configs/debug_model.toml",
     ("llama3", "llama3_debugmodel"),
 )
 _RUN_TRAIN_GPUS = "8"
-"""What run_train.sh takes where its variables are not set."""
+"""GPUs that run_train.sh takes where its variables are not set."""
 
 
 class Named(NamedTuple):

@@ -17,7 +17,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 _MOST_DEPTH = 20
 _TRACED = "to_graph_trainer_config"
-"""What makes a configuration of torchtitan's experiment graph_trainer of another: it drops that one's `compile`."""
+"""Function that turns a configuration into one of torchtitan's experiment graph_trainer, without its `compile`."""
 _LARGEST = 1 << 62
 
 

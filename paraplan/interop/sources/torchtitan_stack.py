@@ -1,4 +1,4 @@
-"""What torchtitan's keys say of the software beside plan and training, and how products of linear layers are scaled.
+"""Settings of the software in torchtitan's keys, and how products of linear layers are scaled.
 
 Keys as in config/job_config.py at v0.2.2, and in config/configs.py and components/quantization of August 2026.
 """
@@ -79,7 +79,7 @@ _LAYERS = {
 
 
 class NarrowProducts(NamedTuple):
-    """What linear layers multiply in."""
+    """Precision in which linear layers multiply."""
 
     precision: LinearPrecision | None = None
     recipe: Fp8Recipe | None = None

@@ -1,4 +1,4 @@
-"""What of a tower for pictures trains, by the keys of tools that freeze it where nobody says otherwise."""
+"""Trained parts of a tower for pictures, by the keys of tools that freeze it where nobody says otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TRL, LLaMA-Factory and axolotl pass on to transformers' Trainer: batches, sharding, recompute, quantization."""
+"""Keys of TRL, LLaMA-Factory and axolotl for transformers' Trainer: batches, sharding, recompute, quantization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BUNDLED: dict[str, dict[str, object]] = {
 }
 """The configurations of accelerate that come with TRL (trl/accelerate_configs)."""
 _BUNDLED_PROCESSES = 8
-"""What all of them have for `num_processes`."""
+"""`num_processes` of all accelerate files that come with the tools."""
 _LATER = (
     "num_processes is not named",
     "the micro-batch is in the script",

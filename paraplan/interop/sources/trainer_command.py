@@ -47,16 +47,16 @@ TrainerTool = Literal["trl", "llama-factory", "hf-trainer"]
 
 
 class TrainerCommand(NamedTuple):
-    """What a command says."""
+    """Content of a command."""
 
     tool: TrainerTool
     """Whose keys the options are."""
     values: dict[str, object]
     """The options, under the names of the tool's keys, and how the launcher starts it under those of TRL."""
     objective: str | None
-    """What TRL's command, or its script, is for; None where neither says it."""
+    """Objective of TRL's command or script; None where neither says it."""
     notes: list[str]
-    """What is assumed of the command."""
+    """Assumptions about the command."""
 
 
 def is_trainer_command(text: str) -> bool:

@@ -96,7 +96,7 @@ def read_transformers(text: str, *, source: str, given: Given) -> Setup:
 
 
 class _Calls:
-    """What a script calls, with the arguments that it writes down."""
+    """Calls of a script, with the arguments that it writes down."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._nodes = list(ast.walk(tree))

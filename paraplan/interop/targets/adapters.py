@@ -1,4 +1,4 @@
-"""What of a model trains, in the words that TRL and axolotl pass on to peft, and what they have none for."""
+"""Trained parts of a model in the words that TRL and axolotl pass on to peft, and parts that have none."""
 
 from __future__ import annotations
 

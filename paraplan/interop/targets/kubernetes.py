@@ -81,7 +81,7 @@ _NETWORK = (
     "hostNetwork: true: NCCL takes TCP between nodes without",
     "NCCL_SOCKET_IFNAME in env, where pods have several network interfaces",
 )
-"""What a pod needs between nodes that the plan does not know."""
+"""Settings of a pod's network between nodes that the plan does not know."""
 
 
 def _exported(subject: Subject, target: str, job: dict[str, object], *, left: list[str]) -> Exported:

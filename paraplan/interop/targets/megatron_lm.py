@@ -54,7 +54,7 @@ _NARROW: dict[LinearPrecision, list[str]] = {
 }
 """Linear layers below 16 bits (megatron/training/arguments.py)."""
 GRAPHS: dict[Graphs, str] = {"none": "none", "layers": "transformer_engine", "full": "full_iteration"}
-"""What CUDA graphs hold, in Megatron-Core's words (cuda_graph_impl)."""
+"""Content of CUDA graphs in Megatron-Core's words (cuda_graph_impl)."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
 

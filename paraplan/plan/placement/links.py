@@ -21,12 +21,12 @@ PCIE_REACH = {
     LinkType.NODE: 0.95,
     LinkType.SYS: 0.85,
 }
-"""What a path over PCIe keeps of its rate. Across sockets 50.2 of 56.6 GB/s (local-inference-lab/rtx6kpro on GitHub,
+"""Share of the rate left on a path over PCIe. Across sockets 50.2 of 56.6 GB/s (local-inference-lab/rtx6kpro on GitHub,
 dual EPYC) and 7.1 of 9 (pc2/GPUInspector.jl on GitHub, V100) were measured; the others are assumed, to prefer the
 nearer of equal rates."""
 
 CROSS_RAIL = 0.9
-"""What a path between nodes keeps where its ends are nearest to different NICs, so that one end crosses the node."""
+"""Share of its rate that a path between nodes keeps where its ends are nearest to different NICs."""
 
 
 class Edge(NamedTuple):

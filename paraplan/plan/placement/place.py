@@ -94,7 +94,7 @@ def best_order(edges: Sequence[Edge], rates: LinkRates, traffic: AxisTraffic, *,
 
 
 class _Traffic:
-    """What each axis sends over which pairs of ranks, and the seconds a byte that each link takes."""
+    """Bytes that each axis sends over its pairs of ranks, and the seconds a byte that each link takes."""
 
     def __init__(self, edges: Sequence[Edge], rates: LinkRates, traffic: AxisTraffic) -> None:
         self.slowness = 1 / np.array(rates)
