@@ -355,9 +355,9 @@ def run_on_all_tokens(module: nn.Module, context: Context) -> None:
 
 
 def argument_names(block: nn.Module) -> list[str]:
-    """Return the names of the arguments of `block`, in order; none where its code does not tell."""
+    """Return the names of the arguments of the class of `block`, in order; none where its code does not tell."""
     try:
-        return list(inspect.signature(block.forward).parameters)
+        return list(inspect.signature(type(block).forward).parameters)[1:]
     except (TypeError, ValueError):
         return []
 
