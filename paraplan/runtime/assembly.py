@@ -25,8 +25,9 @@ from paraplan.runtime.experts.layers import check_experts
 from paraplan.runtime.precision import check_stored_type
 from paraplan.runtime.rank_part import ModelSplit, ParallelContext, RankPart, divide, find_chunked, wrap_module
 from paraplan.runtime.recompute.policy import recomputed_blocks
+from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.split.context_check import ContextSplit, find_context_split, take_tokens
-from paraplan.runtime.split.context_parallel import Context, context_group
+from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.split.search import own_plan
 from paraplan.runtime.split.tensor_parallel import (
     TensorSplit,
@@ -220,7 +221,7 @@ def _context_split(structure: ModelStructure, parallel: ParallelContext, *, has_
     split = find_context_split(structure, parallel.mesh, has_values=has_values)
     plan = parallel.plan
     num_parts = plan.tp if plan.sequence_parallel else 1
-    parallel.loss.context = Context(context_group(parallel.mesh), num_parts=num_parts)
+    parallel.loss.context = Context(TensorGroup.of(parallel.mesh, "cp"), num_parts=num_parts)
     parts = {f"{block}.{part}".rstrip("."): None for block, found in split.whole.items() for part in found}
     if parts and parallel.mesh.world.rank == 0:
         _LOGGER.warning(

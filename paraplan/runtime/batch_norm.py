@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.shards.group import TensorGroup, sum_both_ways
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.torch_private import BatchNorm, check_batch_norm_input
 
@@ -27,14 +27,12 @@ def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
 
 def synchronize_batch_norms(model: nn.Module, mesh: Mesh) -> None:
     """Make the batch norms of `model` those of the global batch, which `batch_coupling="gather"` asks for."""
-    found, group = batch_norms(model), mesh.group("dp")
-    if group is None:
-        return
-    for module in found.values():
+    group = TensorGroup.of(mesh, "dp")
+    for module in batch_norms(model).values() if group.size > 1 else ():
         _synchronize(module, group)
 
 
-def _synchronize(module: BatchNorm, group: dist.ProcessGroup) -> None:
+def _synchronize(module: BatchNorm, group: TensorGroup) -> None:
     inner = module.forward
 
     def forward(given: torch.Tensor) -> torch.Tensor:
@@ -43,16 +41,16 @@ def _synchronize(module: BatchNorm, group: dist.ProcessGroup) -> None:
     set_forward(module, forward)
 
 
-def _normalized(module: BatchNorm, given: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _normalized(module: BatchNorm, given: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     check_batch_norm_input(module, given)
     own = given.float().movedim(1, -1).flatten(0, -2)  # [entries, channels]
     count = torch.full((1,), float(own.shape[0]), device=own.device)
-    total = _SumOverRanks.apply(torch.cat([own.sum(0), count]), group)  # type: ignore[no-untyped-call]
+    total = sum_both_ways(torch.cat([own.sum(0), count]), group)
     number = total[-1].detach()
     mean = total[:-1] / number
     # In two passes, as one process does it: the mean of squares less the square of the mean cancels digits.
     centered = own - mean
-    squares = _SumOverRanks.apply(centered.square().sum(0), group)  # type: ignore[no-untyped-call]
+    squares = sum_both_ways(centered.square().sum(0), group)
     variance = squares / number
     _follow(module, mean.detach(), variance.detach() * number / (number - 1).clamp(min=1))
     normal = centered * torch.rsqrt(variance + module.eps)
@@ -75,20 +73,3 @@ def _follow(module: BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> No
     with torch.no_grad():
         for running, now in ((module.running_mean, mean), (module.running_var, variance)):
             running.add_((now - running) * momentum)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks; each rank's part reaches the losses of all of them, so gradients are summed too."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        total = own.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checks.trials import gathered_numbers
+from paraplan.runtime.checks.trials import anywhere, gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.rank_part import RankPart
@@ -165,7 +165,7 @@ class Hands:
             for name, one in held.items()
             if name in noted and noted[name][:2] != (id(one), version_of(local_shard(one)))
         }
-        if not self._anywhere(bool(changed)):
+        if not anywhere(bool(changed), self._mesh):
             return
         factors = [
             math.sqrt(_square(held[name]) / square) for name, (_, _, square) in noted.items() if name in held and square
@@ -212,9 +212,6 @@ class Hands:
                         f"ranks {other} and {rank} hold the same part of the model, and other {what}",
                         hint="change them alike on all ranks: by engine.whole, or by what all ranks have agreed on",
                     )
-
-    def _anywhere(self, mine: bool) -> bool:
-        return any(row[0] for row in gathered_numbers([float(mine)], self._mesh))
 
 
 def _square(tensor: torch.Tensor) -> float:

@@ -86,11 +86,6 @@ class Mesh:
         return next(group.index(rank) for group in _replicas(self.grid) if rank in group) % self.ep
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the start of the model."""
-        return self.coordinate("pp") == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the end of the model and its loss."""
         return self.coordinate("pp") == self.size("pp") - 1

@@ -36,7 +36,7 @@ from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.hands import Hands
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
-from paraplan.runtime.optimizers.averages import ParameterAverage, free_gathered
+from paraplan.runtime.optimizers.averages import ParameterAverage
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.precision import LossScale
 from paraplan.runtime.rank_part import RankPart
@@ -44,7 +44,7 @@ from paraplan.runtime.recovery.keeper import MemoryKeeper
 from paraplan.runtime.recovery.memory_reader import OtherGaveUpError
 from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
 from paraplan.runtime.step.faults import LossWatch, explained_failures
-from paraplan.runtime.structure.weights import is_quantized
+from paraplan.runtime.structure.weights import free_gathered, is_quantized
 from paraplan.runtime.timeouts import explained_timeouts
 
 

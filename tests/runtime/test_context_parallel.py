@@ -16,8 +16,9 @@ from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, Transformer,
 from paraplan import runtime
 from paraplan.errors import ParaplanError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.split.context_attention import ContextAttention
-from paraplan.runtime.split.context_parallel import context_group, own_random_numbers
+from paraplan.runtime.split.context_parallel import own_random_numbers
 from paraplan.runtime.split.forms import tensor_group
 
 pytestmark = pytest.mark.ranks
@@ -240,7 +241,7 @@ def _heads_dropped_out() -> tuple[torch.Tensor, torch.Tensor]:
     mesh = runtime.init(ParallelPlan(cp=2, tp=2, micro_batch_size=1)).mesh
     torch.manual_seed(0)
     local = torch.ones(1, 2, 16, 4)
-    group, context = tensor_group(mesh), context_group(mesh)
+    group, context = tensor_group(mesh), TensorGroup.of(mesh, "cp")
     attention = ContextAttention(context)
     attention.num_own = 16
     with attention.in_place(), own_random_numbers(nn.Identity(), context):

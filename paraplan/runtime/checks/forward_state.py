@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.checks.trials import gathered_numbers
+from paraplan.runtime.checks.trials import first_rank
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.structure.snapshots import state_of
 from paraplan.runtime.structure.weights import is_quantized, local_shard
@@ -56,10 +56,9 @@ class ForwardState:
             return
         before, self._sums, now = self._sums[-1], [], weight_sums(self._module)
         written = [name for name, one in before.items() if one != now[name] and not any(map(math.isnan, one))]
-        rows = gathered_numbers([float(bool(written))], self._mesh)
-        ranks = [rank for rank, (is_written,) in enumerate(rows) if is_written]
-        if ranks and self._mesh.world.size > 1:
-            raise written_weights(written[0] if written else f"a parameter of rank {ranks[0]}")
+        rank = first_rank(bool(written), self._mesh)
+        if rank is not None and self._mesh.world.size > 1:
+            raise written_weights(written[0] if written else f"a parameter of rank {rank}")
 
     def named(self, *, counters: bool = False) -> str | None:
         """Return one of the buffers that are written from a batch, or one of `counters`; None without any."""

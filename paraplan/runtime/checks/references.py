@@ -25,7 +25,7 @@ from torch import nn
 from paraplan.model.trace import stack_names
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checks.changed_attributes import ChangedAttributes
-from paraplan.runtime.checks.trials import gathered_numbers
+from paraplan.runtime.checks.trials import anywhere, gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute.blocks import recompute_in_backward
@@ -71,9 +71,9 @@ def reference_of(
     fits = is_whole or (bool(units) and _resident_bytes(model, units) * _COPIES <= budget_bytes)
     if verify == "full" and not fits:
         fits, is_whole = True, has_values
-    is_whole = all(row[0] for row in gathered_numbers([float(is_whole)], mesh))
+    is_whole = not anywhere(not is_whole, mesh)
     made = _copied(model, {} if is_whole else units, mesh) if fits else None
-    if all(row[0] for row in gathered_numbers([float(made is not None)], mesh)):
+    if not anywhere(made is None, mesh):
         return made
     if mesh.world.rank == 0:
         reason = "the model cannot be copied" if fits else "no copy of the model fits, even with one block at a time"
@@ -251,7 +251,7 @@ class RunningReference:
         went[0] = self._is_going_on(True)
 
     def _is_going_on(self, mine: bool) -> bool:
-        return all(row[0] for row in gathered_numbers([float(mine)], self._mesh))
+        return not anywhere(not mine, self._mesh)
 
     def _fetch_residents(self) -> None:
         self._attributes.bring(self.model)

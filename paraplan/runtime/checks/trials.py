@@ -107,6 +107,11 @@ def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool =
             module.running_mean = module.running_var = None
 
 
+def first_rank(mine: bool, mesh: Mesh) -> int | None:
+    """Return the first rank that says so, None where none does."""
+    return next((rank for rank, row in enumerate(gathered_numbers([float(mine)], mesh)) if row[0]), None)
+
+
 def anywhere(mine: bool, mesh: Mesh) -> bool:
     """Whether any rank says so."""
-    return any(row[0] for row in gathered_numbers([float(mine)], mesh))
+    return first_rank(mine, mesh) is not None

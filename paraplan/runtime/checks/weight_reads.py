@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.checks.trials import gathered_numbers
+from paraplan.runtime.checks.trials import first_rank
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
 
@@ -34,10 +34,9 @@ class WeightReads:
 
     def check(self, mesh: Mesh, plan_words: str) -> None:
         """Raise `UnsupportedPlanError` on every rank where one has found some."""
-        rows = gathered_numbers([float(bool(self.found))], mesh)
-        ranks = [rank for rank, (has_some,) in enumerate(rows) if has_some]
-        if ranks:
-            raise weights_in_loss(min(self.found, default=f"a weight of rank {ranks[0]}"), plan_words)
+        rank = first_rank(bool(self.found), mesh)
+        if rank is not None:
+            raise weights_in_loss(min(self.found, default=f"a weight of rank {rank}"), plan_words)
 
 
 def weights_in_loss(name: str, plan_words: str) -> UnsupportedPlanError:

@@ -29,12 +29,12 @@ class Pairs:
 
     def spread(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return a row of `tokens` for each pair."""
-        rows: torch.Tensor = _Spread.apply(tokens, self)  # type: ignore[no-untyped-call]
+        rows: torch.Tensor = _Way.apply(tokens, self, True)  # type: ignore[no-untyped-call]
         return rows
 
     def collect(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the sum of the `rows` of each token."""
-        tokens: torch.Tensor = _Collect.apply(rows, self)  # type: ignore[no-untyped-call]
+        tokens: torch.Tensor = _Way.apply(rows, self, False)  # type: ignore[no-untyped-call]
         return tokens
 
     def copied(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -46,23 +46,15 @@ class Pairs:
         return rows[self.inverse].view(-1, self.num_each, rows.shape[-1]).sum(1)
 
 
-class _Spread(torch.autograd.Function):
+class _Way(torch.autograd.Function):
+    """`spread` or `collect`, each of which is the gradient of the other."""
+
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        ctx.pairs = pairs
-        return pairs.copied(tokens)
+    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs, spreads: bool) -> torch.Tensor:
+        ctx.pairs, ctx.spreads = pairs, spreads
+        return pairs.copied(rows) if spreads else pairs.summed(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.pairs.summed(gradients[0]), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        ctx.pairs = pairs
-        return pairs.summed(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return ctx.pairs.copied(gradients[0]), None
+        made = ctx.pairs.summed if ctx.spreads else ctx.pairs.copied
+        return made(gradients[0]), None, None

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from paraplan.errors import UsageError
-from paraplan.runtime.structure.weights import local_shard
+from paraplan.runtime.structure.weights import free_gathered, local_shard
 from paraplan.runtime.torch_private import lerp_all
 
 
@@ -66,13 +65,6 @@ class ParameterAverage:
             kept = held.clone()
             held.copy_(average)
             average.copy_(kept)
-
-
-def free_gathered(module: nn.Module) -> None:
-    """Let go the whole parameters that ZeRO has gathered in `module`: those that change are gathered anew."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _locals(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from paraplan.plan.parallel import Axis
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.seeds import RandomNumbers
 from paraplan.runtime.shards.sharding import Sharding
@@ -48,6 +49,12 @@ class TensorGroup:
     tokens: Sharding = field(init=False)
     numbers: RandomNumbers = field(init=False)
     entered: tuple[torch.Tensor, bool, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh, axis: Axis, *, keeps_products: bool = False, overlaps: bool = False) -> TensorGroup:
+        """Return the group of `axis` of this rank."""
+        place, handle = mesh.coordinate(axis), mesh.group(axis)
+        return cls(mesh.size(axis), place, handle, keeps_products=keeps_products, overlaps=overlaps)
 
     def __post_init__(self) -> None:
         self.tokens = Sharding(1, (0,), self.size)
@@ -263,13 +270,8 @@ class Shardings:
         }
 
     def _cuts(self, name: str, mesh: Mesh) -> list[tuple[Sharding, TensorGroup]]:
-        over = ((self.tensor, tensor_ranks(mesh)), (self.expert, expert_ranks(mesh)))
+        over = ((self.tensor, TensorGroup.of(mesh, "tp")), (self.expert, expert_ranks(mesh)))
         return [(shardings[name], group) for shardings, group in over if name in shardings]
-
-
-def tensor_ranks(mesh: Mesh) -> TensorGroup:
-    """Return the `tp` group of this rank."""
-    return TensorGroup(size=mesh.size("tp"), index=mesh.coordinate("tp"), handle=mesh.group("tp"))
 
 
 def expert_ranks(mesh: Mesh) -> TensorGroup:

@@ -27,7 +27,6 @@ from paraplan.runtime.split.context_parallel import (
     Context,
     apply_context,
     argument_names,
-    context_group,
     run_on_all_tokens,
     run_on_own_tokens,
     take_own_tokens,
@@ -136,7 +135,7 @@ def _noted(note: Any, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: di
 
 def _checked(block: nn.Module, name: str, call: BlockCall, mesh: Mesh) -> _Way:
     """Return the first way in which a block computes on some tokens what it does on all of them."""
-    group, problem = context_group(mesh), ""
+    group, problem = TensorGroup.of(mesh, "cp"), ""
     with block_trial(block, replace(call, read=frozenset()), mesh.world.device) as trial:
         parts = [part for part, held in block.named_children() if any(True for _ in held.parameters())]
         others = _like_hidden(block, call)

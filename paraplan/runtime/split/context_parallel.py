@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import TensorGroup, all_gather
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_attention import ContextAttention
@@ -152,11 +151,6 @@ def tokens_of(inputs: Any, size: int) -> int:
             hint="use a sequence length that cp divides, or a plan without cp",
         )
     return int(tokens)
-
-
-def context_group(mesh: Mesh) -> TensorGroup:
-    """Return the `cp` group of this rank."""
-    return TensorGroup(size=mesh.size("cp"), index=mesh.coordinate("cp"), handle=mesh.group("cp"))
 
 
 def apply_context(
@@ -323,7 +317,8 @@ def _token_dim(value: torch.Tensor, num_tokens: int, hidden: torch.Size) -> int 
         return value.ndim - 1 if value.shape[-1] == num_tokens else None
     if value.ndim == 1:
         return 0 if value.shape[0] == num_tokens else None
-    return next((dim for dim in reversed(range(value.ndim - 1)) if value.shape[dim] == num_tokens), None)
+    is_by_batch = value.ndim == len(hidden) and value.shape[0] == hidden[0]  # a gate of each sequence, [batch, 1, 1]
+    return next((dim for dim in reversed(range(is_by_batch, value.ndim - 1)) if value.shape[dim] == num_tokens), None)
 
 
 def run_on_all_tokens(module: nn.Module, context: Context) -> None:

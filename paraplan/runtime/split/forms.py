@@ -27,13 +27,7 @@ def tensor_group(mesh: Mesh, *, keeps_products: bool = False, in_halves: bool = 
     `keeps_products`: what layers return is kept for the backward pass. `in_halves`: backward passes of inputs and of
     weights are run apart.
     """
-    return TensorGroup(
-        size=mesh.size("tp"),
-        index=mesh.coordinate("tp"),
-        handle=mesh.group("tp"),
-        keeps_products=keeps_products,
-        overlaps=not (keeps_products or in_halves),
-    )
+    return TensorGroup.of(mesh, "tp", keeps_products=keeps_products, overlaps=not (keeps_products or in_halves))
 
 
 def checked_in_numbers(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -14,27 +13,6 @@ from paraplan.units import format_seconds
 WARM_STEPS = 1
 """The first step allocates, compiles and meets its peers."""
 _WORTH_SAYING = 0.05  # of the steps: less without a CPU goes unsaid
-
-
-class StepClock(Protocol):
-    """Times steps one after another."""
-
-    def begin(self) -> None:
-        """Take note of the start of a step."""
-        ...
-
-    def end(self) -> None:
-        """Take note of the end of a step."""
-        ...
-
-    def times_s(self) -> list[float]:
-        """Return the times of all steps so far, in seconds; waits for the last one."""
-        ...
-
-
-def clock_of(device: torch.device) -> StepClock:
-    """Return a clock for steps on `device`."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class HostClock:
@@ -133,3 +111,12 @@ def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+StepClock = HostClock | DeviceClock
+"""Times steps one after another."""
+
+
+def clock_of(device: torch.device) -> StepClock:
+    """Return a clock for steps on `device`."""
+    return DeviceClock() if device.type == "cuda" else HostClock()

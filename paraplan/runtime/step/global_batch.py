@@ -31,7 +31,7 @@ class GlobalBatch:
     """Joins what the ranks of `dp` have, in their order, which is that of the sequences in the global batch."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._group = TensorGroup(size=mesh.size("dp"), index=mesh.coordinate("dp"), handle=mesh.group("dp"))
+        self._group = TensorGroup.of(mesh, "dp")
 
     def join(self, outputs: Any, targets: Any, *, num_sequences: int) -> tuple[Any, Any]:
         """Return `outputs` and `targets` of all ranks of `dp`, which have `num_sequences` each.

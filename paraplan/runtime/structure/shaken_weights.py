@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from paraplan.runtime.structure.weights import is_quantized, local_shard
+from paraplan.runtime.structure.weights import free_gathered, is_quantized, local_shard
 from paraplan.runtime.torch_private import storage_key
 
 _SHARE, _LEAST = 0.1, 0.02  # of the size of a tensor's values, and beside it: zero-initialised heads, gates and scales
@@ -18,17 +17,17 @@ _SHARE, _LEAST = 0.1, 0.02  # of the size of a tensor's values, and beside it: z
 @contextmanager
 def shaken_weights(module: nn.Module) -> Iterator[None]:
     """Have trained weights of `module` differ in this context, alike on ranks that hold the same, and be put back."""
-    _gather_anew(module)  # else parameters may be what was gathered, which comes and goes
+    free_gathered(module)  # else parameters may be what was gathered, which comes and goes
     held = _trained(module)
     kept = [one.to("cpu", copy=True) for one in held]
     shake(module)
-    _gather_anew(module)
+    free_gathered(module)
     try:
         yield
     finally:
         for one, value in zip(held, kept, strict=True):
             one.copy_(value)
-        _gather_anew(module)
+        free_gathered(module)
 
 
 def shake(module: nn.Module) -> None:
@@ -42,10 +41,3 @@ def shake(module: nn.Module) -> None:
 def _trained(module: nn.Module) -> list[torch.Tensor]:
     held = [local_shard(one) for one in module.parameters() if one.requires_grad and not is_quantized(one)]
     return [one for one in {storage_key(one): one for one in held}.values() if one.is_floating_point()]
-
-
-def _gather_anew(module: nn.Module) -> None:
-    """Let go what FSDP has gathered of the weights before."""
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            one.reshard()

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ModelError
@@ -67,6 +68,13 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor, without a graph: its shard where ranks have one each."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Let go the whole parameters that ZeRO has gathered in `module`: those that change are gathered anew."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def lasting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
