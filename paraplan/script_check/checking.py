@@ -13,7 +13,7 @@ import torch
 from paraplan.errors import UsageError
 from paraplan.script_check.evidence import Process, Sight
 from paraplan.script_check.failures import ALONE_WHERE, no_step_error, run_error
-from paraplan.script_check.findings import first_difference
+from paraplan.script_check.findings import first_difference, sums_rows
 from paraplan.script_check.plans import CheckRunError, LaunchRanks
 from paraplan.script_check.reading_plan import (
     groups_of,
@@ -52,6 +52,12 @@ def check_script(
         difference, gradient_error, parameter_error = first_difference(sight)
         if difference is not None and difference.kind in _NEEDING_SHARES:
             sight = runs.with_shares(sight)
+            if difference.kind == "scaled" and sums_rows(sight):
+                notes.append(
+                    f"the loss is a sum over rows, or divided by a number of them that the script writes down: one "
+                    f"process, which has those of {len(sight.groups)} ranks at once, took 1/{len(sight.groups)} of it"
+                )
+                sight = runs.with_smaller_loss(sight)
             difference, gradient_error, parameter_error = first_difference(sight)
     record = ranks[0].record
     num_done = min(len(process.record.steps) for process in (*ranks, sight.alone))
@@ -114,6 +120,7 @@ class _Runs:
         self.read: list[tuple[str, int]] = []
         self.start: dict[str, torch.Tensor] = {}
         self.spreads = False
+        self.loss_scale = 1.0
         self.notes: list[str] = []
         self.last_folder = folder
         self._num_runs = 0
@@ -142,7 +149,9 @@ class _Runs:
         folder.mkdir()
         self.last_folder = folder
         shake = max((process.record.rounding for process in self.ranks), default=0.0)
-        request = self.request.replace(folder=str(folder), role=role, inputs=inputs, shake=shake)
+        request = self.request.replace(
+            folder=str(folder), role=role, inputs=inputs, shake=shake, loss_scale=self.loss_scale
+        )
         path = folder / "request.json"
         path.write_text(request.to_json(), encoding="utf-8")
         words = ["--nproc-per-node", str(num_ranks), "--nnodes", "1", "--no-logs", "--skip-preflight"]
@@ -170,6 +179,12 @@ class _Runs:
         write_inputs(inputs, self.ranks, self.read, readers, self.start, spreads=self.spreads)
         alone, shaken = self.run("alone", len(ALONE), str(inputs))
         return alone, shaken
+
+    def with_smaller_loss(self, sight: Sight) -> Sight:
+        """Return `sight` with one process whose losses are divided by the number of ranks whose rows it has."""
+        self.loss_scale = 1 / len(sight.groups)
+        alone, shaken = self.alone([group[0] for group in sight.groups])
+        return replace(sight, alone=alone, shaken=shaken)
 
     def with_shares(self, sight: Sight) -> Sight:
         """Return `sight` with what the batches of each group of ranks make alone."""

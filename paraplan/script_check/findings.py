@@ -63,6 +63,22 @@ def first_difference(sight: Sight) -> tuple[Difference | None, float, float]:
     return _steps(sight), errors["gradient"], errors["parameter"]
 
 
+def sums_rows(sight: Sight) -> bool:
+    """Whether a loss grows with the rows, as a sum or one that is divided by a number that the script writes down.
+
+    Each rank has the loss that one process makes of its rows alone, so that no size of a group is in it; that of all
+    rows is the sum of these. A loss that ranks scale by their number is none: one process does not.
+    """
+    alone = sight.alone.loss(1)
+    shares = [share.loss(1) for share in sight.shares]
+    if alone is None or len(shares) < 2 or any(share is None for share in shares):
+        return False
+    own = [sight.ranks[rank].loss(1) for group in sight.groups for rank in group]
+    expected = [share for group, share in zip(sight.groups, shares, strict=True) for _ in group]
+    pairs = [*zip(own, expected, strict=True), (alone, sum(share or 0.0 for share in shares))]
+    return all(one is not None and abs(one - (other or 0.0)) <= 1e-4 * abs(other or 0.0) for one, other in pairs)
+
+
 def _start(sight: Sight) -> Difference | None:
     """Return what replicas start with that is unlike, None where all start alike."""
     first = sight.ranks[0].of("start")

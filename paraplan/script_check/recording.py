@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paraplan.script_check.batches import tensors_in
 from paraplan.script_check.records import ProcessRecord, ScriptRequest, SourceRecord, StepRecord
-from paraplan.script_check.sources import FollowSources, Replay, Sources, is_data, place_of_caller, print_of
+from paraplan.script_check.sources import FollowSources, Replay, Sources, is_sample, place_of_caller, print_of
 from paraplan.script_check.torch_private import (
     around_backward,
     around_clipping,
@@ -90,7 +90,7 @@ class Recorder:
                 return result
             self._meet(module)
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
-            self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_data(one[1])]))
+            self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_sample(one[1])]))
             with sources.inside():
                 return plain(module, *args, **kwargs)
 
@@ -117,6 +117,9 @@ class Recorder:
     def _follow_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            if self.request.loss_scale != 1:
+                with self.sources.inside():
+                    tensors = roots = [root * self.request.loss_scale for root in roots]
             value = sum(float(root.detach()) for root in roots if root.numel() == 1)
             if self._has_gradients:  # clipped, and not stepped by
                 self._num_skipped += 1

@@ -54,6 +54,8 @@ class ScriptRequest(Record):
     role: Role = "ranks"
     shake: float = 0.0
     """By how much of their values weights are shaken at least, with the role `shaken`."""
+    loss_scale: float = 1.0
+    """By what one process multiplies its losses: of those that are sums over rows it would have more."""
     inputs: str = ""
     """The folder with what one process starts with and reads; "" for ranks."""
 

@@ -28,6 +28,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _MARK = "_paraplan_reading"
 _MOST_COPIED = 1 << 22  # elements
+_DRAWS = ("rand", "normal", "bernoulli", "multinomial", "uniform_", "exponential_", "poisson")
+"""In names of calls that draw numbers: what they are given says how many, or how likely, and not which."""
 
 Place = tuple[str, int]
 """Where something was read, and the how-many-th time."""
@@ -147,7 +149,7 @@ class Sources:
         """Note that a model or a loss takes `value`; what the script read nowhere is read here. Return what to take."""
         taken, is_replaced = [], False
         for number, (_, tensor) in enumerate(tensors_in(value)):
-            if not is_data(tensor):
+            if not is_sample(tensor):
                 taken.append(tensor)
                 continue
             reading, read = getattr(tensor, _MARK, None), tensor
@@ -170,6 +172,12 @@ class Sources:
 def is_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor can hold samples: it has dimensions, and is nothing that is trained, or that ranks share."""
     return tensor.ndim > 0 and not tensor.requires_grad and _is_plain(tensor)
+
+
+def is_sample(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds samples, also such by which a loss is derived, as that of a gradient penalty."""
+    derived = tensor.requires_grad and tensor.is_leaf and hasattr(tensor, _MARK) and _is_plain(tensor)
+    return derived or is_data(tensor)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -214,6 +222,8 @@ class FollowSources(TorchFunctionMode):
         if any(isinstance(tensor, nn.Parameter) for tensor in given) or "empty" in name:
             return result
         made_of = {id(one): one for one in (getattr(tensor, _MARK, None) for tensor in given) if one is not None}
+        if any(draw in name for draw in _DRAWS):
+            made_of = {}
         if name == "__iter__":
             return iter([self._noted(item, name, list(made_of.values())) for item in result])
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):

@@ -532,11 +532,19 @@ SCRIPTS: dict[str, Callable[[], None]] = {
 BY_SHARE = {"contrastive/local": lambda: contrastive("local")}
 """Right, and told: what DDP gives is the mean of what each rank's share gives."""
 
+
+def scripts() -> dict[str, Callable[[], None]]:
+    """Return all of them by name."""
+    from right_loops import LOOPS
+
+    return SCRIPTS | LOOPS | BY_SHARE
+
+
 if __name__ == "__main__":
     name = sys.argv[1]
     if not name.startswith(("accelerate", "trainer", "trl")):
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    (SCRIPTS | BY_SHARE)[name]()
+    scripts()[name]()
     if dist.is_initialized():
         dist.destroy_process_group()

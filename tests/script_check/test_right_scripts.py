@@ -10,8 +10,8 @@ from rank_harness import RankHarness
 
 pytestmark = pytest.mark.ranks
 
-USUAL = ("fsdp2/gan", "fsdp2/clip", "accelerate/accumulate", "trainer/smoothing")
-OTHERS = [name for name in right_scripts.SCRIPTS if name not in USUAL]
+USUAL = ("fsdp2/gan", "fsdp2/clip", "accelerate/accumulate", "trainer/smoothing", "ddp/sum")
+OTHERS = [name for name in right_scripts.scripts() if name not in (*USUAL, *right_scripts.BY_SHARE)]
 
 
 @pytest.mark.parametrize("name", [*USUAL, *with_all(OTHERS)])
