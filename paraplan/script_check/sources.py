@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _MARK = "_paraplan_reading"
 _MOST_COPIED = 1 << 22  # elements
-_DRAWS = ("rand", "normal", "bernoulli", "multinomial", "uniform_", "exponential_", "poisson")
-"""In names of calls that draw numbers: what they are given says how many, or how likely, and not which."""
+_DRAW = re.compile(r"rand\w*|(log_)?normal_?|bernoulli_?|uniform_|exponential_|multinomial|poisson")
+"""Names of calls that draw numbers: what they are given says how many, or how likely, and not which."""
 
 Place = tuple[str, int]
 """Where something was read, and the how-many-th time."""
@@ -222,7 +223,7 @@ class FollowSources(TorchFunctionMode):
         if any(isinstance(tensor, nn.Parameter) for tensor in given) or "empty" in name:
             return result
         made_of = {id(one): one for one in (getattr(tensor, _MARK, None) for tensor in given) if one is not None}
-        if any(draw in name for draw in _DRAWS):
+        if _DRAW.fullmatch(name):
             made_of = {}
         if name == "__iter__":
             return iter([self._noted(item, name, list(made_of.values())) for item in result])

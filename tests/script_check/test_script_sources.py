@@ -11,7 +11,7 @@ from torch import nn
 
 from paraplan.errors import UsageError
 from paraplan.script_check.batches import joined, tensors_in, with_tensors
-from paraplan.script_check.sources import FollowSources, Replay, Sources, is_data
+from paraplan.script_check.sources import FollowSources, Replay, Sources, is_data, is_sample
 
 
 @dataclass
@@ -47,6 +47,19 @@ def test_parameters_and_tensors_that_have_no_values_here_are_no_samples() -> Non
     assert is_data(plain)
     others = (plain[0], nn.Parameter(plain), torch.ones(2, requires_grad=True), plain.to_sparse(), plain.to("meta"))
     assert not any(map(is_data, others))
+
+
+def test_noise_like_a_batch_is_a_draw_and_what_slopes_are_taken_by_is_a_sample() -> None:
+    sources = Sources()
+    with FollowSources(sources):
+        rows = torch.arange(6.0)
+        torch.randn_like(rows)
+        moved = nn.functional.normalize(rows, dim=0).clone().requires_grad_()
+    by_name = {place.rpartition(" ")[2]: readings[0] for place, readings in sources.readings.items()}
+    assert by_name["randn_like"].made_of == ()
+    assert by_name["normalize"].made_of == (by_name["arange"],)
+    assert is_sample(moved)
+    assert not is_sample(torch.ones(2, requires_grad=True))
 
 
 @pytest.fixture
