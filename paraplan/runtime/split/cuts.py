@@ -18,6 +18,7 @@ Shape = tuple[int, ...]
 
 _RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"})
 _SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "tensor_split"})
+_FILLS = frozenset({"zeros", "ones", "empty", "full"})
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 
 
@@ -40,10 +41,14 @@ class SplitError(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """How a tensor is the part of a whole one, and the layer `source` that it comes from."""
+    """How a tensor is the part of a whole one, and the layer `source` that it comes from.
+
+    `is_open`: it has one value in all entries, as what a cache is made as; it may be in any segments of that length.
+    """
 
     sharding: Sharding
     source: str
+    is_open: bool = False
 
 
 def part_of(tensor: Any) -> Part | None:
@@ -59,9 +64,9 @@ def known_part(tensor: torch.Tensor) -> Part:
     return part
 
 
-def as_part(tensor: torch.Tensor, sharding: Sharding, source: str) -> torch.Tensor:
+def as_part(tensor: torch.Tensor, sharding: Sharding, source: str, *, is_open: bool = False) -> torch.Tensor:
     """Return `tensor`, known as a part."""
-    tensor._paraplan_part = Part(sharding, source)  # type: ignore[attr-defined]
+    tensor._paraplan_part = Part(sharding, source, is_open)  # type: ignore[attr-defined]
     return tensor
 
 
@@ -134,8 +139,9 @@ def mark_parts(of: PartialResult, result: Any) -> None:
     for local, whole, sharding in zip(found, of.call.returned, cuts, strict=True):
         if tuple(local.shape) != sharding.local_shape(whole):
             raise of.error(f"{of.name} mixes what the ranks hold of the output of {{source}}")
+    is_open = of.part.is_open and len(tensors_in(of.given)) == 1
     for local, sharding in zip(found, cuts, strict=True):
-        as_part(local, sharding, of.part.source)
+        as_part(local, sharding, of.part.source, is_open=is_open)
 
 
 def mark_made(name: str, result: Any, call: Call, group: TensorGroup, source: str) -> Any:
@@ -144,7 +150,8 @@ def mark_made(name: str, result: Any, call: Call, group: TensorGroup, source: st
         differing = [dim for dim, (one, all_) in enumerate(zip(local.shape, whole, strict=True)) if one != all_]
         if len(differing) != 1 or local.shape[differing[0]] * group.size != whole[differing[0]]:
             raise SplitError(f"{name} makes what has sizes of parts", source=source, is_mixed=True)
-        as_part(local, Sharding(differing[0], (whole[differing[0]],), group.size), source)
+        cut = Sharding(differing[0], (whole[differing[0]],), group.size)
+        as_part(local, cut, source, is_open=name in _FILLS)
     return result
 
 

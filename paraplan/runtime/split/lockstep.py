@@ -130,6 +130,7 @@ class PartsRun(TorchFunctionMode):
         if self._is_paused:
             return func(*args, **kwargs)
         name, split = function_name(func), [one for one in tensors_in((args, kwargs)) if part_of(one)]
+        split.sort(key=lambda one: known_part(one).is_open)  # whose segments the others say
         if name == "__iter__":
             with self:
                 return iter(args[0].unbind(0))
@@ -341,7 +342,7 @@ class _CallOnParts:
         cut = self.part.sharding
         for other in self.split[1:]:
             one = known_part(other)
-            is_as_long = one.sharding.length == cut.length
+            is_as_long = one.sharding.length == cut.length and not one.is_open
             if is_as_long and (one.sharding.segments, one.sharding.repeats) != (cut.segments, cut.repeats):
                 raise SplitError(
                     f"{self.name} meets the output of {self.part.source} in {cut.segments} and that of {one.source} in "
