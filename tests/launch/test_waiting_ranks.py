@@ -46,7 +46,7 @@ def test_a_collective_that_timed_out_is_told_with_the_rank_that_never_entered_it
     report = done.stderr[done.stderr.index("paraplan: a collective") :].splitlines()
     told = r"paraplan: a collective timed out: ranks 0-1 waited 5 s in all_reduce number \d+ of ranks 0-2; "
     assert re.match(told + "rank 2 never entered it$", report[0])
-    assert report[1] == "  rank 2 was in load_data (train.py:7)"
+    assert "  rank 2 was in load_data (train.py:7)" in report  # beside ranks that are slow to end
     assert any(line.endswith('train.py", line 18, in <module>') for line in report)
     assert len(report) <= 10
     assert names_in(scratch) == []
