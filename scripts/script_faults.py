@@ -34,21 +34,21 @@ def main() -> None:
         if given.only and not any(word in fault.name for word in given.only):
             continue
         began = time.monotonic()
-        report = tests.checked(ranks, fault)
+        report = tests.checked(ranks, fault.path, fault.name, num_ranks=fault.num_ranks)
         seconds = time.monotonic() - began
         is_named = tests.is_named(fault, report)
         is_found = not report.is_equal or is_named
-        is_alarm = not tests.checked(ranks, fault, "mended").is_equal
+        mended = tests.checked(ranks, fault.path, fault.name, "mended", num_ranks=fault.num_ranks)
         found = "a note" if report.is_equal and is_named else "yes" if is_found else "no"
         thread = "#".join(fault.thread.replace("/issues/", "/pull/").split("/pull/"))
         rows.append(
             f"| {fault.what} | {fault.framework} | [{thread}]({fault.source}) | {found} | "
             f"{_told(report) if is_named else 'no'} | {seconds:.0f} |"
         )
-        print(rows[-1], "ALARM without it" if is_alarm else "", flush=True)
+        print(rows[-1], "ALARM without it" if not mended.is_equal else "", flush=True)
         num_found += is_found
         num_named += is_named
-        num_alarms += is_alarm
+        num_alarms += not mended.is_equal
     head = (
         f"{len(rows)} faults: {num_found} found, {num_named} named rightly; without their faults {num_alarms} "
         "of the scripts give an alarm.\n\n| Fault | Framework | Reported | Found | Named | Seconds |\n"
