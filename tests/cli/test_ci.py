@@ -207,8 +207,8 @@ def action() -> dict[str, Any]:
 
 
 def run_action(folder: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
-    """Run the checking step of the action as GitHub does: inputs filled in, bash with -e and pipefail."""
-    step = action()["runs"]["steps"][1]
+    """Run a checking step of the action as GitHub does: inputs filled in, bash with -e and pipefail."""
+    step = action()["runs"]["steps"][2 if "script" in inputs else 1]
     defaults = {name: spec.get("default", "") for name, spec in action()["inputs"].items()}
     values = defaults | {name.replace("_", "-"): value for name, value in inputs.items()}
     variables = {
@@ -231,6 +231,16 @@ def test_the_action_checks_a_plan_and_annotates(best: Path, slow: Path, tmp_path
     bad = run_action(tmp_path, **given, plan=str(slow), arguments="--precision bf16 --tolerance 1")
     assert bad.returncode == 1
     assert "::error file=" in bad.stdout
+
+
+@pytest.mark.with_all
+def test_the_action_checks_a_script_and_annotates(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n")  # how scripts are checked is tried elsewhere
+    ended = run_action(tmp_path, script="train.py --lr $(touch run-me)", arguments="--steps 1")
+    assert ended.returncode == 1
+    assert "without a step of a torch optimizer" in ended.stderr
+    assert "::error file=train.py::" in ended.stdout
+    assert not (tmp_path / "run-me").exists()
 
 
 def test_no_text_of_an_input_is_run(tmp_path: Path) -> None:
