@@ -276,7 +276,7 @@ def test_megatrons_short_first_and_last_stages_become_an_uneven_cut() -> None:
         ("--micro-batch-size", ["--micro-batch-size", "a whole number"]),
         ("--tensor-model-parallel-size 3 --micro-batch-size 1", ["tp 3", "8 GPUs"]),
         ("--bf16", ["--micro-batch-size is missing"]),
-        ("--tensor-model-paralel-size 2 --micro-batch-size 1", ["--tensor-model-paralel-size is no option"]),
+        ("--tensor-model-paralel-size 2 --micro-batch-size 1", ["--tensor-model-paralel-size is not an option"]),
         ("--micro-batch-size 3 --global-batch-size 32", ["--global-batch-size 32"]),
         ("--micro-batch-size 1 --recompute-granularity some", ["--recompute-granularity", "some"]),
         (

@@ -89,7 +89,7 @@ FAULTS = """
         ),
         (
             "skip",
-            r"rank 0 failed: RuntimeError: .*Connection closed by peer.*\n"
+            r"rank 0 failed: RuntimeError: .*Connection (?:closed|reset) by peer.*\n"
             r"  rank 1 had ended with exit code 0, and rank 0 went on with all_reduce number (\d+) of ranks 0-1\n",
         ),
     ],

@@ -141,7 +141,9 @@ class ContextAttention:
         heads = (query.shape[_HEADS], key.shape[_HEADS]) if query.ndim == 4 else None
         found = self._shares.get((self.num_own, heads))
         if found is None:
-            found = self._shares[self.num_own, heads] = self._share_of(heads)
+            found = self._share_of(heads)
+            if not torch.compiler.is_compiling():  # or the next block is compiled anew, for what is kept then
+                self._shares[self.num_own, heads] = found
         return found
 
     def _share_of(self, heads: tuple[int, int] | None) -> _Share:
