@@ -59,5 +59,5 @@ def _that_trains(executor: Executor, name: str, workload: Workload) -> Executor:
     """Return an executor. Raises `PlanError` where it cannot do the training under any plan."""
     gap = training_gap(executor, workload.training, workload.model.num_blocks)
     if gap is not None:
-        raise PlanError(f"{name} cannot train so: {gap}", hint="change that, or leave out --framework")
+        raise PlanError(f"{name} cannot train so: {gap}", hint="change that, or plan for another --framework")
     return executor

@@ -31,10 +31,9 @@ class LeverProfile(Record):
             return f"--stack mlp_tile={training.stack.mlp_tile}: it runs feed-forward layers over whole sequences"
         for name, value in training.stack.of_engines.items():
             if name not in self.engine_settings:
-                has = ", ".join(sorted(self.engine_settings)) or "none"
-                return (
-                    f"--stack {name}={str(value).lower()}: of the settings that not every framework has, it has {has}"
-                )
+                has = ", ".join(sorted(self.engine_settings))
+                beside = f", of those that only some frameworks have it has {has}" if has else ""
+                return f"--stack {name}={str(value).lower()}: it has no such setting{beside}"
         base, known = training.base_weights, self.frozen_weights
         if base in (None, "bf16", "fp32") or known is None or base in known:
             return None
