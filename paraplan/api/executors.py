@@ -21,7 +21,7 @@ def executor_of(workload: Workload) -> Executor:
     if framework.is_own_runtime:
         return OWN_RUNTIME
     if framework.export_target is not None:
-        return executor_of_target(framework.export_target, workload)
+        return executor_of_target(framework.export_target, workload, title=framework.title)
     executor = Executor(framework.name, partial(_lacking, framework, ANYTHING.reason_of))
     return _that_trains(executor, framework.title, workload)
 
@@ -43,8 +43,8 @@ def _lacking(
     return framework.levers.lacking(training) or framework.fixed.lacking(plan) or reason_of(plan, training, num_blocks)
 
 
-def executor_of_target(target: str, workload: Workload) -> Executor:
-    """Return what executes plans that a target of `paraplan export` can say.
+def executor_of_target(target: str, workload: Workload, *, title: str = "") -> Executor:
+    """Return what executes plans that a target of `paraplan export` can say; `title` names it in errors.
 
     Raises `PlanError` where it cannot do the training at all, as with an optimizer that it lacks.
     """
@@ -52,7 +52,7 @@ def executor_of_target(target: str, workload: Workload) -> Executor:
 
     reason_of = partial(_lacking, workload.framework, partial(why_inexpressible, target))
     executor = Executor(target, reason_of, spreads_experts=spreads_experts(target), rank_orders=(MEGATRON_RANK_ORDER,))
-    return _that_trains(executor, target, workload)
+    return _that_trains(executor, title or target, workload)
 
 
 def _that_trains(executor: Executor, name: str, workload: Workload) -> Executor:

@@ -59,7 +59,7 @@ _OPTIMIZER_ALIASES: dict[str, OptimizerName] = {
 
 def optimizer_name(text: str) -> OptimizerName:
     """Return the optimizer that a name stands for. Raises `PlanError` for one that is not known."""
-    words = text.strip().lower()
+    words = text.strip().lower().replace("-", "_")
     known: tuple[OptimizerName, ...] = get_args(OptimizerName)
     for name in known:
         if words == name:
