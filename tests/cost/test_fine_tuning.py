@@ -204,6 +204,7 @@ def test_names_of_transformers_are_optimizers() -> None:
     assert optimizer_name("adamw_torch") == "adamw_foreach"
     assert optimizer_name("adamw_bnb_8bit") == "adamw_8bit"
     assert optimizer_name("paged_adamw_32bit") == "paged_adamw"
+    assert optimizer_name("Paged-AdamW-8bit") == "paged_adamw_8bit"
     with pytest.raises(PlanError, match="'adamx' is not known"):
         optimizer_name("adamx")
 

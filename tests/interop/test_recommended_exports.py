@@ -82,10 +82,20 @@ def test_who_has_expert_parallelism_is_recommended_it_and_exported_to(framework:
         assert paraplan.export(file.replace(plan=plan), framework).gaps == ()
 
 
-def test_a_training_that_a_framework_cannot_do_is_refused_before_the_search() -> None:
-    training = paraplan.TrainingSpec(global_batch_size=64, seq_length=1024, optimizer="adamw_8bit")
+@pytest.mark.parametrize(
+    ("framework", "words", "option"),
+    [
+        ("torchtitan", "torchtitan cannot train so: optimizer=adamw_8bit", {"optimizer": "adamw_8bit"}),
+        ("megatron-core", "Megatron-Core cannot train so: optimizer=adamw_8bit", {"optimizer": "adamw_8bit"}),
+        ("fsdp", "FSDP cannot train so: --stack dispatcher=deepep", {"stack": {"dispatcher": "deepep"}}),
+    ],
+)
+def test_a_training_that_a_framework_cannot_do_is_refused_before_the_search(
+    framework: str, words: str, option: dict[str, object]
+) -> None:
+    training = paraplan.TrainingSpec.model_validate({"global_batch_size": 64, "seq_length": 1024, **option})
     workload = paraplan.Workload.of(
-        paraplan.load_model("gpt2"), training, paraplan.load_cluster("dgx-h100"), framework="torchtitan"
+        paraplan.load_model("gpt2"), training, paraplan.load_cluster("dgx-h100"), framework=framework
     )
-    with pytest.raises(PlanError, match="torchtitan cannot train so: optimizer=adamw_8bit"):
+    with pytest.raises(PlanError, match=f"^{words}"):
         paraplan.recommend(workload)
