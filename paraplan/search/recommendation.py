@@ -140,8 +140,8 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
                 error, workload, executor=executor, fixed=question.fixed, executors=question.executors
             ) from None
         result, workload, offers, idle = _searched(chosen.workload, question, executor=executor)
-    if found is not None and question.find == "fewest-gpus":
-        found = "; ".join(filter(None, [found, _roomier(workload, asked, question, result, executor=executor)]))
+    if found is not None:
+        found = "; ".join(filter(None, [found, _roomier(workload, asked, question, result.best)]))
     goodput = None
     if question.failures is not None:
         from paraplan.search.money import goodput_of
@@ -306,12 +306,14 @@ def _mixed(workload: Workload, question: SearchRequest, result: SearchResult, *,
     return mixed_remark(workload, result, executor=executor, fixed=question.fixed)
 
 
-def _roomier(
-    workload: Workload, asked: Cluster, question: SearchRequest, result: SearchResult, *, executor: Executor
-) -> str | None:
-    from paraplan.search.sizes import roomier_gpus
+def _roomier(workload: Workload, asked: Cluster, question: SearchRequest, best: PlanEstimate) -> str | None:
+    from paraplan.search.sizes import roomier_gpus, roomier_length
 
-    return roomier_gpus(workload, result.best, asked=asked, executor=executor, fixed=question.fixed)
+    if question.find == "fewest-gpus":
+        return roomier_gpus(workload, best, asked=asked, executor=question.executor, fixed=question.fixed)
+    if question.find == "longest-sequence":
+        return roomier_length(workload, best, executor=question.executor, fixed=question.fixed)
+    return None
 
 
 def _comparison(workload: Workload, earlier: PlanFile, result: SearchResult) -> Comparison:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from paraplan.cost.estimate import PlanEstimate
+from paraplan.cost.estimate import PlanEstimate, leaves_room
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
@@ -17,7 +17,7 @@ from paraplan.search.cluster_sizes import counts_between, least_time_s, part_of,
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
-from paraplan.search.what_fits import fewest_gpus, more_gpus, some_plan_fits
+from paraplan.search.what_fits import fewest_gpus, longest_sequence, more_gpus, some_plan_fits
 from paraplan.units import format_bytes, format_seconds
 
 FACTOR = 4
@@ -193,6 +193,17 @@ def roomier_gpus(
             needed, usable = format_bytes(plan.peak_memory_bytes), format_bytes(plan.usable_memory_bytes)
             return f"{count} GPUs leave room: {needed} of {usable}"
     return None
+
+
+def roomier_length(workload: Workload, best: PlanEstimate, *, executor: Executor, fixed: Constraints) -> str | None:
+    """Return in words the longest sequence that leaves room, where the best plan for the longest of all leaves little.
+
+    None where that leaves enough, and where no length does.
+    """
+    if leaves_room(workload, best):
+        return None
+    length = longest_sequence(workload, executor=executor, fixed=fixed, with_room=True)
+    return None if length is None else f"{length} tokens leave room"
 
 
 def settled_offload(workload: Workload, *, executor: Executor, fixed: Constraints) -> tuple[Constraints, str | None]:

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from paraplan.cost.cost_model import CostModel
+from paraplan.cost.estimate import evaluate_plan, leaves_room
 from paraplan.cost.loading import can_load
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
@@ -37,22 +38,29 @@ def some_plan_fits(
     executor: Executor = OWN_RUNTIME,
     fixed: Constraints = FREE,
     without_accumulation: bool = False,
+    with_room: bool = False,
 ) -> bool:
     """Return whether any plan of the space fits the workload's machines, and can be loaded there.
 
-    `without_accumulation` counts only plans that take the batch in one micro-batch.
+    `without_accumulation` counts only plans that take the batch in one micro-batch, `with_room` only those that are
+    far enough from the limit, also by what torch's allocator keeps.
     """
     workload = CostModel.of_workload(workload)
     try:
         for chunk in PlanSpace(workload, executor, fixed).chunks():
             table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table
             if len(table):
-                _, fitting, beyond_host = memory_of(workload, table)
-                if bool((fitting & ~beyond_host & can_load(workload, partial(getattr, table))).any()):
+                peaks, fitting, beyond_host = memory_of(workload, table)
+                rows = np.flatnonzero(fitting & ~beyond_host & can_load(workload, partial(getattr, table)))
+                if len(rows) and (not with_room or _leaves_room(workload, table, int(rows[peaks[rows].argmin()]))):
                     return True
     except PlanError:  # what is fixed cannot be had on these machines
         return False
     return False
+
+
+def _leaves_room(workload: Workload, table: PlanTable, row: int) -> bool:
+    return leaves_room(workload, evaluate_plan(workload, table.plan(row)))
 
 
 def wider_nodes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -160,17 +168,20 @@ def largest_batch(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed
     return max(fitting, default=None)
 
 
-def longest_sequence(workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE) -> int | None:
+def longest_sequence(
+    workload: Workload, *, executor: Executor = OWN_RUNTIME, fixed: Constraints = FREE, with_room: bool = False
+) -> int | None:
     """Return the longest sequence that some plan trains with the workload's batch, in multiples of 256 tokens.
 
-    A table of learned positions limits it. None where no such sequence fits.
+    A table of learned positions limits it. None where no such sequence fits. `with_room` counts only plans that are
+    far enough from the limit.
     """
     model = workload.model
     limit = model.max_seq_length if model.has_learned_positions and model.max_seq_length else LONGEST_SEQUENCE
 
     def is_fitting(steps: int) -> bool:
         training = workload.training.replace(seq_length=steps * STEP_TOKENS)
-        return some_plan_fits(replace(workload, training=training), executor=executor, fixed=fixed)
+        return some_plan_fits(replace(workload, training=training), executor=executor, fixed=fixed, with_room=with_room)
 
     if limit < STEP_TOKENS or not is_fitting(1):
         return None

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from paraplan.api.executors import executor_of
+from paraplan.cost.estimate import leaves_room
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.hardware.cluster import Cluster
@@ -116,6 +117,18 @@ def test_the_fewest_gpus_with_little_room_say_how_many_leave_more(workload: Make
     answer = recommendation(made, SearchRequest(find="fewest-gpus"))
     assert answer.workload.cluster.num_gpus == 16
     assert "GPUs leave room" in (answer.found or "")
+
+
+def test_the_longest_sequence_with_little_room_says_how_many_tokens_leave_more(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", seq_length=4096, global_batch_size=8)
+    fixed = Constraints(offload="none", recompute="none")
+    answer = recommendation(made, SearchRequest(find="longest-sequence", fixed=fixed))
+    assert not leaves_room(answer.workload, answer.result.best)
+    roomy = re.search(r"; (\d+) tokens leave room", answer.found or "")
+    assert roomy is not None
+    assert int(roomy[1]) < answer.workload.training.seq_length
+    shorter = replace(made, training=made.training.replace(seq_length=int(roomy[1])))
+    assert leaves_room(made, search(shorter, objective="memory", fixed=fixed).best)
 
 
 def test_gpus_counted_without_offload_get_a_plan_without_it(workload: MakeWorkload) -> None:
