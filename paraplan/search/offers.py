@@ -87,7 +87,7 @@ class LeverOffer(Record):
     def _found(self) -> str:
         if not self.found:
             return ""
-        return f"{self.found}, " if self.slowdown is None else f"{self.found}; what is found without it takes "
+        return f"{self.found}, " if self.slowdown is None else f"{self.found}; at the size found without it "
 
     @property
     def _fewer(self) -> str:
