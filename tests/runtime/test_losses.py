@@ -19,7 +19,10 @@ from training_cases import TOKENS, VOCABULARY, Decoder
 from paraplan import runtime
 from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.checks.comparison import ROUNDING, Comparison
 from paraplan.runtime.engine import Engine
+from paraplan.runtime.mesh import build_mesh
+from paraplan.runtime.world import read_world
 
 BATCH = 4
 Targets = dict[str, torch.Tensor]
@@ -759,3 +762,15 @@ def test_ranks_have_losses_gradients_metrics_and_refusals_of_one_process(ranks: 
         for name, said in refused.items():
             kind = "the gradient of " if name.startswith(tuple(BY_GRADIENTS)) else "loss "
             assert said.startswith(f"UnsupportedPlanError: this model compares samples: {kind}"), name
+
+
+@pytest.mark.parametrize(
+    ("elements", "off", "is_told"), [(64, 3e-5, True), (64, 5e-6, False), (1, 3e-5, False), (1, 3e-4, True)]
+)
+def test_a_gradient_of_few_elements_may_be_further_off_for_what_they_sum_may_cancel(
+    elements: int, off: float, is_told: bool
+) -> None:
+    expected = {"gate": torch.full((elements,), 0.1), "weight": torch.ones(64)}
+    found = {"gate": expected["gate"] * (1.0 + off), "weight": expected["weight"]}
+    worst = Comparison.of(1.0, 1.0, found, expected).worst(ROUNDING[False], build_mesh(ParallelPlan(), read_world({})))
+    assert (worst is not None) is is_told

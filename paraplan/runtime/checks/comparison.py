@@ -28,6 +28,8 @@ ROUNDING = {True: Tolerance(loss=1e-3, tensor=3e-2), False: Tolerance(loss=1e-6,
 MOST = {True: Tolerance(loss=2e-2, tensor=0.3), False: Tolerance(loss=2e-5, tensor=2e-4)}
 """By whether 16 bits are computed in."""
 _OF_NOISE = 8.0
+_FEW, _OF_FEW = 16, 10.0
+"""A gradient of few elements may be this many times as far off: where what they sum nearly cancels, no element is large."""
 _KINDS = ("the loss", "the gradient", "buffer")
 _OF_OTHERS = ("the loss", "the gradient of a parameter of rank {}", "a buffer of rank {}")
 
@@ -53,6 +55,7 @@ class Comparison:
     expected: float = 0.0
     _tensors: dict[str, tuple[float, float]] = field(default_factory=dict)
     _buffers: dict[str, float] = field(default_factory=dict)
+    _few: set[str] = field(default_factory=set)
     _largest: float = 0.0
 
     @classmethod
@@ -72,6 +75,8 @@ class Comparison:
     def add(self, name: str, found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
         """Compare two gradients; None stands for zeros."""
         size = self.measure(expected)
+        if expected is not None and expected.numel() < _FEW:
+            self._few.add(f"the gradient of {name}")
         if found is None or expected is None:
             self._tensors[name] = self._size(expected if found is None else found), size
         else:
@@ -112,6 +117,7 @@ class Comparison:
         most = MOST[allowed in (ROUNDING[True], MOST[True])]
         for name, gap in gaps.items():
             least, largest = (allowed.loss, most.loss) if name == "the loss" else (allowed.tensor, most.tensor)
+            least *= _OF_FEW if name in self._few else 1.0
             own = [of_noise.get(name, 0.0) for of_noise in noises]
             within = max([_OF_NOISE * one for one in own if one <= largest], default=0.0)  # the others are no noise
             within = min(max(least, within), largest)
