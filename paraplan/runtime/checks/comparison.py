@@ -29,7 +29,7 @@ MOST = {True: Tolerance(loss=2e-2, tensor=0.3), False: Tolerance(loss=2e-5, tens
 """By whether 16 bits are computed in."""
 _OF_NOISE = 8.0
 _FEW, _OF_FEW = 16, 10.0
-"""A gradient of few elements may be this many times as far off: where what they sum nearly cancels, no element is large."""
+"""A gradient of few elements may be this many times as far off: what they sum may nearly cancel in all of them."""
 _KINDS = ("the loss", "the gradient", "buffer")
 _OF_OTHERS = ("the loss", "the gradient of a parameter of rank {}", "a buffer of rank {}")
 
