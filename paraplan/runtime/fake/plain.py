@@ -41,12 +41,10 @@ from paraplan.runtime.fake.job import FakeJob
 from paraplan.runtime.fake.rank import (
     FakeRunEnd,
     choose_as_on_gpu,
-    parts_of,
-    uses_of_optimizer,
     write_report,
 )
-from paraplan.runtime.fake.run import NUM_STEPS, storage_of
-from paraplan.runtime.fake.storage_tracking import StorageUse
+from paraplan.runtime.fake.run import NUM_STEPS
+from paraplan.runtime.fake.storage_tracking import StorageUse, storage_of, uses_of
 from paraplan.runtime.fake.torch_private import (
     END_OF_BACKWARD,
     MODULE_APPLY,
@@ -328,18 +326,8 @@ class PlainScript:
             self._num_forwards = 0
 
     def _uses(self) -> dict[int, StorageUse]:
-        uses: dict[int, StorageUse] = {}
-        for parameter in self._parameters():
-            uses[storage_of(parameter)] = "parameter"
-            if parameter.grad is not None:
-                uses[storage_of(parameter.grad)] = "gradient"
-        for module in self._modules:
-            for buffer in own_buffers(module).values():
-                if buffer is not None:
-                    uses[storage_of(buffer)] = "parameter"
-        for optimizer in self._num_steps:
-            uses |= uses_of_optimizer(optimizer)
-        return uses
+        buffers = (one for module in self._modules for one in own_buffers(module).values() if one is not None)
+        return uses_of(self._parameters(), buffers, self._num_steps)
 
     def _parameters(self) -> list[torch.Tensor]:
         held = [held for module in self._modules for held in own_parameters(module).values() if held is not None]
@@ -365,9 +353,9 @@ class PlainScript:
                 plan=plan if is_replicated else None,
                 precision=self._found_precision(),
                 num_parameters=sum(one.numel() for one in parameters.values()),
-                **parts_of(peak).model_dump(),
+                **peak.parts().model_dump(),
                 phase=peak.phase,
-                host=parts_of(host) if host.total_bytes and not is_on_cpu else None,
+                host=host.parts() if host.total_bytes and not is_on_cpu else None,
                 is_on_cpu=is_on_cpu,
                 collectives=self._collectives.counted(),
                 left_out=tuple(sorted(self._left_out)),

@@ -13,15 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paraplan.plan.fake import FAKE_VARIABLE, FakeRankReport
-from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.gpu import FakeGpu, Place, PlacedTracker
 from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
-from paraplan.runtime.fake.run import storage_of
 from paraplan.runtime.fake.share import StepShare, forward_passes_of_left
-from paraplan.runtime.fake.storage_tracking import Peak, StorageTracker, StorageUse
+from paraplan.runtime.fake.storage_tracking import StorageTracker, StorageUse, storage_of, uses_of
 from paraplan.runtime.fake.world import Valueless
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.offload import HostSteps
@@ -114,40 +112,18 @@ class FakeRank:
                 plan=plan,
                 precision=precision,
                 num_parameters=num_parameters,
-                **parts_of(peak).model_dump(),
+                **peak.parts().model_dump(),
                 phase=peak.phase,
-                host=parts_of(self._tracker.host.peak) if isinstance(self._tracker, PlacedTracker) else None,
+                host=self._tracker.host.peak.parts() if isinstance(self._tracker, PlacedTracker) else None,
                 collectives=self.collectives.counted(),
                 left_out=left_out,
             )
         )
 
     def _uses(self) -> dict[int, StorageUse]:
-        uses: dict[int, StorageUse] = {}
         on_host = [copy for steps in self._host_steps for copy in steps.copies]
-        for parameter in [*self._parameters, *on_host]:
-            uses[storage_of(parameter)] = "parameter"
-            if parameter.grad is not None:
-                uses[storage_of(parameter.grad)] = "gradient"
-        for buffer in self._buffers:
-            uses[storage_of(buffer)] = "parameter"
-        return uses | uses_of_optimizer(self._optimizer)
-
-
-def uses_of_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[int, StorageUse]:
-    """Return the storages of an optimizer's state."""
-    uses: dict[int, StorageUse] = {}
-    for state in {} if optimizer is None else optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                uses[storage_of(value)] = "optimizer_state"
-    return uses
-
-
-def parts_of(peak: Peak) -> MemoryParts:
-    """Return the parts of a peak."""
-    parts = {f"{use}_bytes": size for use, size in peak.bytes_by_use.items()}
-    return MemoryParts(**{name: parts.get(name, 0) for name in MEMORY_PARTS}, total_bytes=peak.total_bytes)
+        optimizers = [] if self._optimizer is None else [self._optimizer]
+        return uses_of([*self._parameters, *on_host], self._buffers, optimizers)
 
 
 def write_report(report: FakeRankReport) -> None:

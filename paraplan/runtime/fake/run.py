@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.model.factory import call_user_code, explain
-from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
+from paraplan.plan.memory_record import MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
@@ -32,23 +32,20 @@ from paraplan.runtime.fake.storage_tracking import (
     Phase,
     StorageTracker,
     StorageUse,
+    uses_of,
 )
-from paraplan.runtime.fake.torch_private import (
-    local_tensor,
-    own_buffers,
-    own_parameters,
-)
+from paraplan.runtime.fake.torch_private import own_buffers, own_parameters
 from paraplan.runtime.fake.world import fake_world, without_values
 from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.rank_part import ParallelContext, RankPart
 from paraplan.runtime.split.tensor_parallel import TensorSplit
-from paraplan.runtime.step.loss import LossFunction, token_loss
+from paraplan.runtime.step.loss import token_loss
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.forwards import set_forward
-from paraplan.runtime.torch_private import function_modes, storage_key
-from paraplan.runtime.world import World, silence_known_noise
+from paraplan.runtime.torch_private import function_modes
+from paraplan.runtime.world import silence_known_noise
 
 NUM_STEPS = 2
 LEARNING_RATE = 1e-3
@@ -81,33 +78,14 @@ def trace_memory(
     plan: ParallelPlan,
     training: TrainingSpec,
     rank: int = 0,
-    inputs: Any = None,
-    loss_fn: LossFunction | None = None,
     source: str = "the model",
 ) -> TracedMemory:
     """Return the memory of one rank of `plan` that trains what `factory` builds.
 
-    `inputs` is what the model takes for the sequences of this rank's share of a step: by default token ids, or what the
-    model's own `example_inputs(batch, tokens)` returns. `loss_fn` is by default the cross-entropy of logits to next
-    tokens, or the mean of outputs that are no logits. Raises `ModelError` where the user's code fails, and what
-    `Job.prepare` raises.
+    It takes token ids, or what the model's own `example_inputs(batch, tokens)` returns, for this rank's share of a
+    step. The loss is the cross-entropy of logits to next tokens, or the mean of outputs that are no logits. Raises
+    `ModelError` where the user's code fails, and what `Job.prepare` raises.
     """
-    return trace_peak(factory, plan=plan, training=training, rank=rank, inputs=inputs, loss_fn=loss_fn, source=source)[
-        0
-    ]
-
-
-def trace_peak(
-    factory: Callable[[], nn.Module],
-    *,
-    plan: ParallelPlan,
-    training: TrainingSpec,
-    rank: int = 0,
-    inputs: Any = None,
-    loss_fn: LossFunction | None = None,
-    source: str = "the model",
-) -> tuple[TracedMemory, Peak]:
-    """Return the memory of one rank, and the peak with the operators that made its workspace; see `trace_memory`."""
     if plan.offload != "none":
         raise PlanError(
             f"offload={plan.offload}: what lies on the host cannot be told apart without a GPU",
@@ -125,96 +103,60 @@ def trace_peak(
         stack.enter_context(without_values())
         stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         materialise(model, world.device)
-        parallel = ParallelContext.of(plan, mesh, training.precision, loss_fn or token_loss, training=training)
-        tracked = _TrackedRank(model, parallel, training, world, split)
-        stack.enter_context(tracked.tracker.following_resizes())
-        stack.enter_context(GpuOperators())
+        parallel = ParallelContext.of(plan, mesh, training.precision, token_loss, training=training)
         try:
-            peak = tracked.run(inputs)
+            peak = _traced_peak(model, parallel, training, split)
         except ParaplanError:
             raise
         except Exception as error:  # the user's model, which may do anything
             raise explain(source, "steps were run without values", error) from error
     stage = mesh.coordinate("pp")
-    parts = {f"{use}_bytes": size for use, size in peak.bytes_by_use.items()}
-    report = TracedMemory(
-        rank=rank,
-        pipeline_stage=stage,
-        **{name: parts.get(name, 0) for name in MEMORY_PARTS},
-        total_bytes=peak.total_bytes,
-        phase=peak.phase,
-    )
-    return report, peak
+    return TracedMemory(rank=rank, pipeline_stage=stage, **peak.parts().model_dump(), phase=peak.phase)
 
 
-class _TrackedRank:
-    """One rank's engine with its optimizer, every storage of which is followed."""
+def _traced_peak(
+    model: nn.Module, parallel: ParallelContext, training: TrainingSpec, split: TensorSplit | None
+) -> Peak:
+    """Run the steps of one rank's engine, every storage of which is followed, and return the peak."""
+    parts: list[RankPart] = []
+    engines: list[Engine] = []
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parallel: ParallelContext,
-        training: TrainingSpec,
-        world: World,
-        split: TensorSplit | None,
-    ) -> None:
-        self.tracker = StorageTracker(self._uses)
-        self._model = model
-        self._parallel = parallel
-        self._training = training
-        self._world = world
-        self._split = split
-        self._part: RankPart | None = None
-        self._engine: Engine | None = None
+    def uses() -> dict[int, StorageUse]:
+        return uses_of(
+            [one for part in parts for one in part.parameters.values()],
+            [one for part in parts for one in part.module.buffers()],
+            [engine.optimizer for engine in engines],
+        )
 
-    def run(self, inputs: Any) -> Peak:
-        """Prepare the engine, run the steps, and return the peak."""
-        plan, tracker = self._parallel.plan, self.tracker
-        with tracker:
-            stack = find_blocks(self._model)
-            for block in [] if stack is None else stack.modules(self._model):
-                keep_operators(block)
-            self._part = wrap_model(self._model, stack, self._parallel, split=self._split, has_values=False)
-            del self._model
-            for tensor in [*self._part.parameters.values(), *self._part.module.buffers()]:
-                tracker.watch(tensor)
-            tracker.mark(self._uses())
-            optimizer = make_optimizer(self._training.optimizer, list(self._part.parameters.values()))
-            self._engine = Engine(
-                self._part,
-                optimizer,
-                mesh=self._parallel.mesh,
-                plan=plan,
-                shape=StepShape.of_plan(plan, is_fixed=True),
-                engine_options=EngineOptions(checking=Checking(has_values=False)),
-            )
-            tracker.enter("forward")
-            tracker.forget_peak()  # models are built and cut in host memory
-            share = plan.micro_batch_size * plan.num_microbatches
-            inputs, targets = example_batch(self._part.module, inputs, share, self._training.seq_length)
-            optimizer.register_step_pre_hook(lambda *_: tracker.enter("optimizer"))
-            optimizer.register_step_post_hook(lambda *_: tracker.enter("forward"))
-            for _ in range(NUM_STEPS):
-                self._engine.step(inputs, targets)
+    plan, tracker = parallel.plan, StorageTracker(uses)
+    with tracker.following_resizes(), GpuOperators(), tracker:
+        stack = find_blocks(model)
+        for block in [] if stack is None else stack.modules(model):
+            keep_operators(block)
+        part = wrap_model(model, stack, parallel, split=split, has_values=False)
+        parts.append(part)
+        for tensor in [*part.parameters.values(), *part.module.buffers()]:
+            tracker.watch(tensor)
+        tracker.mark(uses())
+        optimizer = make_optimizer(training.optimizer, list(part.parameters.values()))
+        engine = Engine(
+            part,
+            optimizer,
+            mesh=parallel.mesh,
+            plan=plan,
+            shape=StepShape.of_plan(plan, is_fixed=True),
+            engine_options=EngineOptions(checking=Checking(has_values=False)),
+        )
+        engines.append(engine)
+        tracker.enter("forward")
+        tracker.forget_peak()  # models are built and cut in host memory
+        inputs, targets = example_batch(part.module, plan.micro_batch_size * plan.num_microbatches, training.seq_length)
+        optimizer.register_step_pre_hook(lambda *_: tracker.enter("optimizer"))
+        optimizer.register_step_post_hook(lambda *_: tracker.enter("forward"))
+        for _ in range(NUM_STEPS):
+            engine.step(inputs, targets)
         tracker.settle()
-        return tracker.peak
-
-    def _uses(self) -> dict[int, StorageUse]:
-        uses: dict[int, StorageUse] = {}
-        if self._part is None:
-            return uses
-        for parameter in self._part.parameters.values():
-            uses[storage_of(parameter)] = "parameter"
-            if parameter.grad is not None:
-                uses[storage_of(parameter.grad)] = "gradient"
-        for buffer in self._part.module.buffers():
-            uses[storage_of(buffer)] = "parameter"
-        if self._engine is not None:
-            for state in self._engine.optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        uses[storage_of(value)] = "optimizer_state"
-        return uses
+    return tracker.peak
 
 
 def keep_operators(block: nn.Module) -> None:
@@ -251,12 +193,6 @@ def materialise(model: nn.Module, device: torch.device) -> None:
                     held[name] = one(tensor)  # type: ignore[assignment]
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return what tells the storage of a tensor from others, of a DTensor that of its local part."""
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor  # `to_local` runs operators
-    return storage_key(local)
-
-
 def make_optimizer(name: OptimizerName, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Return torch's optimizer of that name: AdamW fused, others in the form that they take by default on a GPU.
 
@@ -274,9 +210,8 @@ def make_optimizer(name: OptimizerName, parameters: Sequence[nn.Parameter]) -> t
     raise PlanError(f"optimizer={name} cannot be run without values", hint="use adamw, sgd_momentum or sgd")
 
 
-def example_batch(module: nn.Module, inputs: Any, size: int, seq_length: int) -> tuple[Any, torch.Tensor]:
+def example_batch(module: nn.Module, size: int, seq_length: int) -> tuple[Any, torch.Tensor]:
     """Return inputs and targets of `size` sequences."""
-    if inputs is None:
-        own = getattr(module, "example_inputs", None)
-        inputs = torch.zeros(size, seq_length, dtype=torch.long) if own is None else own(size, seq_length)
+    own = getattr(module, "example_inputs", None)
+    inputs = torch.zeros(size, seq_length, dtype=torch.long) if own is None else own(size, seq_length)
     return inputs, torch.zeros(size, seq_length, dtype=torch.long)

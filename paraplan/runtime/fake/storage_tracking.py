@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.runtime.fake.torch_private import (
     COPY_TO,
     SHAPES_FILE,
     SHARDING_FOLDER,
     in_backward,
+    local_tensor,
     replaced,
 )
 from paraplan.runtime.torch_private import (
@@ -48,21 +50,47 @@ class _Live:
 
     size_bytes: int
     use: StorageUse
-    made_by: str
 
 
 @dataclass
 class Peak:
-    """Bytes by use at the moment when most were live, and by use and the operator that made it."""
+    """Bytes by use at the moment when most were live."""
 
     bytes_by_use: Counter[StorageUse] = field(default_factory=Counter)
     phase: Phase = "setup"
-    makers: Counter[str] = field(default_factory=Counter)
 
     @property
     def total_bytes(self) -> int:
         """Sum over all uses."""
         return sum(self.bytes_by_use.values())
+
+    def parts(self) -> MemoryParts:
+        """Return the bytes by the names of a memory record."""
+        sizes = {f"{use}_bytes": size_bytes for use, size_bytes in self.bytes_by_use.items()}
+        return MemoryParts(**{name: sizes.get(name, 0) for name in MEMORY_PARTS}, total_bytes=self.total_bytes)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what tells the storage of a tensor from others, of a DTensor that of its local part."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor  # `to_local` runs operators
+    return storage_key(local)
+
+
+def uses_of(
+    parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[int, StorageUse]:
+    """Return what the storages of a training are for: parameters with their gradients, buffers, states."""
+    uses: dict[int, StorageUse] = {}
+    for parameter in parameters:
+        uses[storage_of(parameter)] = "parameter"
+        if parameter.grad is not None:
+            uses[storage_of(parameter.grad)] = "gradient"
+    uses |= {storage_of(buffer): "parameter" for buffer in buffers}
+    for optimizer in optimizers:
+        for value in (value for state in optimizer.state.values() for value in state.values()):
+            if isinstance(value, torch.Tensor):
+                uses[storage_of(value)] = "optimizer_state"
+    return uses
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -142,7 +170,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """Count so many bytes more of each use, which have no storage; return what ends that."""
         keys = [-1 - len(self._live) - index for index in range(len(sizes))]  # others are addresses
         for key, (use, size_bytes) in zip(keys, sizes.items(), strict=True):
-            live = self._live[key] = _Live(0, use, "others like it")
+            live = self._live[key] = _Live(0, use)
             self._change(live, size_bytes)
 
         def end() -> None:
@@ -167,7 +195,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         use = self._use_of_new(func, args)
         if use == "nothing":
             return
-        live = _Live(0, use, str(func))
+        live = _Live(0, use)
         self._live[key] = live
         weakref.finalize(storage, _end, weakref.ref(self), key)
         self._change(live, _rounded(storage.nbytes()))
@@ -202,9 +230,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             now = self._uses_now()
         peak = Peak(phase=self.phase)
         for key, live in self._live.items():
-            use = now.get(key, live.use)
-            peak.bytes_by_use[use] += live.size_bytes
-            peak.makers[f"{use}: {live.made_by}"] += live.size_bytes
+            peak.bytes_by_use[now.get(key, live.use)] += live.size_bytes
         self.peak = peak
 
 
