@@ -12,17 +12,17 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.wrapping import complete_reductions
-from paraplan.runtime.experts.load import forget_load, load_metrics
+from paraplan.runtime.experts.layers import forget_load, load_metrics
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.predictions import Predictor
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recovery.keeper import is_finite
-from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.step.freezing import Freezing
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
-from paraplan.runtime.step.reports import StepCallback, StepReport, count_tokens
+from paraplan.runtime.step.reports import StepCallback, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks
+from paraplan.runtime.structure.snapshots import modes
 from paraplan.runtime.training_state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -59,11 +59,6 @@ class Engine(TrainingState):
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
         self._last_loss: torch.Tensor | None = None
-
-    @property
-    def last_report(self) -> StepReport | None:
-        """What was last measured: on rank 0 of a run that writes metrics or shows its progress, and for callbacks."""
-        return None if self._options.watch is None else self._options.watch.last
 
     def step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Do one optimizer step on this rank's share of a global batch; return the loss of the whole batch.
@@ -187,7 +182,7 @@ class Engine(TrainingState):
         with self._explained("eval_step"), self._freezing.as_prepared():
             micro_batches = self._batches.divide("eval_step", inputs, targets, guarded=self._guarded)
             loss = self._part.execution.loss
-            with evaluation_mode(self._part.module):
+            with modes(self._part.module, training=False):
                 self._guarded(lambda: self._part.execution.evaluate(micro_batches))
             totals = self._totals.sum("eval_step", loss, has_values=self._options.checking.has_values)
             self.metrics = totals.metrics

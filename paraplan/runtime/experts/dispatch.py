@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.experts.exchange import ExpertGroup, Rows, row_counts
+from paraplan.runtime.experts.exchange import Rows, row_counts, tell
 from paraplan.runtime.experts.layers import ExpertLoad
 from paraplan.runtime.experts.pairs import Pairs
+from paraplan.runtime.shards.group import TensorGroup
 
 
 class SharedExperts:
     """The forward pass of a module of experts. `inner` is its own, which works on those that this rank holds."""
 
     def __init__(
-        self, name: str, inner: Callable[..., Any], num_experts: int, group: ExpertGroup, load: ExpertLoad
+        self, name: str, inner: Callable[..., Any], num_experts: int, group: TensorGroup, load: ExpertLoad
     ) -> None:
         self._name = name
         self._inner = inner
@@ -72,7 +73,7 @@ class SharedExperts:
         num_pairs = len(chosen)
         pairs = Pairs.of(chosen, num_each=max(num_pairs // max(len(tokens), 1), 1))
         there = chosen.new_zeros(self._num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-        coming = group.tell(there).view(group.size, -1)
+        coming = tell(group, there).view(group.size, -1)
         self._load.add(self._name, there)
         rows = Rows(
             group,
@@ -115,7 +116,7 @@ class SharedExperts:
         """Send each token to all ranks, with the weights of the experts there, and sum what comes back."""
         group = self._group
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        coming = group.tell(torch.full((group.size,), len(tokens), device=hidden.device))
+        coming = tell(group, torch.full((group.size,), len(tokens), device=hidden.device))
         self._load.add(self._name, torch.full((self._num_experts,), len(tokens), device=hidden.device))
         rows = Rows(group, [len(tokens)] * group.size, row_counts(coming, len(tokens) * group.size))
         shares = weights.reshape(-1, group.size, self._num_local).transpose(0, 1).reshape(-1, self._num_local)
@@ -130,7 +131,7 @@ class SharedExperts:
         group, local = self._group, self._num_local
         stacked = rows.reshape(self._num_experts, -1, rows.shape[-1])
         each = stacked.shape[1]
-        coming = group.tell(torch.full((group.size,), each, device=rows.device))
+        coming = tell(group, torch.full((group.size,), each, device=rows.device))
         lengths = row_counts(coming, each * group.size)
         self._load.add(self._name, torch.full((self._num_experts,), each, device=rows.device))
         ways = Rows(group, [each * local] * group.size, [length * local for length in lengths])

@@ -9,29 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.torch_private import FakeTensor
 
 
-@dataclass(frozen=True)
-class ExpertGroup:
-    """The ranks that share out one copy of the experts; this one has the part with number `index`."""
-
-    size: int
-    index: int
-    handle: dist.ProcessGroup
-
-    def tell(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return what all ranks say to this one: `numbers` has an entry for each of them, and so has the answer."""
-        told = torch.empty_like(numbers)
-        dist.all_to_all_single(told, numbers.contiguous(), group=self.handle)
-        return told
+def tell(group: TensorGroup, numbers: torch.Tensor) -> torch.Tensor:
+    """Return what all ranks of `group` say to this one: `numbers` has an entry for each, and so has the answer."""
+    told = torch.empty_like(numbers)
+    dist.all_to_all_single(told, numbers.contiguous(), group=group.handle)
+    return told
 
 
 @dataclass(frozen=True)
 class Rows:
     """How many rows go to each rank of a group, and how many come from each."""
 
-    group: ExpertGroup
+    group: TensorGroup
     sent: Sequence[int]
     received: Sequence[int]
 

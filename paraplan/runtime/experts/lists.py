@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.experts.exchange import ExpertGroup, Rows, row_counts
+from paraplan.runtime.experts.exchange import Rows, row_counts, tell
 from paraplan.runtime.experts.layers import ExpertLoad
+from paraplan.runtime.shards.group import TensorGroup
 
 Expert = Callable[..., torch.Tensor]
 
@@ -63,7 +64,7 @@ class ListedExperts:
         name: str,
         holder: nn.Module,
         container: nn.Module,
-        group: ExpertGroup,
+        group: TensorGroup,
         load: ExpertLoad,
         *,
         runs_all: bool,
@@ -110,7 +111,7 @@ class ListedExperts:
         for place, length in zip(order, lengths, strict=True):
             there[noted[place][0]] += length
         device = next(self._experts[0].parameters()).device
-        coming = group.tell(there.to(device)).view(group.size, -1)
+        coming = tell(group, there.to(device)).view(group.size, -1)
         self._load.add(self._calls.name, there.to(device))
         numbers = row_counts(coming.reshape(-1), sum(lengths))
         table = [numbers[start : start + self._num_local] for start in range(0, len(numbers), self._num_local)]
@@ -144,7 +145,7 @@ class ListedExperts:
     def _width(self, rows: list[torch.Tensor], device: torch.device) -> int:
         """Return the width of the rows that travel, as the ranks have it that send some."""
         own = torch.full((self._group.size,), rows[0].shape[-1] if rows else 0, device=device)
-        return max(row_counts(self._group.tell(own), 0))
+        return max(row_counts(tell(self._group, own), 0))
 
 
 def _dealing(kind: type[Any]) -> type[Any]:

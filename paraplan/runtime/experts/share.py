@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from paraplan.runtime.experts.dispatch import SharedExperts, set_number
-from paraplan.runtime.experts.exchange import ExpertGroup
 from paraplan.runtime.experts.layers import ExpertLayer, ExpertLoad, RankExperts, expert_parameters
 from paraplan.runtime.experts.lists import ListedExperts
 from paraplan.runtime.mesh import Mesh
@@ -26,8 +25,7 @@ def share_experts(
     `are_gathered` says that ranks which hold the same experts are to run them together, with rows or without.
     """
     group = expert_ranks(mesh)
-    assert group.handle is not None
-    exchange, load = ExpertGroup(group.size, group.index, group.handle), ExpertLoad()
+    load = ExpertLoad()
     held = dict(model.named_modules())
     modules: list[nn.Module] = []
     absent: set[nn.Parameter] = set()
@@ -53,11 +51,11 @@ def share_experts(
                     absent.update(expert.parameters())
             if type(holder) in (nn.ModuleList, nn.ModuleDict):  # without code of its own
                 holder = held[name.rpartition(".")[0]]
-            forward = ListedExperts(name, holder, held[name], exchange, load, runs_all=are_gathered)
+            forward = ListedExperts(name, holder, held[name], group, load, runs_all=are_gathered)
         else:
             modules.append(holder)
             set_number(holder, layer.num_experts, layer.num_experts // group.size)
-            forward = SharedExperts(name, forward, layer.num_experts, exchange, load)
+            forward = SharedExperts(name, forward, layer.num_experts, group, load)
         set_forward(holder, torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
     return RankExperts(tuple(modules), shardings, frozenset(absent), load)
 
