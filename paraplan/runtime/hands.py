@@ -21,7 +21,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.structure.weights import local_shard
-from paraplan.runtime.torch_private import step_hooks, version_of, versions_of
+from paraplan.runtime.torch_private import step_hooks, version_of
 
 _LOGGER = logging.getLogger(__name__)
 _EVERY = 100
@@ -112,10 +112,7 @@ class Hands:
 
     def _written(self) -> list[int]:
         """Return how often each weight was written in place."""
-        weights = self._part.parameters.values()
-        return versions_of(
-            [one.to_local() if isinstance(one := weight.detach(), DTensor) else one for weight in weights]
-        )
+        return [version_of(local_shard(weight)) for weight in self._part.parameters.values()]
 
     def check_weights(self) -> None:
         """Raise `UsageError` where a script has written weights that ranks hold alike otherwise on each.

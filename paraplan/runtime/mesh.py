@@ -54,11 +54,6 @@ class Mesh:
             return None
         return self.device_mesh.get_group(axis)
 
-    def axis_mesh(self, axis: Axis) -> DeviceMesh:
-        """Return the mesh of `axis` alone, which must have more than one rank."""
-        assert self.device_mesh is not None
-        return self.device_mesh[axis]
-
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks that hold the same parameters, None for one rank."""

@@ -33,8 +33,9 @@ from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.split.logits import gathered_classes
 from paraplan.runtime.step.chunked_loss import ChunkedLogits
-from paraplan.runtime.step.execution import Execution, evaluation_mode
+from paraplan.runtime.step.execution import Execution
 from paraplan.runtime.structure.outputs import described_outputs, map_outputs, numbered_outputs, outputs_of
+from paraplan.runtime.structure.snapshots import modes
 from paraplan.runtime.torch_private import pytree
 
 
@@ -52,7 +53,7 @@ class Predictor:
         inputs = with_rows_repeated(inputs, None)
         division = self._batches.divider.divide_any(self._batches.meet("predict", batch_size(inputs, None)))
         pieces = split_batch(to_device(inputs, self._mesh.world.device), None, division)
-        with evaluation_mode(self._part.module):
+        with modes(self._part.module, training=False):
             return predict(self._part.execution, pieces, self._mesh)
 
     def generate(self, inputs: Any, options: Options) -> Any:

@@ -150,11 +150,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return how often each of `tensors` was written in place; see `version_of`."""
-    return [one._version for one in tensors]
-
-
 def gradient_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """Return the hooks of `Tensor.register_hook`. They can be registered in public, and not read."""
     return list((parameter._backward_hooks or {}).values())

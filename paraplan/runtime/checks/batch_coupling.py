@@ -18,8 +18,9 @@ from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.batch_parts import FEWEST_SEQUENCES, Part, by_targets, halves, joined
 from paraplan.runtime.checks.comparison import MOST, ROUNDING, Comparison, Difference, relative
 from paraplan.runtime.checks.trial_runs import Record, TrialRuns, compared, mixture
-from paraplan.runtime.checks.trials import anywhere, gathered_numbers, modes
+from paraplan.runtime.checks.trials import anywhere, gathered_numbers
 from paraplan.runtime.step.loss import metric_value
+from paraplan.runtime.structure.snapshots import modes
 
 Coupling = Literal["warn", "refuse", "gather"]
 

@@ -21,13 +21,13 @@ from paraplan.runtime.checks.comparison import ROUNDING, relative
 from paraplan.runtime.checks.forward_state import ForwardState
 from paraplan.runtime.checks.references import Reference, Whole, changes_the_model
 from paraplan.runtime.checks.trial_runs import Record, TrialRuns
-from paraplan.runtime.checks.trials import anywhere, check_same_batch, check_same_numbers, modes
+from paraplan.runtime.checks.trials import anywhere, check_same_batch, check_same_numbers
 from paraplan.runtime.checks.verification import Verification, refusal
 from paraplan.runtime.checks.weight_reads import WeightReads
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.seeds import python_numbers
 from paraplan.runtime.structure.shaken_weights import shaken_weights
-from paraplan.runtime.structure.snapshots import Snapshot
+from paraplan.runtime.structure.snapshots import Snapshot, modes
 
 _LOGGER = logging.getLogger(__name__)
 _WORTH_SAYING_S = 0.5

@@ -1,20 +1,19 @@
-"""What ranks compare before they train, and how a model is put into the modes of a trial."""
+"""What ranks compare before they train."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import Axis
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.torch_private import BatchNorm, is_compiler_loaded, pytree
+from paraplan.runtime.torch_private import is_compiler_loaded, pytree
 
 
 def check_same_batch(batch: Any, mesh: Mesh) -> None:
@@ -78,33 +77,6 @@ def not_compiled() -> AbstractContextManager[Any]:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-@contextmanager
-def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool = True) -> Iterator[None]:
-    """Put all modules of `models` into training or evaluation, in this context; None leaves them as they are.
-
-    Without `batch_norm_training` layers that need more than one entry go by their running statistics; those that have
-    none scale and shift alone.
-    """
-    before = {module: module.training for model in models for module in model.modules()}
-    bare = [one for one in before if isinstance(one, BatchNorm) and one.running_mean is None]
-    for module in before:
-        if training is not None:
-            module.training = training
-        if isinstance(module, BatchNorm) and not batch_norm_training:
-            module.training = False
-    if not batch_norm_training:
-        for module in bare:
-            like = next((one.detach() for one in module.parameters()), torch.zeros(module.num_features))
-            module.running_mean, module.running_var = torch.zeros_like(like), torch.ones_like(like)
-    try:
-        yield
-    finally:
-        for module, was_training in before.items():
-            module.training = was_training
-        for module in bare:
-            module.running_mean = module.running_var = None
 
 
 def first_rank(mine: bool, mesh: Mesh) -> int | None:

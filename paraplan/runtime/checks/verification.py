@@ -21,12 +21,12 @@ from paraplan.runtime.checks.comparison import Comparison, Difference
 from paraplan.runtime.checks.forward_state import WeightSums, weight_sums, written_weights
 from paraplan.runtime.checks.references import Reference, RunningReference, Whole
 from paraplan.runtime.checks.trial_runs import TrialRuns
-from paraplan.runtime.checks.trials import gathered_numbers, modes, not_compiled
+from paraplan.runtime.checks.trials import gathered_numbers, not_compiled
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.precision import compute_context
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.step.loss import LossFunction
-from paraplan.runtime.structure.snapshots import nothing_changed
+from paraplan.runtime.structure.snapshots import modes, nothing_changed
 
 
 class Verification:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.checks.trials import first_rank
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
+from paraplan.runtime.structure.ends import ParameterReads
 
 
 class WeightReads:
@@ -26,11 +23,11 @@ class WeightReads:
         self._module = module
         self._heads = heads
 
-    def __call__(self) -> TorchDispatchMode:
+    def __call__(self) -> ParameterReads:
         """Return a context that notes them: of parameters as they are now, gathered or not."""
         of_heads = {id(one) for head in self._heads for one in head.parameters()}
-        held = {name: one for name, one in self._module.named_parameters() if id(one) not in of_heads}
-        return _Reads(held, self.found)
+        held = [(name, one) for name, one in self._module.named_parameters() if id(one) not in of_heads]
+        return ParameterReads(held, self.found)
 
     def check(self, mesh: Mesh, plan_words: str) -> None:
         """Raise `UnsupportedPlanError` on every rank where one has found some."""
@@ -47,23 +44,3 @@ def weights_in_loss(name: str, plan_words: str) -> UnsupportedPlanError:
         hint="compute it in the model's forward, use weight_decay of the optimizer in place of a penalty, or leave out "
         "verify='off'",
     )
-
-
-class _Reads(TorchDispatchMode):
-    def __init__(self, held: Mapping[str, nn.Parameter], found: set[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
-        self._names = {storage_key(one): name for name, one in held.items() if not isinstance(one, DTensor)}
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run `func`; look for the parameters among its operands."""
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, DTensor):
-                self._found.add("a sharded weight")
-            elif type(leaf) in (torch.Tensor, nn.Parameter):
-                name = self._names.get(storage_key(leaf))
-                if name is not None:
-                    self._found.add(name)
-        return func(*args, **(kwargs or {}))

@@ -173,7 +173,6 @@ def _cut_piece(
     module = StageModule(
         model,
         cut.inject,
-        is_last=has_last,
         loss=parallel.loss,
         precision=parallel.precision,
         device=device,

@@ -28,8 +28,8 @@ from paraplan.runtime.pipeline.schedules import (
 from paraplan.runtime.pipeline.stages import StageModule
 from paraplan.runtime.precision import half_type
 from paraplan.runtime.rank_part import ParallelContext
-from paraplan.runtime.step.execution import evaluation_mode
 from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
+from paraplan.runtime.structure.snapshots import modes
 from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
@@ -170,7 +170,7 @@ class PipelineExecution:
         try:
             shapes = self._chain.hidden_shapes(inputs)
         except UsageError:  # a single sequence has no statistics: trials of it have batch norms in evaluation
-            with evaluation_mode(self._chain.meta_model):
+            with modes(self._chain.meta_model, training=False):
                 shapes = self._chain.hidden_shapes(inputs)
         cp = self._parallel.plan.cp
         return [

@@ -275,7 +275,6 @@ class StageModule(nn.Module):
         model: nn.Module,
         inject: ReceiveBlock | None,
         *,
-        is_last: bool,
         loss: StepLoss,
         precision: TrainingPrecision,
         device: torch.device,
@@ -283,7 +282,6 @@ class StageModule(nn.Module):
         super().__init__()
         self.model = model
         self._inject = inject if inject is None else [inject]  # in a list: it is no second child of this module
-        self._is_last = is_last
         self._loss = loss
         self._precision = precision
         self._device = device

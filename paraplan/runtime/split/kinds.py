@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from paraplan.runtime.structure.model_structure import BlockCall
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+from paraplan.runtime.structure.snapshots import MODULE_FIELDS
 
 
 def kind_of(
@@ -40,7 +39,7 @@ def _settings(
     return tuple(
         (name, _without_name(described(value), own_name))
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and (path, name) not in numbering
+        if name not in MODULE_FIELDS and (path, name) not in numbering
     )
 
 

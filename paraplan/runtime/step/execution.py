@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -81,15 +80,3 @@ class WholeModelExecution:
     def _loss_of(self, micro_batch: MicroBatch) -> torch.Tensor:
         with compute_context(self._precision, self._device):
             return self.loss.run(self._module, micro_batch.inputs, micro_batch)
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Have `module` and its parts in evaluation mode in this context, and in their own modes behind it."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, was_training in modes.items():
-            part.training = was_training

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from paraplan.errors import UsageError
+from paraplan.runtime.exchange import gather_json
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.step.loss import StepLoss, Tally, metric_value
 
@@ -95,11 +95,5 @@ class TotalsOverRanks:
         if not world.is_distributed or self._mesh.size("pp") == 1:
             return names
         source = next(rank for rank in range(world.size) if grid.coordinates(rank)["pp"] == grid.size("pp") - 1)
-        text = torch.frombuffer(bytearray(json.dumps(names).encode()), dtype=torch.uint8).to(world.device)
-        length = torch.tensor(len(text), device=world.device)
-        dist.broadcast(length, src=source)
-        if world.rank != source:
-            text = torch.empty(int(length), dtype=torch.uint8, device=world.device)
-        dist.broadcast(text, src=source)
-        agreed: list[str] = json.loads(bytes(text.tolist()).decode())
+        agreed: list[str] = gather_json(names)[source]
         return agreed

@@ -67,8 +67,8 @@ def sharded_alone(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mod
 
     def is_alone(part: nn.Module) -> bool:
         inside = {id(inner) for inner in part.modules()}
-        own = [parameter for inner in part.modules() if id(inner) not in of_shared for parameter in _own(inner)]
-        return all(owners[id(parameter)] <= inside for parameter in own)
+        own = (inner for inner in part.modules() if id(inner) not in of_shared)
+        return all(owners[id(one)] <= inside for inner in own for one in inner.parameters(recurse=False))
 
     blocks_alone = [block for block in blocks if is_alone(block)]
     inside = {id(inner) for block in blocks_alone for inner in block.modules()}
@@ -86,10 +86,6 @@ def modules_around(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
             found[id(part)] = part
             waiting.extend(part.children())
     return list(found.values())
-
-
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
 
 
 def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, plan: ParallelPlan) -> None:

@@ -256,7 +256,7 @@ class _Pieces:
     def __init__(self, probe: ChainProbe, model: nn.Module, stack: BlockStack, output: Any) -> None:
         assert probe.flow is not None
         self._flow, self._stack, self._num_blocks = probe.flow, stack, len(stack)
-        self._lasting = lasting_names(model)
+        self._lasting = frozenset(model.state_dict())  # parameters and buffers of its state
         self._lies_in = places_in_blocks(model, stack)
         self._names = {*Registered.of(model).parameters, *Registered.of(model).tensors}
         self.before = probe.before
@@ -354,11 +354,6 @@ class _Pieces:
 
     def _of_model(self, sources: Sources) -> set[str]:
         return {source for source in sources if isinstance(source, str)}
-
-
-def lasting_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters and buffers that belong to the state of `model`."""
-    return frozenset(model.state_dict())
 
 
 def places_in_blocks(model: nn.Module, stack: BlockStack) -> dict[str, list[int]]:

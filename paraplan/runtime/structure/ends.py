@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UsageError
 from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.structure.blocks import modules_around
 from paraplan.runtime.structure.model_structure import ModelStructure
-from paraplan.runtime.torch_private import TorchDispatchMode, pytree, storage_key
+from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree, storage_key
 
 
 def large_ends(structure: ModelStructure) -> tuple[str, ...]:
@@ -51,38 +52,41 @@ def layers_read_elsewhere(structure: ModelStructure, names: Sequence[str]) -> fr
     layers = {name: meta_model.get_submodule(name) for name in names}
 
     def attempt(tried: object, _: object) -> frozenset[str]:
-        mode = _Reads(layers)
+        held = [(name, one) for name, layer in layers.items() for one in layer.parameters()]
+        found = set[str]()
+        mode = ParameterReads(held, found)
         with ExitStack() as undo:
             for layer in layers.values():
                 undo.callback(layer.register_forward_pre_hook(mode.enter, prepend=True).remove)
                 undo.callback(layer.register_forward_hook(mode.leave, always_call=True).remove)
             with torch.no_grad(), mode:
                 call_model(meta_model, tried)
-        return frozenset(mode.found)
+        return frozenset(found)
 
     return structure.run(attempt)
 
 
-class _Reads(TorchDispatchMode):
-    """Notes operations on parameters of `layers`, or views of them, while none of these layers runs."""
+class ParameterReads(TorchDispatchMode):
+    """Notes in `found` the names of parameters, or views of them, that are computed with while no layer is entered."""
 
-    def __init__(self, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], found: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
+        self._found = found
         self._num_inside = 0
         self._names: dict[Any, set[str]] = {}
-        for name, layer in layers.items():
-            for parameter in layer.parameters():
+        for name, parameter in parameters:
+            if not isinstance(parameter, DTensor):
                 self._names.setdefault(storage_key(parameter), set()).add(name)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func`; look for the parameters among its operands."""
-        if not self._num_inside:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor):
-                    self.found |= self._names.get(storage_key(leaf), set())
+        for leaf in () if self._num_inside else pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, DTensor):
+                self._found.add("a sharded weight")
+            elif type(leaf) in (torch.Tensor, nn.Parameter, FakeTensor):
+                self._found |= self._names.get(storage_key(leaf), set())
         return func(*args, **(kwargs or {}))
 
     def enter(self, *_: object) -> None:

@@ -8,8 +8,8 @@ a pipeline can be cut only where one tensor alone passes from block to block.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -32,6 +32,7 @@ from paraplan.runtime.structure.dataflow import Dataflow, Mark, tensors_within
 from paraplan.runtime.structure.meta import WAYS_TO_RUN, Context, attributes_kept, reentrant_refused
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
 from paraplan.runtime.structure.questions import Questions, flips
+from paraplan.runtime.structure.snapshots import modes
 from paraplan.runtime.torch_private import pytree
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
@@ -184,7 +185,8 @@ class ModelStructure:
     @cached_property
     def chain(self) -> BlockChain:
         """The blocks as a chain, as they run in training. Raises `UnsupportedPlanError` where they do not form one."""
-        with torch.enable_grad(), _in_training(self.meta_model):
+        training = None if self.meta_model.training else True  # parts that are in evaluation on purpose stay so
+        with torch.enable_grad(), modes(self.meta_model, training=training):
             probe, uses = self.run(self._follow)
         assert probe.hidden_argument is not None
         assert probe.flow is not None
@@ -282,21 +284,6 @@ class ModelStructure:
         ]
 
 
-@contextmanager
-def _in_training(meta_model: nn.Module) -> Iterator[None]:
-    """Run `meta_model` as in training, where it was left in evaluation mode; parts that are so on purpose stay so."""
-    if meta_model.training:
-        yield
-        return
-    modes = {module: module.training for module in meta_model.modules()}
-    meta_model.train()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
 def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of `model` without values, every floating-point parameter asking for a gradient; ties are kept."""
     memo: dict[int, Any] = {}
@@ -383,4 +370,4 @@ def _described(inputs: Any) -> str:
 
 
 def _on_meta(tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), tree)

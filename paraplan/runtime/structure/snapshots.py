@@ -1,4 +1,4 @@
-"""What forward passes and losses may write, as it is now, to be put back after a trial."""
+"""What forward passes and losses may write, and the modes of modules, as they are now, to be put back after a trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from paraplan.runtime.seeds import kept_python_numbers
 from paraplan.runtime.structure.weights import is_quantized
-from paraplan.runtime.torch_private import buffer_table, forward_hooks, submodules, version_of
+from paraplan.runtime.torch_private import BatchNorm, buffer_table, forward_hooks, submodules, version_of
 
 LARGEST_STATE = 2**20
 """Elements: what is larger is not written, such as weights that were frozen for being large."""
@@ -37,6 +37,33 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
         return found
     frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
     return found | {name: one for name, one in frozen.items() if one.numel() <= LARGEST_STATE and not is_quantized(one)}
+
+
+@contextmanager
+def modes(*models: nn.Module, training: bool | None, batch_norm_training: bool = True) -> Iterator[None]:
+    """Put all modules of `models` into training or evaluation, in this context; None leaves them as they are.
+
+    Without `batch_norm_training` layers that need more than one entry go by their running statistics; those that have
+    none scale and shift alone.
+    """
+    before = {module: module.training for model in models for module in model.modules()}
+    bare = [one for one in before if isinstance(one, BatchNorm) and one.running_mean is None]
+    for module in before:
+        if training is not None:
+            module.training = training
+        if isinstance(module, BatchNorm) and not batch_norm_training:
+            module.training = False
+    if not batch_norm_training:
+        for module in bare:
+            like = next((one.detach() for one in module.parameters()), torch.zeros(module.num_features))
+            module.running_mean, module.running_var = torch.zeros_like(like), torch.ones_like(like)
+    try:
+        yield
+    finally:
+        for module, was_training in before.items():
+            module.training = was_training
+        for module in bare:
+            module.running_mean = module.running_var = None
 
 
 @contextmanager
