@@ -60,87 +60,30 @@ class SharedGpuGroup(GroupOverGloo):
         """Whether a tensor goes over a copy."""
         return tensor.device.type != "cpu"
 
-    def _run(self, name: str, tensors: tuple[Any, ...], *rest: Any, num_outputs: int = 1) -> dist.Work:
-        """Have gloo do `name` on all tensors; of the tuple the first so many are, or hold, what it writes."""
-        copies = pytree.tree_map_only(torch.Tensor, self._on_host, tensors)
-        work: dist.Work = getattr(self.gloo, name)(*copies, *rest)
-        pairs = list(zip(*(pytree.tree_leaves(some[:num_outputs]) for some in (tensors, copies)), strict=True))
-        if not any(here is not there for here, there in pairs):
-            return work
-        work.wait()
-        _put_back(pairs)
-        return finished_work([here for here, _ in pairs])
+    def run(self, name: str, *given: Any, num_outputs: int = 1) -> dist.Work:
+        """Have gloo do `name` on all tensors of `given`, of which the first so many are, or hold, what it writes.
+
+        gloo knows no mean: that is a sum, divided here.
+        """
+        options = given[-1]
+        is_mean = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG
+        if is_mean:
+            options.reduceOp = dist.ReduceOp.SUM
+        copies = pytree.tree_map_only(torch.Tensor, self._on_host, given)
+        work: dist.Work = getattr(self.gloo, name)(*copies)
+        pairs = list(zip(*(pytree.tree_leaves(some[:num_outputs]) for some in (given, copies)), strict=True))
+        is_staged = any(here is not there for here, there in pairs)
+        if is_staged or is_mean:
+            work.wait()
+        if is_staged:
+            _put_back(pairs)
+            work = finished_work([here for here, _ in pairs])
+        for here, _ in pairs if is_mean else ():
+            here /= self.size()
+        return work
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", copy=True) if self.is_staged(tensor) else tensor
-
-    def _reduced(self, name: str, tensors: tuple[Any, ...], options: Any) -> dist.Work:
-        """Do a collective that sums or the like; gloo knows no mean."""
-        is_mean = options.reduceOp == dist.ReduceOp.AVG
-        if is_mean:
-            options.reduceOp = dist.ReduceOp.SUM
-        work = self._run(name, tensors, options)
-        if is_mean:
-            work.wait()
-            for tensor in pytree.tree_leaves(tensors[0]):
-                tensor /= self.size()
-        return work
-
-    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._run("broadcast", (tensors,), opts)
-
-    def allreduce(self, tensors: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._reduced("allreduce", (tensors,), opts)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._reduced("allreduce_coalesced", (tensors,), opts)
-
-    def reduce(self, tensors: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._reduced("reduce", (tensors,), opts)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._run("allgather", (outputs, inputs), opts)
-
-    def gather_into(self, output: Any, given: Any, opts: Any) -> dist.Work:
-        """As torch's `all_gather_into_tensor`."""
-        return self._run(GATHER_INTO, (output, given), opts)
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._run("allgather_into_tensor_coalesced", (outputs, inputs), opts)
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._run("gather", (outputs, inputs), opts)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._run("scatter", (outputs, inputs), opts)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._reduced("reduce_scatter", (outputs, inputs), opts)
-
-    def reduce_into(self, output: Any, given: Any, opts: Any) -> dist.Work:
-        """As torch's `reduce_scatter_tensor`."""
-        return self._reduced(REDUCE_INTO, (output, given), opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._reduced("reduce_scatter_tensor_coalesced", (outputs, inputs), opts)
-
-    def alltoall_base(self, output: Any, given: Any, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """As torch's; `outputs` and `inputs` are the sizes of parts."""
-        return self._run("alltoall_base", (output, given), outputs, inputs, opts)
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
-        """As torch's."""
-        return self._run("alltoall", (outputs, inputs), opts)
 
     def barrier(self, opts: Any) -> dist.Work:
         """As torch's."""
@@ -148,7 +91,7 @@ class SharedGpuGroup(GroupOverGloo):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         """As torch's."""
-        return self._run("send", (tensors,), rank, tag, num_outputs=0)
+        return self.run("send", tensors, rank, tag, num_outputs=0)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         """As torch's; the tensors have their values once the work was waited for."""
@@ -169,3 +112,18 @@ def _put_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for here, there in pairs:
             if here is not there:
                 here.copy_(there)
+
+
+def _over_gloo(name: str) -> Callable[..., dist.Work]:
+    def collective(group: SharedGpuGroup, *given: Any) -> dist.Work:
+        return group.run(name, *given)
+
+    return collective
+
+
+for _name in (
+    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", GATHER_INTO),
+    *("allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", REDUCE_INTO),
+    *("reduce_scatter_tensor_coalesced", "alltoall_base", "alltoall"),
+):
+    setattr(SharedGpuGroup, _name, _over_gloo(_name))  # torch looks for what a subclass overrides when it calls it

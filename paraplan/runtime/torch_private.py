@@ -122,6 +122,11 @@ COLLECTIVES_FILE = "distributed_c10d.py"
 """Where torch's frames are told apart: no public record says in which call a rank is."""
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def schema_of(operator: Any) -> Any:
     """Return what an operator takes and returns, None for calls that take functions. Only its name is public."""
     return getattr(operator, "_schema", None)
@@ -261,13 +266,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # its methods have several forms, of whi
 
 
 class GroupOverGloo(_ProcessGroup):  # type: ignore[misc]
-    """A group that a subclass carries out with `gloo`, a group of the same ranks.
-
-    The subclass overrides the collectives by their public names, but for two: `gather_into` and `reduce_into`.
-    """
-
-    gather_into: Callable[..., dist.Work]
-    reduce_into: Callable[..., dist.Work]
+    """A group that a subclass carries out with `gloo`, a group of the same ranks."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -277,12 +276,6 @@ class GroupOverGloo(_ProcessGroup):  # type: ignore[misc]
         self.gloo._set_default_backend(kind)
         for group, device in ((self.gloo, "cpu"), (self, "cpu"), (self, "cuda")):
             group._register_backend(torch.device(device), kind, backend)
-
-    def _allgather_base(self, *arguments: Any) -> dist.Work:
-        return self.gather_into(*arguments)
-
-    def _reduce_scatter_base(self, *arguments: Any) -> dist.Work:
-        return self.reduce_into(*arguments)
 
 
 def finished_work(result: list[torch.Tensor]) -> dist.Work:
