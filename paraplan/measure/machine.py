@@ -12,11 +12,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from paraplan.errors import ParaplanError, UsageError
@@ -35,6 +33,7 @@ from paraplan.hardware.measurement.links import (
 )
 from paraplan.hardware.topology import NodeTopology
 from paraplan.launch.planning import search_path
+from paraplan.launch.ranks.spawning import unwound_by_sigterm
 
 _START_ALLOWANCE_S = 180.0  # importing torch on slow disks, and one message that takes longer than the time for all
 _GRACE_S = 2.0
@@ -127,7 +126,7 @@ def _run_ranks(
     environment: Mapping[str, str],
     on_event: Callable[[EventT], None],
 ) -> list[EventT]:
-    with tempfile.TemporaryDirectory(prefix="paraplan_") as name, _stopped_by_sigterm():
+    with tempfile.TemporaryDirectory(prefix="paraplan_") as name, unwound_by_sigterm():
         folder = Path(name)
         read_fd, write_fd = os.pipe()
         try:
@@ -251,20 +250,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # its ranks, too, are of its group
         process.wait()
-
-
-@contextlib.contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM unwind this process as Ctrl-C does, with the status that a shell gives it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

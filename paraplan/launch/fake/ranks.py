@@ -7,14 +7,11 @@ Each rank runs in a process of its own without GPUs, other ranks or values, fork
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from paraplan.errors import ParaplanError, PlanError
@@ -24,6 +21,7 @@ from paraplan.launch.fake.report import FakeLaunchReport, StageEstimate, estimat
 from paraplan.launch.faults.report import say
 from paraplan.launch.planning import RunPython, make_plan, search_path
 from paraplan.launch.ranks.limits import usable_cores
+from paraplan.launch.ranks.spawning import unwound_by_sigterm
 from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
 from paraplan.launch.spec import AUTO, ArgumentError, LaunchSpec
 from paraplan.plan.fake import MOST_FAKE_RANKS, FakeRankReport
@@ -66,7 +64,7 @@ def show_fake_launch(spec: LaunchSpec, *, start: StartRanks = start_python, run:
     """
     num_ranks = _checked_size(spec)
     cluster = None if spec.profile is None else cluster_from_profile(spec.profile)
-    with _orderly_end(), tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
+    with unwound_by_sigterm(), tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
         path = _plan_path(spec, Path(folder), num_ranks, run)
         file = None if path is None else _checked_plan(path, spec, num_ranks)
         plan = file.plan if file is not None else ParallelPlan(dp=num_ranks)
@@ -89,19 +87,6 @@ def show_fake_launch(spec: LaunchSpec, *, start: StartRanks = start_python, run:
     )
     sys.stdout.write(report.to_json() + "\n" if spec.json else printable(render_report(report)))
     return 0 if report.fits is not False else 1
-
-
-@contextmanager
-def _orderly_end() -> Iterator[None]:
-    """Have SIGTERM end this process as an exception does: ranks and their folder go on the way out."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _checked_size(spec: LaunchSpec) -> int:
