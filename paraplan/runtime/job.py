@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ from paraplan.runtime.options import EngineOptions, TrainingOptions
 from paraplan.runtime.precision import LossScale, ReduceType, check_reduce_type
 from paraplan.runtime.rank_part import ParallelContext, RankPart
 from paraplan.runtime.recompute.policy import RecomputePolicy, check_operators
-from paraplan.runtime.recovery.status import RankStatus, status_of_process
+from paraplan.runtime.recovery.status import RankStatus
 from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, peak_flops_per_s
@@ -228,7 +229,7 @@ class Job:
     def _status(self) -> RankStatus:
         for engine in self._engines:
             engine.leave_status()
-        return RankStatus() if self._engines else status_of_process()
+        return RankStatus() if self._engines else RankStatus.of(os.environ)
 
     def _agreement(self) -> Agreement:
         if not self._agreements:

@@ -19,7 +19,7 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import Call, RankSync
 from paraplan.runtime.checkpoints.adapter_files import check_adapters, write_adapters
-from paraplan.runtime.checkpoints.boxes import CheckpointError, locations
+from paraplan.runtime.checkpoints.boxes import CheckpointError
 from paraplan.runtime.checkpoints.entries import MODEL, CheckpointSource
 from paraplan.runtime.checkpoints.loading import (
     FolderReader,
@@ -300,7 +300,7 @@ class TrainingState:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             loss_scale=self._options.loss_scale,
-            places=locations(self._part.shardings, self._mesh),
+            places=self._part.shardings.places(self._mesh),
             plan=self._plan,
             num_steps=self.num_steps,
             mesh=self._mesh,

@@ -16,12 +16,12 @@ from training_cases import GLOBAL_BATCH, MODELS, TOKENS, Decoder, TokenPairs, lo
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.boxes import CheckpointError, ShardLocation, boxes_of
+from paraplan.runtime.checkpoints.boxes import CheckpointError, boxes_of
 from paraplan.runtime.checkpoints.index import Index, SavedTensor, file_of, key_in_file, write_index
 from paraplan.runtime.checkpoints.loading import FolderReader
 from paraplan.runtime.checkpoints.tensor_files import DTYPES, opened, write_tensors
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.sharding import Sharding, ShardLocation
 
 FIRST_STEPS, LAST_STEPS = 1, 2
 

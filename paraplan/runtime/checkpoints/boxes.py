@@ -21,27 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ParaplanError
 from paraplan.runtime.exchange import gather_bytes
-from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.shards.group import Shardings
-from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.sharding import ShardLocation
 from paraplan.runtime.torch_private import local_shape_and_offset
 
 
 class CheckpointError(ParaplanError):
     """A checkpoint that does not exist, cannot be read, or belongs to another model."""
-
-
-@dataclass(frozen=True)
-class ShardLocation:
-    """Where a part lies in a larger one: rank `index` of those that share it has it by `sharding`."""
-
-    sharding: Sharding
-    index: int
-
-
-def locations(shardings: Shardings, mesh: Mesh) -> dict[str, list[ShardLocation]]:
-    """Return where the parts of this rank lie, by the names of the parameters: the smallest part first."""
-    return {name: [ShardLocation(*place) for place in places] for name, places in shardings.places(mesh).items()}
 
 
 def volume(shape: Sequence[int]) -> int:
@@ -119,6 +104,11 @@ class Box:
     def name(self) -> str:
         """The name of the whole tensor."""
         return self.place.name
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The values, which are in the host's memory, as bytes in their place."""
+        return self.values.view(-1).view(torch.uint8)
 
     def copied(self) -> Box:
         """Return the box with a copy of its values in the host's memory."""

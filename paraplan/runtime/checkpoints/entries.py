@@ -14,13 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
-from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, Description, ShardLocation, boxes_of
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, Description, boxes_of
 from paraplan.runtime.checkpoints.random_numbers import random_states
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.averages import ParameterAverage
 from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.optimizers.whole_tensors import stepped_whole
 from paraplan.runtime.precision import LossScale
+from paraplan.runtime.shards.sharding import ShardLocation
 
 _HINT = "it is damaged; load an older one"
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**62)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paraplan.errors import ModelError, UsageError
-from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, boxes_of, locations
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, boxes_of
 from paraplan.runtime.checkpoints.entries import MODEL
 from paraplan.runtime.checkpoints.loading import FolderReader
 from paraplan.runtime.checkpoints.tensor_files import CODES, TensorFile, opened, write_tensors
@@ -39,7 +39,7 @@ def read_weights(source: Path, part: RankPart, mesh: Mesh, *, names: Mapping[str
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{source} holds no weights", hint="name a safetensors file or a folder with such files")
-    places = locations(part.shardings, mesh)
+    places = part.shardings.places(mesh)
     with ExitStack() as stack:
         entered = [stack.enter_context(opened(file)) for file in files]
         holders = {name: file for file in entered for name in file.names}

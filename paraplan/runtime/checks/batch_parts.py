@@ -13,7 +13,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.data.batches import MicroBatch, is_of_batch
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.torch_private import pytree
+from paraplan.runtime.torch_private import pytree, tensors_in
 
 FEWEST_SEQUENCES = 8
 """Of which a batch consists that shows what compares them."""
@@ -124,7 +124,7 @@ class BatchParts:
 
     def are_alike(self, piece: MicroBatch) -> bool:
         """Whether all ranks have sequences of the same lengths."""
-        leaves = [leaf for leaf in pytree.tree_leaves((piece.inputs, piece.targets)) if isinstance(leaf, torch.Tensor)]
+        leaves = tensors_in((piece.inputs, piece.targets))
         own = [float(size) for leaf in leaves for size in leaf.shape]
         width = gathered_numbers([float(len(own))], self._mesh)
         if any(row != width[0] for row in width):

@@ -15,7 +15,7 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.runtime.data.packed_rows import as_the_model_takes_them, with_rows_packed
-from paraplan.runtime.torch_private import pytree
+from paraplan.runtime.torch_private import pytree, tensors_in
 
 IGNORED_TARGET = -100
 """The target that torch's cross-entropy leaves out by default."""
@@ -145,8 +145,7 @@ def counted_targets(targets: Any, *, ignored: int = IGNORED_TARGET) -> torch.Ten
 
 def _classes(targets: Any) -> list[torch.Tensor]:
     """Return the tensors of whole numbers among targets."""
-    leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
-    return [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype != torch.bool]
+    return [leaf for leaf in tensors_in(targets) if not leaf.is_floating_point() and leaf.dtype != torch.bool]
 
 
 @dataclass(frozen=True)
@@ -209,11 +208,7 @@ def weigh(micro_batches: Sequence[MicroBatch], weights: torch.Tensor | Sequence[
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """Return `tree` with its tensors on `device`; what is no tensor stays as it is."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
-    return pytree.tree_map(move, tree)
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device, non_blocking=True), tree)
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,7 @@ def shard_stream(
 
 def without_sequences(batch: Any) -> Any:
     """Return a batch of the same shape with no sequence in it."""
-    return pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[:0], batch)
 
 
 Reading = Callable[[], AbstractContextManager[Any]]

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +16,7 @@ from paraplan.plan.parallel import Axis
 from paraplan.runtime.fake.storage_tracking import DEVICE_OF
 from paraplan.runtime.fake.torch_private import FUNCTIONAL_COLLECTIVES, group_named, is_boxed_group
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree
+from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, tensors_in
 
 # torch's names of operators in words (torch/csrc/distributed/c10d/Ops.cpp, and its functional collectives).
 _OPERATIONS = {
@@ -152,5 +151,4 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 
 def _size_bytes(argument: Any) -> int:
-    leaves = [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors_in(argument))

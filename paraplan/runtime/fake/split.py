@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +34,9 @@ def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: boo
 def _unchecked(
     block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
 ) -> BlockSplit:
-    args, kwargs = pytree.tree_map(_without_values, (call.args, call.kwargs))
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), (call.args, call.kwargs)
+    )
     for form in forms(block, split, ends, size=mesh.size("tp"), shares=shares_with_blocks(call)):
         part = copy.deepcopy(block)
         split_block(part, form, tensor_group(mesh), ends)
@@ -46,7 +47,3 @@ def _unchecked(
             continue  # sizes that the code names do not fit the parts
         return form
     return split
-
-
-def _without_values(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf

@@ -29,7 +29,7 @@ from paraplan.runtime.fake.torch_private import (
 from paraplan.runtime.torch_private import (
     PIPELINING_FOLDER,
     FakeTensor,
-    pytree,
+    tensors_in,
     unset_fake_temporarily,
 )
 from paraplan.runtime.world import World
@@ -155,7 +155,7 @@ class _SmallNumbers(TorchFunctionMode):
             return self._really(func, args, kwargs)
         if func in _READS and isinstance(args[0], FakeTensor) and _is_called_by(PIPELINING_FOLDER):
             return 1
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         is_real = tensors and not any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in tensors)
         if is_real and all(leaf.dtype is torch.long for leaf in tensors):
             return self._really(func, args, kwargs)

@@ -119,16 +119,12 @@ class ZerosStub(_StandIn):
         return self._shapes_of(self.__dict__["meta_model"], args, kwargs)
 
     def _shapes_of(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def meta(leaf: Any) -> Any:
-            return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.detach().to("meta"), (args, kwargs))
         with torch.no_grad():
-            output = function(*pytree.tree_map(meta, args), **pytree.tree_map(meta, kwargs))
-        return pytree.tree_map(self._zeros, output)
+            output = function(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, self._zeros, output)
 
-    def _zeros(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def _zeros(self, leaf: torch.Tensor) -> torch.Tensor:
         dtype = self.__dict__["chain"].own_dtype(leaf.dtype)
         return torch.zeros((), dtype=dtype, device=self.__dict__["zeros_device"]).expand(leaf.shape)
 

@@ -21,6 +21,7 @@ from paraplan.runtime.torch_private import (
     following_writes,
     pytree,
     schema_of,
+    tensors_in,
     version_of,
 )
 
@@ -262,7 +263,7 @@ class _Result:
 
     @property
     def is_unchanged(self) -> bool:
-        return self.versions == tuple(version_of(leaf) for leaf in _tensors(self.value))
+        return self.versions == tuple(version_of(leaf) for leaf in tensors_in(self.value))
 
     def restore_random_numbers(self) -> None:
         for device, state in self.random_states:
@@ -279,7 +280,7 @@ class _Calls:
         self._counts: Counter[Any] = Counter()
 
     def key(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        kind = (operator, *((leaf.shape, leaf.dtype, leaf.device) for leaf in _tensors((args, kwargs))))
+        kind = (operator, *((leaf.shape, leaf.dtype, leaf.device) for leaf in tensors_in((args, kwargs))))
         self._counts[kind] += 1
         return (*kind, self._counts[kind])
 
@@ -302,7 +303,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             if not self._choice.num_kept and is_keepable(func):
                 self._choice.others.add(str(func).rsplit(".", 1)[0])
             return result
-        tensors = _tensors(result)
+        tensors = tensors_in(result)
         if not tensors or tensors[0].is_meta:  # code that finds out shapes
             return result
         key = self._calls.key(func, args, kwargs)
@@ -315,7 +316,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self._kept[key] = _Result(
             value=value,
-            versions=tuple(version_of(leaf) for leaf in _tensors(value)),
+            versions=tuple(version_of(leaf) for leaf in tensors_in(value)),
             random_states=_random_states(tensors[0].device) if draws else (),
         )
         return result
@@ -347,10 +348,6 @@ def _same_values(leaf: Any) -> Any:
         return leaf
     with following_writes():
         return leaf.detach()
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _random_states(device: torch.device) -> tuple[tuple[torch.device, torch.Tensor], ...]:

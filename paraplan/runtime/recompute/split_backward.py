@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paraplan.runtime.torch_private import pytree
+from paraplan.runtime.torch_private import pytree, tensors_in
 
 
 class _CompleteError(Exception):
@@ -87,10 +87,10 @@ def checkpoint_for_split_backward(
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    devices = {leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+    devices = {leaf.device for leaf in tensors_in(args)}
     gpus = sorted({device.index for device in devices if device.type == "cuda"})
     restored = [_random_numbers(gpus), *(_autocast(kind) for kind in sorted({device.type for device in devices}))]
-    kept = pytree.tree_map(_without_graph, args)
+    kept = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), args)
 
     def run() -> None:
         with ExitStack() as stack:
@@ -105,10 +105,6 @@ def checkpoint_for_split_backward(
     hooks = torch.autograd.graph.saved_tensors_hooks(again.keep_place, lambda place: place.again.value_of(place))
     with hooks, first or nullcontext():
         return function(*args)
-
-
-def _without_graph(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _random_numbers(gpus: Sequence[int]) -> Callable[[ExitStack], None]:

@@ -56,7 +56,7 @@ class MemoryReader:
         """
         is_first = self._nodes.index(self._nodes[self._rank]) == self._rank
         small = [
-            (self._writers[key], box.place.words, base64.b64encode(_bytes_of(box).numpy().tobytes()).decode())
+            (self._writers[key], box.place.words, base64.b64encode(box.bytes.numpy().tobytes()).decode())
             for key, box in self._held.items()
             if box.place.num_bytes <= _SMALL_BYTES
         ]
@@ -136,11 +136,11 @@ class MemoryReader:
         works, come = [], list[Box]()
         for each in transfers:
             if each.source == self._rank:
-                works.append(dist.isend(_bytes_of(self._held[each.key]), each.target, group=self._group))
+                works.append(dist.isend(self._held[each.key].bytes, each.target, group=self._group))
             elif each.target == self._rank:
                 place = next(found[each.key] for found in self._elsewhere.values() if each.key in found)
                 box = Box(place, torch.empty(place.shape, dtype=place.dtype, device="cpu"))
-                works.append(dist.irecv(_bytes_of(box), each.source, group=self._group))
+                works.append(dist.irecv(box.bytes, each.source, group=self._group))
                 come.append(box)
         for work in works:
             assert work is not None
@@ -158,11 +158,6 @@ def _unfilled(targets: Sequence[Box], sources: Iterable[Box]) -> list[Box]:
         for target in targets
         if sum(target.fill(source) for source in by_name.get(target.name, ())) < target.values.numel()
     ]
-
-
-def _bytes_of(box: Box) -> torch.Tensor:
-    """Return the values of a box of the host's memory as bytes, in their place."""
-    return box.values.view(-1).view(torch.uint8)
 
 
 def _box_of(place: Place, data: bytes) -> Box:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paraplan.runtime.checkpoints.boxes import Box, Place
+from paraplan.runtime.checkpoints.boxes import Place
 from paraplan.runtime.checkpoints.entries import State
 from paraplan.runtime.recovery.memory_copies import CopyName, Slot
 
@@ -47,7 +47,7 @@ class Neighbour:
         self.slots.append(slot)
         coming = [Place.of_words(each) for each in told["places"]]
         room = slot.lay_out(coming, told["values"], name=name, writer=told["writer"])
-        self._swap([_flat(box) for box in state.boxes], [_flat(box) for box in room.boxes])
+        self._swap([box.bytes for box in state.boxes], [box.bytes for box in room.boxes])
         return slot
 
     def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
@@ -62,8 +62,3 @@ class Neighbour:
         for work in works:
             assert work is not None
             work.wait()
-
-
-def _flat(box: Box) -> torch.Tensor:
-    """Return the values of a box as bytes, in their place."""
-    return box.values.view(-1).view(torch.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -87,8 +86,3 @@ class RankStatus:
         """Tell that a checkpoint after `num_steps` steps is whole, `seconds` after it was begun."""
         self.add("write_s", seconds)
         self.set("saved_step", num_steps)
-
-
-def status_of_process() -> RankStatus:
-    """Return the status of this process."""
-    return RankStatus.of(os.environ)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from paraplan.plan.parallel import Axis
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.seeds import RandomNumbers
-from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.shards.sharding import Sharding, ShardLocation
 from paraplan.runtime.torch_private import is_view
 
 # torch 2.13 renamed both, and warns about the old names.
@@ -263,10 +263,11 @@ class Shardings:
             whole = group.part(whole, sharding)
         return whole
 
-    def places(self, mesh: Mesh) -> dict[str, list[tuple[Sharding, int]]]:
-        """Return how each parameter is cut, with which parts are this rank's."""
+    def places(self, mesh: Mesh) -> dict[str, list[ShardLocation]]:
+        """Return where the parts of this rank lie, by the names of the parameters: the smallest part first."""
         return {
-            name: [(sharding, group.index) for sharding, group in self._cuts(name, mesh)] for name in sorted(self.names)
+            name: [ShardLocation(sharding, group.index) for sharding, group in self._cuts(name, mesh)]
+            for name in sorted(self.names)
         }
 
     def _cuts(self, name: str, mesh: Mesh) -> list[tuple[Sharding, TensorGroup]]:

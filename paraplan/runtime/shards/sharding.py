@@ -101,3 +101,11 @@ class Sharding:
         split = [torch.split_with_sizes(view, lengths, dim=self.dim + 1) for view in views]
         ordered = [part[number] for number in range(len(lengths)) for part in split]
         return torch.cat(ordered, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
+
+
+@dataclass(frozen=True)
+class ShardLocation:
+    """Where a part lies in a larger one: rank `index` of those that share it has it by `sharding`."""
+
+    sharding: Sharding
+    index: int

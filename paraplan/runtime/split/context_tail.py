@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.torch_private import pytree
+from paraplan.runtime.torch_private import tensors_in
 
 _MIXES = (
     *("attention", "conv", "pool", "fft", "lstm", "gru", "rnn", "interpolate", "unfold"),
@@ -42,7 +42,7 @@ class TokensApart(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _mixes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_own: int) -> bool:
-        found = [(one, _token_dim(one, num_own)) for one in _tensors((args, kwargs))]
+        found = [(one, _token_dim(one, num_own)) for one in tensors_in((args, kwargs))]
         of_tokens = [(one, dim) for one, dim in found if dim is not None]
         if not of_tokens:
             return False
@@ -58,10 +58,6 @@ class TokensApart(TorchFunctionMode):
         if name == "__getitem__":
             return _takes_some(args[1], first, dim)
         return name in _ALONG and dim in _dims(name, args, kwargs, first.ndim)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _token_dim(tensor: torch.Tensor, num_own: int) -> int | None:

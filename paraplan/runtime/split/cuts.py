@@ -12,7 +12,7 @@ import torch
 
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
-from paraplan.runtime.torch_private import pytree
+from paraplan.runtime.torch_private import tensors_in
 
 Shape = tuple[int, ...]
 
@@ -78,11 +78,6 @@ class Call:
     given: tuple[Shape, ...]
     returned: tuple[Shape, ...]
     index: Any = None
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nest."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def shapes_in(tree: Any) -> tuple[Shape, ...]:

@@ -30,9 +30,9 @@ from paraplan.runtime.split.cuts import (
     mark_parts,
     part_of,
     shapes_in,
-    tensors_in,
 )
 from paraplan.runtime.split.sites import Cut, Path, Rewrite, Sign, Site, Sites, leaves, site_of_call
+from paraplan.runtime.torch_private import tensors_in
 
 _LAST_DIMENSIONS = frozenset({"layer_norm", "rms_norm"})  # whose sizes they name
 _ALONG = frozenset({"softmax", "log_softmax", "cumsum", "cumprod", "normalize", "sort", "argsort", "flip", "softmin"})

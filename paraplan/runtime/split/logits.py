@@ -151,7 +151,7 @@ def _first(given: list[Any]) -> torch.Tensor | None:
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return pytree.tree_map_only(torch.Tensor, change, tree)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
 from paraplan.plan.files import PlanFile
@@ -19,6 +18,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import is_lost_connection
 from paraplan.runtime.data_parallel.wrapping import reads_shards
 from paraplan.runtime.step.totals import StepTotals
+from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.timeouts import waited_s
 from paraplan.runtime.torch_private import (
     NO_HOST_MEMORY,
@@ -153,8 +153,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Return the bytes of the local parts of `tensors`; None counts nothing."""
-    locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
-    return sum(tensor.numel() * tensor.element_size() for tensor in locals_)
+    held = (local_shard(tensor) for tensor in tensors if tensor is not None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def explained_failures(

@@ -23,7 +23,7 @@ from paraplan.plan.kept_runs import MeasuredRun
 from paraplan.plan.training import TrainingPrecision
 from paraplan.records import Record
 from paraplan.runtime.step.clocks import WARM_STEPS, StepClock, clock_of, running_s, without_waits
-from paraplan.runtime.torch_private import pytree
+from paraplan.runtime.torch_private import tensors_in
 from paraplan.units import broken_between_words, format_bytes, format_count, format_seconds
 
 _SECONDS_BETWEEN_LINES = 0.25
@@ -86,7 +86,7 @@ def peak_flops_per_s(device: torch.device, precision: TrainingPrecision) -> floa
 
 def count_tokens(inputs: Any) -> int:
     """Return the token ids in `inputs`: the elements of its first tensor of whole numbers, else its sequences."""
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    leaves = tensors_in(inputs)
     ids = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype != torch.bool and leaf.ndim > 1]
     return ids[0].numel() if ids else (leaves[0].shape[0] if leaves else 0)
 

@@ -21,6 +21,7 @@ from paraplan.runtime.torch_private import (
     pytree,
     schema_of,
     storage_key,
+    tensors_in,
 )
 
 _DEPTH = 6  # of what an output object nests
@@ -132,7 +133,7 @@ class Dataflow(TorchDispatchMode):
         given = kwargs or {}
         if self._copies:  # no operation of the model
             return func(*args, **given)
-        operands = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
+        operands = tensors_in((args, given))
         for operand in operands:  # inputs and constants, which no operation has made
             if self._key(operand) not in self._storages:
                 self._hold(operand, NOTHING).made_at = Place(done=0)

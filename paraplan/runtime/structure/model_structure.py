@@ -33,7 +33,7 @@ from paraplan.runtime.structure.meta import WAYS_TO_RUN, Context, attributes_kep
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
 from paraplan.runtime.structure.questions import Questions, flips
 from paraplan.runtime.structure.snapshots import modes
-from paraplan.runtime.torch_private import pytree
+from paraplan.runtime.torch_private import pytree, tensors_in
 
 _EXAMPLE_BATCH, _EXAMPLE_TOKENS = 2, 8
 _READINGS = ("item() cannot be called on meta", "meta device type tensor to numpy")  # in torch's words
@@ -365,7 +365,7 @@ def _reductions(inputs: Any) -> list[Any]:
 
 
 def _described(inputs: Any) -> str:
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(inputs)
     return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in tensors) or "no tensor"
 
 
