@@ -5,6 +5,7 @@ Each Python that a launch starts imports torch for seconds. Tests of processes, 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -40,6 +41,8 @@ def _launch(folder: str, words: Sequence[str], environment: Mapping[str, str]) -
 
     os.environ.update(environment)
     os.chdir(folder)
+    multiprocessing.current_process().daemon = False  # ranks may have children: workers of data loaders,
+    multiprocessing.set_start_method(None, force=True)  # started as in a Python of their own
     sys.argv = ["paraplan", *words]  # as the launcher sees its own, which it keeps
     said = Path("said")
     said.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -58,8 +59,10 @@ class Recorder:
         self._notes: dict[str, None] = {}
         self._losses: list[float] = []
         self._norm: float | None = None
+        self._rates: tuple[dict[str, float], ...] = ()
         self._has_gradients = False
         self._num_nested = 0
+        self._is_noted = False
         self._rounding = 0.0
         self._groups: dict[tuple[str, tuple[int, ...]], None] = {}
         self._num_skipped = 0
@@ -120,6 +123,10 @@ class Recorder:
             if self.request.loss_scale != 1:
                 with self.sources.inside():
                     tensors = roots = [root * self.request.loss_scale for root in roots]
+            if self._is_noted:  # a closure that is evaluated again, as by a line search
+                with self.sources.inside():
+                    plain(tensors, *args, **kwargs)
+                return
             value = sum(float(root.detach()) for root in roots if root.numel() == 1)
             if self._has_gradients:  # clipped, and not stepped by
                 self._num_skipped += 1
@@ -174,37 +181,69 @@ class Recorder:
     def _note(self, text: str) -> None:
         self._notes.setdefault(text)
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Note a step before it is made; where it is given a closure, once that has made the gradients."""
         self._num_nested += 1
         if self._num_nested > 1:
-            return
+            return None
         if self._is_unsettled:
             self._settle()
         if not any(optimizer is one for one in self._optimizers):
             self._optimizers.append(optimizer)
+        self._is_noted = False
+        given = [*arguments[1:2], keywords.get("closure")]
+        closure = next((one for one in given if callable(one)), None)
+        self._rates = tuple(_rates_of(group) for group in optimizer.param_groups)
+        if closure is None:
+            self._note_step(optimizer)
+            self.sources._depth += 1
+            return None
+        self._set_rates(optimizer)  # of a closure's step, too: LBFGS reads its own before it evaluates
+        followed = self._followed(closure, optimizer, self.sources._depth)
+        self.sources._depth += 1
+        if arguments[1:2] == (closure,):
+            return (arguments[0], followed, *arguments[2:]), keywords
+        return arguments, keywords | {"closure": followed}
+
+    def _followed(self, closure: Callable[[], Any], optimizer: Any, depth: int) -> Callable[[], Any]:
+        """Return a closure after whose first evaluation the step is noted: later ones are made of other weights."""
+
+        def evaluate() -> Any:
+            within, self.sources._depth = self.sources._depth, depth
+            loss = closure()
+            self.sources._depth = within
+            if not self._is_noted:
+                self._note_step(optimizer)
+            return loss if self.request.loss_scale == 1 or loss is None else loss * self.request.loss_scale
+
+        return evaluate
+
+    def _note_step(self, optimizer: Any) -> None:
+        """Note gradients, losses and rates of a step, and let one process step with the rates of ranks."""
+        self._is_noted = True
         self._take_gradients(optimizer)
-        step = len(self._steps)
-        assert self._names is not None
-        rates = tuple(_rates_of(group) for group in optimizer.param_groups)
+        self._set_rates(optimizer)
         self._steps.append(
             StepRecord(
                 optimizer=next(number for number, one in enumerate(self._optimizers) if one is optimizer),
                 losses=tuple(self._losses),
                 norm=self._norm,
-                rates=rates,
+                rates=self._rates,
                 num_skipped=self._num_skipped,
-                members=tuple(self._names.held_by(group["params"]) for group in optimizer.param_groups),
+                members=self._members(optimizer),
             )
         )
-        self._set_rates(optimizer, step)
-        self.sources._depth += 1
 
-    def _set_rates(self, optimizer: Any, step: int) -> None:
+    def _members(self, optimizer: Any) -> tuple[tuple[str, ...], ...]:
+        names = self._names or Names()
+        return tuple(names.held_by(group["params"]) for group in optimizer.param_groups)
+
+    def _set_rates(self, optimizer: Any) -> None:
         """Let one process step with the rates of the ranks: schedules count batches, of which it has others."""
-        if self._given is None or step >= len(self._given.rates):
+        if self._given is None or len(self._steps) >= len(self._given.rates):
             return
-        by_name = self._given.rates[step]
-        for group, names in zip(optimizer.param_groups, self._steps[step].members, strict=True):
+        by_name = self._given.rates[len(self._steps)]
+        for group, names in zip(optimizer.param_groups, self._members(optimizer), strict=True):
             rates = next((by_name[name] for name in names if name in by_name), {})
             for name, value in _rates_of(group).items():
                 theirs = rates.get(name, value)
@@ -223,8 +262,11 @@ class Recorder:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         self._num_nested -= 1
-        if self._num_nested or not self._has_gradients:
+        if self._num_nested:
             return
+        if not self._is_noted:
+            self._note_step(optimizer)
+        self._is_noted = False
         self.sources._depth -= 1
         self._losses, self._norm, self._has_gradients, self._num_skipped = [], None, False, 0
         self.sources.end_step()
@@ -285,6 +327,8 @@ class Recorder:
         began = time.monotonic()
         while len(list(folder.glob("[0-9]*.json"))) < num_ranks and time.monotonic() - began < patience_s:
             time.sleep(0.01)
+        for child in multiprocessing.active_children():  # workers of data loaders
+            child.kill()
         os._exit(0)
 
     def write(self, *, is_whole: bool) -> None:

@@ -95,6 +95,23 @@ class Experts(nn.Module):
         return self.head((found * functional.one_hot(best, 3)[..., None] * weights[..., None]).sum(1))
 
 
+class Sharpness(torch.optim.SGD):
+    """Steps by the gradient where a first one has moved it to (Foret et al. 2021, "Sharpness-Aware Minimization")."""
+
+    def step(self, closure: Any = None) -> Any:
+        each = [one for group in self.param_groups for one in group["params"]]
+        shifts = [0.05 * one.grad for one in each]
+        with torch.no_grad():
+            torch._foreach_add_(each, shifts)
+        self.zero_grad()
+        found = closure()
+        with torch.no_grad():
+            torch._foreach_sub_(each, shifts)
+        super().step()
+        self.zero_grad()
+        return found
+
+
 class Stream(IterableDataset[Any]):
     """Rows that come one after another, every so many for each rank."""
 
@@ -259,9 +276,12 @@ def loop(how: str, what: str) -> None:  # noqa: C901 - one branch for each loop,
             schedule.step(float(shown) / dist.get_world_size())
 
         trained(model, plain, optimizer=optimizer, after=after)
-    elif what == "closure":
+    elif what in ("closure", "line-search", "steepest"):
         model = divided(mlp(), how)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+        if what != "closure":
+            search = "strong_wolfe" if what == "line-search" else None
+            optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn=search)
         for rows, targets in loader():
 
             def closure(rows: torch.Tensor = rows, targets: torch.Tensor = targets) -> torch.Tensor:
@@ -271,6 +291,19 @@ def loop(how: str, what: str) -> None:  # noqa: C901 - one branch for each loop,
                 return loss
 
             optimizer.step(closure)
+    elif what == "sharpness":
+        model = divided(mlp(), how)
+        optimizer = Sharpness(model.parameters(), lr=1e-2)
+        for rows, targets in loader():
+
+            def again(rows: torch.Tensor = rows, targets: torch.Tensor = targets) -> torch.Tensor:
+                loss = CE(model(rows), targets)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                return loss
+
+            again()
+            optimizer.step(closure=again)
     elif what == "scaler":
         model = divided(mlp(), how)
         optimizer, scaler = torch.optim.Adam(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -309,7 +342,7 @@ def loop(how: str, what: str) -> None:  # noqa: C901 - one branch for each loop,
 
 PLAIN = ("sum", "recurrent", "vision", "pixels", "upscale", "triplet", "focal", "slope", "diffusion", "experts")
 PLAIN += ("stream", "epochs", "mappings", "compiled", "averaged-weights", "plateau", "closure", "scaler", "unused")
-PLAIN += ("static", "views", "muon", "word-distill")
+PLAIN += ("static", "views", "muon", "word-distill", "line-search", "steepest", "sharpness")
 LOOPS: dict[str, Callable[[], None]] = {
     **{f"ddp/{what}": lambda what=what: loop("ddp", what) for what in PLAIN},
     **{f"fsdp2/{what}": lambda what=what: loop("fsdp2", what) for what in ("sum", "vision", "scaler", "word-distill")},

@@ -11,6 +11,7 @@ from rank_harness import RankHarness
 pytestmark = pytest.mark.ranks
 
 USUAL = ("fsdp2/gan", "fsdp2/clip", "accelerate/accumulate", "trainer/smoothing", "ddp/sum")
+USUAL += ("ddp/line-search", "ddp/workers")
 OTHERS = [name for name in right_scripts.scripts() if name not in (*USUAL, *right_scripts.BY_SHARE)]
 
 
