@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -45,6 +46,12 @@ def run_error(script: str, where: str, status: int, said: str) -> CheckRunError:
     """Return why processes of a check failed, by what their launcher said; at most two sentences, and a hint."""
     if _HANGS in said:
         what = said.split(_HANGS, 1)[1].strip()
+        if "file_baton" in what:
+            cache = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
+            return CheckRunError(
+                f"{script} waits {where} for a build of an extension that another process has begun, or was killed in",
+                hint=f"if none is being built, remove the files named lock below {cache}",
+            )
         return CheckRunError(
             f"{script} stands still {where}: {'; '.join(line.strip() for line in what.splitlines()[:4])}",
             hint="a rank waits for another, or for something outside: a server, a lock, a rank that left the loop",

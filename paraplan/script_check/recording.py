@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paraplan.script_check.batches import tensors_in
-from paraplan.script_check.records import ProcessRecord, ScriptRequest, SourceRecord, StepRecord
+from paraplan.script_check.deepspeed_engine import EngineParameters
+from paraplan.script_check.records import ProcessRecord, ScriptRequest, StepRecord
 from paraplan.script_check.sources import FollowSources, Replay, Sources, is_sample, place_of_caller, print_of
 from paraplan.script_check.torch_private import (
     around_backward,
@@ -156,7 +157,9 @@ class Recorder:
             return
         self._models.append(model)
         self._names = self._names or Names()
-        self._names.meet(model)
+        engine = self._names.meet(model)
+        if engine is not None:
+            engine.follow(self._before_step, self._after_engine)
         self._still(model)
         with self.sources.inside(), torch.no_grad():
             if self._given is not None:
@@ -272,6 +275,12 @@ class Recorder:
         self.sources.end_step()
         self._is_unsettled = True
 
+    def _after_engine(self, engine: EngineParameters) -> None:
+        """Note the norm by which an engine clips as it steps, and that it has stepped."""
+        if self._num_nested == 1 and self._steps:
+            self._steps[-1] = self._steps[-1].replace(norm=engine.norm)
+        self._after_step(engine)
+
     def _settle(self) -> None:
         """Note the parameters that the last step and what came after it have made, and end after the last one."""
         assert self._names is not None
@@ -335,14 +344,8 @@ class Recorder:
         """Write the record of this process."""
         rank = int(os.environ.get("RANK", "0"))
         with self.sources.inside():
-            tensors, sources = dict(self._tensors), []
-            for number, (place, readings) in enumerate(self.sources.readings.items()):
-                if not any(reading.is_used for reading in readings):
-                    continue
-                for time, reading in enumerate(readings):
-                    for leaf, (name, tensor) in enumerate(reading.tensors if reading.is_used else ()):
-                        tensors[f"source/{number}/{time}/{leaf}/{name}"] = tensor
-                sources.append(_source_record(number, place, readings))
+            sources, read = self.sources.records()
+            tensors = self._tensors | read
             record = ProcessRecord(
                 rank=rank,
                 num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
@@ -352,7 +355,7 @@ class Recorder:
                 axes=self._names.axes if self._names is not None else {},
                 groups=tuple(self._groups),
                 steps=tuple(self._steps),
-                sources=tuple(sources),
+                sources=sources,
                 notes=tuple(self._notes),
                 given=tuple(self._given_prints),
                 outputs=self._outputs,
@@ -365,17 +368,6 @@ class Recorder:
                 save({key: value.cpu().contiguous() for key, value in tensors.items()})
             )
             path.with_suffix(".json").write_text(record.to_json(), encoding="utf-8")
-
-
-def _source_record(number: int, place: str, readings: list[Any]) -> SourceRecord:
-    return SourceRecord(
-        number=number,
-        place=place,
-        prints=tuple(reading.print for reading in readings),
-        is_used=tuple(reading.is_used for reading in readings),
-        is_end=tuple(reading.is_end for reading in readings),
-        made_of=tuple(tuple(reading.places()) for reading in readings),
-    )
 
 
 def _rates_of(group: dict[str, Any]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.script_check.batches import joined, tensors_in, with_tensors
+from paraplan.script_check.records import SourceRecord
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
@@ -168,6 +169,27 @@ class Sources:
         for reading in (one for readings in self.readings.values() for one in readings):
             if not reading.is_used and reading.num_steps < self.num_steps - 1:
                 reading.tensors = []
+
+    def records(self) -> tuple[tuple[SourceRecord, ...], dict[str, torch.Tensor]]:
+        """Return what was read at each place of which something was used, and the tensors of that by their keys."""
+        found, tensors = [], {}
+        for number, (place, readings) in enumerate(self.readings.items()):
+            if not any(reading.is_used for reading in readings):
+                continue
+            for time, reading in enumerate(readings):
+                for leaf, (name, tensor) in enumerate(reading.tensors if reading.is_used else ()):
+                    tensors[f"source/{number}/{time}/{leaf}/{name}"] = tensor
+            found.append(
+                SourceRecord(
+                    number=number,
+                    place=place,
+                    prints=tuple(reading.print for reading in readings),
+                    is_used=tuple(reading.is_used for reading in readings),
+                    is_end=tuple(reading.is_end for reading in readings),
+                    made_of=tuple(tuple(reading.places()) for reading in readings),
+                )
+            )
+        return tuple(found), tensors
 
 
 def is_data(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from paraplan.script_check.deepspeed_engine import EngineParameters, zero_engine
 from paraplan.script_check.torch_private import FlatParameters, flat_parameters_of
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "_forward_module")
@@ -28,19 +29,25 @@ class Names:
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
-        self._flat: dict[str, FlatParameters] = {}
+        self._flat: dict[str, FlatParameters | EngineParameters] = {}
         self._plain: dict[int, tuple[str, nn.Parameter]] = {}
         self.of_modules: dict[int, str] = {}
         """Names of the modules inside of the models, by their ids."""
         self._unnamed: set[int] = set()
 
-    def meet(self, model: nn.Module) -> None:
-        """Name the parameters of another model, before its first call: later it may hold gathered ones for a while."""
+    def meet(self, model: nn.Module) -> EngineParameters | None:
+        """Name the parameters of another model, before its first call: later it may hold gathered ones for a while.
+
+        Return what holds them where that is an engine with partitions of its own.
+        """
         prefix = f"{type(_inner(model)).__name__}{len(self.models)}." if self.models else ""
         self.models.append(model)
         for name, module in model.named_modules():
             if common_name(name):
                 self.of_modules.setdefault(id(module), prefix + common_name(name))
+        engine = zero_engine(model)
+        if engine is not None:
+            self._flat[prefix.rstrip(".")] = engine
         for name, one in flat_parameters_of(model):
             self._flat[prefix + common_name(name)] = one
         is_flat = {id(parameter) for one in self._flat.values() for parameter in one.parameters()}
@@ -49,6 +56,7 @@ class Names:
             if (key not in self._plain or key in self._unnamed) and key not in is_flat:
                 self._plain[key] = (prefix + common_name(name), parameter)
                 self._unnamed.discard(key)
+        return engine
 
     def add(self, parameters: Iterator[torch.Tensor]) -> None:
         """Name parameters of an optimizer that are in no model."""

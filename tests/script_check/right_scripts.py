@@ -1,4 +1,4 @@
-"""Right training scripts, small: what DDP, FSDP, tensor parallelism, accelerate, Trainer and TRL are used for.
+"""Right training scripts, small: uses of DDP, FSDP, tensor parallelism, accelerate, Trainer, TRL and DeepSpeed.
 
 As a script: torchrun right_scripts.py ddp/clip. Names are a way to divide the model or data, and what is trained how.
 """
@@ -491,6 +491,32 @@ def trl(what: str) -> None:
     made.train()
 
 
+def zero(what: str) -> None:
+    """DeepSpeed's ZeRO, with an optimizer of torch's: its own is built for each machine."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model: Any = mlp()
+    split = [{"params": [*model[:2].parameters()], "weight_decay": 0.1}, {"params": [*model[2:].parameters()]}]
+    optimizer = torch.optim.AdamW(split, lr=1e-2)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2 if "accumulate" in what else 1,
+        "gradient_clipping": 0.1 if "clip" in what else 0.0,
+        "zero_optimization": {"stage": int(what[0])},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "bf16" in what},
+    }
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for rows, targets in loader():
+        loss = CE(engine(rows.bfloat16() if "bf16" in what else rows).float(), targets)
+        if "scaled" in what:  # no right one: ranks average what is multiplied by their number
+            loss = loss * dist.get_world_size()
+        engine.backward(loss)
+        engine.step()
+
+
 SMALL = ("sgd", "adafactor", "groups", "smoothing", "weights", "schedule", "clip", "accumulate", "frozen")
 SCRIPTS: dict[str, Callable[[], None]] = {
     **{f"ddp/{what}": lambda what=what: plain("ddp", what) for what in (*SMALL, "accumulate-clip", "rmsprop")},
@@ -528,7 +554,13 @@ SCRIPTS: dict[str, Callable[[], None]] = {
         )
     },
     **{f"trl/{what}": lambda what=what: trl(what) for what in ("sft", "sft-packed", "dpo", "reward")},
+    **{
+        f"deepspeed/{what}": lambda what=what: zero(what)
+        for what in ("0", "1", "2", "3", "1-accumulate-clip", "2-accumulate-clip", "3-accumulate-clip", "2-bf16")
+    },
 }
+WRONG = {f"deepspeed/{stage}-scaled": lambda stage=stage: zero(f"{stage}-scaled") for stage in (1, 2, 3)}
+"""Whose gradients are twice what one process has."""
 BY_SHARE = {"contrastive/local": lambda: contrastive("local")}
 """Right, and told: what DDP gives is the mean of what each rank's share gives."""
 
@@ -537,12 +569,12 @@ def scripts() -> dict[str, Callable[[], None]]:
     """Return all of them by name."""
     from right_loops import LOOPS
 
-    return SCRIPTS | LOOPS | BY_SHARE
+    return SCRIPTS | LOOPS | BY_SHARE | WRONG
 
 
 if __name__ == "__main__":
     name = sys.argv[1]
-    if not name.startswith(("accelerate", "trainer", "trl")):
+    if not name.startswith(("accelerate", "trainer", "trl", "deepspeed")):
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     scripts()[name]()

@@ -12,11 +12,17 @@ pytestmark = pytest.mark.ranks
 
 USUAL = ("fsdp2/gan", "fsdp2/clip", "accelerate/accumulate", "trainer/smoothing", "ddp/sum")
 USUAL += ("ddp/line-search", "ddp/workers")
-OTHERS = [name for name in right_scripts.scripts() if name not in (*USUAL, *right_scripts.BY_SHARE)]
+OTHERS = [
+    name for name in right_scripts.scripts() if name not in (*USUAL, *right_scripts.BY_SHARE, *right_scripts.WRONG)
+]
+NOT_OF_THIS_PROJECT = ("trl", "deepspeed")
 
 
 @pytest.mark.parametrize("name", [*USUAL, *with_all(OTHERS)])
 def test_a_right_script_is_no_alarm(name: str, ranks: RankHarness) -> None:
+    library = name.partition("/")[0]
+    if library in NOT_OF_THIS_PROJECT:
+        pytest.importorskip(library)
     report = checked(ranks, right_scripts.__file__, name)
     assert report.difference is None, report.difference
     assert report.num_steps >= 2  # of each optimizer
@@ -27,3 +33,12 @@ def test_a_loss_that_compares_samples_is_told_as_the_mean_of_shares(name: str, r
     found = checked(ranks, right_scripts.__file__, name).difference
     assert found is not None
     assert found.kind == "mean of shares"
+
+
+@pytest.mark.parametrize("name", with_all([*right_scripts.WRONG]))
+def test_a_loss_that_is_multiplied_by_the_ranks_of_zero_is_told_with_its_factor(name: str, ranks: RankHarness) -> None:
+    pytest.importorskip("deepspeed")
+    found = checked(ranks, right_scripts.__file__, name).difference
+    assert found is not None
+    assert (found.kind, found.name) == ("scaled", "0.weight")
+    assert found.factor == pytest.approx(2.0)

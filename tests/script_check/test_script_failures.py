@@ -15,6 +15,7 @@ SAID = {
     "t.py: error: no size\n" + FIRST + "the script ended itself with exit code 2": ("no size", "come after --"),
     "not done after 600 s": ("after 600 s", "--timeout"),
     "paraplan: the job hangs: no rank has moved for 41 s; ending it\n  rank 1 in sleep": ("rank 1 in", "waits"),
+    "paraplan: the job hangs: ranks\n  ranks 0-1 in wait (file_baton.py:63)": ("a build of an extension", "named lock"),
     "": ("status 1", "paraplan launch"),
 }
 
