@@ -271,8 +271,16 @@ class Job:
         check_operators(options.recompute, compiled=backend is not None)
         if backend is not None:
             compile_blocks(model, stack, backend, plan=plan)
-        parallel = ParallelContext.of(
-            plan,
+        parallel = self._parallel(options, backend)
+        part = wrap_model(model, stack, parallel, example_inputs=options.example_inputs, given=options.split)
+        if options.weights is not None:
+            read_weights(Path(options.weights), part, self.mesh, names=names)
+        return part, reference
+
+    def _parallel(self, options: TrainingOptions, backend: str | None) -> ParallelContext:
+        """Return the plan with what `options` say beside it; `backend` is what torch.compile compiles blocks by."""
+        return ParallelContext.of(
+            self.plan,
             self.mesh,
             self.precision,
             options.loss_fn,
@@ -282,10 +290,6 @@ class Job:
             reduce_dtype=options.reduce_dtype,
             training=None if self.file is None else self.file.training,
         )
-        part = wrap_model(model, stack, parallel, example_inputs=options.example_inputs, given=options.split)
-        if options.weights is not None:
-            read_weights(Path(options.weights), part, self.mesh, names=names)
-        return part, reference
 
     def shard(
         self,

@@ -33,10 +33,12 @@ from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.split.logits import gathered_classes
 from paraplan.runtime.step.chunked_loss import ChunkedLogits
-from paraplan.runtime.step.execution import Execution
 from paraplan.runtime.structure.outputs import described_outputs, map_outputs, numbered_outputs, outputs_of
 from paraplan.runtime.structure.snapshots import modes
 from paraplan.runtime.torch_private import pytree
+
+Options = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Arguments of `generate` behind its inputs, and those by name."""
 
 
 class Predictor:
@@ -49,44 +51,56 @@ class Predictor:
         self._batches = batches
 
     def predict(self, inputs: Any) -> Any:
-        """Return what the model returns for `inputs`, which are the share of this rank; see `Engine.predict`."""
+        """Return what the model returns for `inputs`, the share of this rank, on every rank of a pipeline.
+
+        Tensors have the batch first where there are several micro-batches. Objects that are not tensors, numbers, texts
+        or nests of them (caches) are None. Raises `UsageError` for tensors that cannot be joined.
+        """
+        device, execution = self._mesh.world.device, self._part.execution
         inputs = with_rows_repeated(inputs, None)
         division = self._batches.divider.divide_any(self._batches.meet("predict", batch_size(inputs, None)))
-        pieces = split_batch(to_device(inputs, self._mesh.world.device), None, division)
-        with modes(self._part.module, training=False):
-            return predict(self._part.execution, pieces, self._mesh)
+        pieces = split_batch(to_device(inputs, device), None, division)
+        found: dict[int, Any] = {}
+
+        def keep(outputs: Any, number: int) -> torch.Tensor:
+            context = execution.loss.context
+            found[number] = map_outputs(lambda _, tensor: whole_output(tensor, context), _plain_outputs(outputs))
+            return torch.zeros((), device=device)
+
+        pieces = [replace(piece, targets=number) for number, piece in enumerate(pieces)]
+        with modes(self._part.module, training=False), execution.loss.replaced(keep):
+            execution.evaluate(pieces)
+        joined = _join([found[number] for number in sorted(found)], pieces) if found else None
+        return joined if self._mesh.group("pp") is None else _from_the_last_stage(joined, self._mesh)
 
     def generate(self, inputs: Any, options: Options) -> Any:
-        """Return what the model's own `generate` returns for `inputs`; see `Engine.generate`."""
-        splits_tokens = self._plan.sequence_parallel and self._plan.tp > 1
-        return generate(
-            self._part.model or self._part.module,
-            self.predict,
-            to_device(inputs, self._mesh.world.device),
-            mesh=self._mesh,
-            tokens_multiple=self._plan.cp * (self._plan.tp if splits_tokens else 1),
-            options=options,
-        )
+        """Return what the model's own `generate` returns for `inputs`, with `predict` for each call of the model.
 
-
-def predict(execution: Execution, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> Any:
-    """Return what the model returns for `micro_batches`, which are the share of this rank, on every rank of a pipeline.
-
-    Tensors have the batch first where there are several micro-batches. Objects that are not tensors, numbers, texts or
-    nests of them (caches) are None. Raises `UsageError` for tensors that cannot be joined.
-    """
-    found: dict[int, Any] = {}
-
-    def keep(outputs: Any, number: int) -> torch.Tensor:
-        context = execution.loss.context
-        found[number] = map_outputs(lambda _, tensor: whole_output(tensor, context), _plain_outputs(outputs))
-        return torch.zeros((), device=mesh.world.device)
-
-    pieces = [replace(piece, targets=number) for number, piece in enumerate(micro_batches)]
-    with execution.loss.replaced(keep):
-        execution.evaluate(pieces)
-    joined = _join([found[number] for number in sorted(found)], pieces) if found else None
-    return joined if mesh.group("pp") is None else _from_the_last_stage(joined, mesh)
+        Sequences are filled up on the right to what the plan divides, which a causal model does not see. Ranks of one
+        copy of the model draw the same random numbers. Raises `UsageError` where there is no `generate`.
+        """
+        model, plan, mesh = self._part.model or self._part.module, self._plan, self._mesh
+        method = getattr(type(model), "generate", None)
+        if method is None:
+            raise UsageError(
+                f"{type(model).__name__} has no generate",
+                hint="give it a method that calls the model for the next token, or call engine.predict in a loop",
+            )
+        arguments, given = options[0], dict(options[1])
+        if "synced_gpus" in inspect.signature(method).parameters:  # GenerationMixin of transformers
+            if given.get("use_cache"):
+                raise UsageError(
+                    "use_cache=True, but caches do not pass through a plan",
+                    hint="leave use_cache out of engine.generate",
+                )
+            given |= {"use_cache": False, "synced_gpus": mesh.size("dp") > 1}
+        stand_in = _stand_in(model, _filled_up(self.predict, plan.cp * (plan.tp if plan.sequence_parallel else 1)))
+        inputs = to_device(inputs, mesh.world.device)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            seed_generators(_common_seed(mesh) + mesh.coordinate("dp"))
+            if isinstance(inputs, dict):
+                return method(stand_in, *arguments, **inputs, **given)
+            return method(stand_in, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)), *arguments, **given)
 
 
 def whole_output(tensor: torch.Tensor, context: Context | None = None) -> torch.Tensor:
@@ -148,61 +162,25 @@ def _from_the_last_stage(outputs: Any, mesh: Mesh) -> Any:
 
 
 Forward = Callable[[Any], Any]
-Options = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Arguments of `generate` behind its inputs, and those by name."""
 
 
-def generate(
-    model: nn.Module, forward: Forward, inputs: Any, *, mesh: Mesh, tokens_multiple: int, options: Options
-) -> Any:
-    """Return what the model's own `generate` returns for `inputs`, with `forward(inputs)` for each call of the model.
+def _stand_in(model: nn.Module, forward: Forward) -> nn.Module:
+    """Return an object of a model's class that shares what the model holds, and whose forward is another one."""
+    made: nn.Module = object.__new__(type(model))
+    # Hooks are for the module's own forward: those of FSDP gather its parameters.
+    own = {name: OrderedDict() if name.endswith("_hooks") else held for name, held in vars(model).items()}
+    made.__dict__ = own | {"training": False, "_compiled_call_impl": None}
+    signature = inspect.signature(type(model).forward)
 
-    Sequences are filled up on the right to a multiple of `tokens_multiple` tokens for it, which a causal model does not
-    see. Ranks of one copy of the model draw the same random numbers. Raises `UsageError` where there is no `generate`.
-    """
-    method = getattr(type(model), "generate", None)
-    if method is None:
-        raise UsageError(
-            f"{type(model).__name__} has no generate",
-            hint="give it a method that calls the model for the next token, or call engine.predict in a loop",
-        )
-    known = inspect.signature(method).parameters
-    by_transformers = "synced_gpus" in known  # GenerationMixin
-    arguments, given = options[0], dict(options[1])
-    if by_transformers:
-        if given.get("use_cache"):
-            raise UsageError(
-                "use_cache=True, but caches do not pass through a plan", hint="leave use_cache out of engine.generate"
-            )
-        given |= {"use_cache": False, "synced_gpus": mesh.size("dp") > 1}
-    stand_in = _StandIn.of(model, _filled_up(forward, tokens_multiple))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_generators(_common_seed(mesh) + mesh.coordinate("dp"))
-        if isinstance(inputs, dict):
-            return method(stand_in, *arguments, **inputs, **given)
-        return method(stand_in, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)), *arguments, **given)
+    @functools.wraps(type(model).forward)  # transformers reads which arguments there are
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs:
+            return forward(args[0] if len(args) == 1 else args)
+        named = signature.bind(made, *args, **kwargs).arguments
+        return forward(dict(list(named.items())[1 : 1 + len(args)]) | kwargs)
 
-
-class _StandIn:
-    """Makes an object of a model's class that shares what the model holds, and whose forward is another one."""
-
-    @staticmethod
-    def of(model: nn.Module, forward: Forward) -> nn.Module:
-        made: nn.Module = object.__new__(type(model))
-        # Hooks are for the module's own forward: those of FSDP gather its parameters.
-        own = {name: OrderedDict() if name.endswith("_hooks") else held for name, held in vars(model).items()}
-        made.__dict__ = own | {"training": False, "_compiled_call_impl": None}
-        signature = inspect.signature(type(model).forward)
-
-        @functools.wraps(type(model).forward)  # transformers reads which arguments there are
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs:
-                return forward(args[0] if len(args) == 1 else args)
-            named = signature.bind(made, *args, **kwargs).arguments
-            return forward(dict(list(named.items())[1 : 1 + len(args)]) | kwargs)
-
-        made.__dict__["forward"] = call
-        return made
+    made.__dict__["forward"] = call
+    return made
 
 
 def _filled_up(forward: Forward, multiple: int) -> Forward:

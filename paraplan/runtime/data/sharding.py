@@ -24,7 +24,6 @@ from paraplan.runtime.data.streams import (
     StreamBatches,
     check_stream,
     read_in,
-    shard_stream,
     without_sequences,
 )
 
@@ -252,7 +251,7 @@ def shard_dataset(
     if pack is not None:
         dataset = _rows(dataset, pack, seed=seed, epochs=epochs, shuffle=shuffle is not False, num_workers=num_workers)
     if is_stream(dataset):
-        return shard_stream(
+        return StreamBatches(
             dataset,
             ShareOfBatch(batch_size, dp, dp_rank),
             device=device,

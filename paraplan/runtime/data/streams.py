@@ -139,20 +139,30 @@ class _StreamReader(IterableDataset[Any]):
 
 
 class StreamBatches:
-    """Batches of this rank from a stream, one for each step, on its device. Their number is not known beforehand."""
+    """Batches of this rank from a stream, one for each step, on its device. Their number is not known beforehand.
+
+    See `Job.shard` and `check_stream`. `check` is called with the samples of the first global batch. Each loop is the
+    next of `passes`.
+    """
 
     def __init__(
         self,
-        reader: _StreamReader,
+        stream: Iterable[Any],
+        share: ShareOfBatch,
         *,
         device: torch.device,
-        num_workers: int = 0,
-        check: Callable[[list[Any]], None] | None = None,
-        skip: int = 0,
-        passes: Passes | None = None,
+        epochs: int,
+        skip: int,
+        drop_last: bool,
+        num_workers: int,
+        collate: Collate | None,
+        check: Callable[[list[Any]], None] | None,
+        passes: Passes,
     ) -> None:
+        check_stream(stream, epochs=epochs, num_workers=num_workers)
+        reader = _StreamReader(stream, share, epochs=epochs, drop_last=drop_last, collate=collate)
         self._reader = reader
-        self._passes = passes or Passes()
+        self._passes = passes
         self._device = device
         self._check = check
         self._num_workers = num_workers
@@ -233,28 +243,6 @@ def check_stream(stream: Iterable[Any], *, epochs: int, num_workers: int) -> Non
             f"num_workers={num_workers}, but only one worker can keep the order of a stream",
             hint="use num_workers=1 for a stream",
         )
-
-
-def shard_stream(
-    stream: Iterable[Any],
-    share: ShareOfBatch,
-    *,
-    device: torch.device,
-    epochs: int = 1,
-    skip: int = 0,
-    drop_last: bool = True,
-    num_workers: int = 0,
-    collate: Collate | None = None,
-    check: Callable[[list[Any]], None] | None = None,
-    passes: Passes | None = None,
-) -> StreamBatches:
-    """Return the batches of one data-parallel rank from `stream`; see `Job.shard` and `check_stream`.
-
-    `check` is called with the samples of the first global batch. Each loop is the next of `passes`.
-    """
-    check_stream(stream, epochs=epochs, num_workers=num_workers)
-    reader = _StreamReader(stream, share, epochs=epochs, drop_last=drop_last, collate=collate)
-    return StreamBatches(reader, device=device, num_workers=num_workers, check=check, skip=skip, passes=passes)
 
 
 def without_sequences(batch: Any) -> Any:

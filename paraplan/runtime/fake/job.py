@@ -31,7 +31,6 @@ from paraplan.runtime.optimizers.several import as_one_optimizer, as_one_schedul
 from paraplan.runtime.optimizers.whole_tensors import check_scheduler
 from paraplan.runtime.options import EngineOptions, TrainingOptions
 from paraplan.runtime.precision import LossScale
-from paraplan.runtime.rank_part import ParallelContext
 from paraplan.runtime.structure.weights import count_parameters
 from paraplan.runtime.torch_private import pytree
 
@@ -50,16 +49,7 @@ class FakeJob(Job):
         left_out = [] if options.compile_backend is None else [f"compiling with {options.compile_backend}"]
         left_out += [] if options.weights is None else [f"the weights in {options.weights}"]
         num_parameters = count_parameters(model)
-        parallel = ParallelContext.of(
-            self.plan,
-            self.mesh,
-            self.precision,
-            options.loss_fn,
-            find_unused=options.find_unused,
-            recompute=options.recompute,
-            reduce_dtype=options.reduce_dtype,
-            training=None if self.file is None else self.file.training,
-        )
+        parallel = self._parallel(options, None)
         stack = check_model(model, plan=self.plan, file=self.file, precision=self.precision, reads_weights=True)
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")
