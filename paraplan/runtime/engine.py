@@ -13,12 +13,12 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.wrapping import complete_reductions
 from paraplan.runtime.experts.layers import forget_load, load_metrics
+from paraplan.runtime.hands import Freezing
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.predictions import Predictor
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recovery.keeper import is_finite
-from paraplan.runtime.step.freezing import Freezing
 from paraplan.runtime.step.gradients import GradientClipping, scale_gradients
 from paraplan.runtime.step.reports import StepCallback, count_tokens
 from paraplan.runtime.step.totals import StepTotals, TotalsOverRanks

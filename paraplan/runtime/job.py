@@ -29,14 +29,13 @@ from paraplan.runtime.checks.references import Reference, Verify, reference_of
 from paraplan.runtime.connections import Connections
 from paraplan.runtime.data.batches import StepShape, TargetCount, TargetCounter
 from paraplan.runtime.data.packing import Packing, check_keeps_apart
-from paraplan.runtime.data.passes import DataPasses
 from paraplan.runtime.data.sharding import (
     ShardedBatches,
     SizedDataset,
     is_stream,
     shard_dataset,
 )
-from paraplan.runtime.data.streams import SameStream, StreamBatches
+from paraplan.runtime.data.streams import DataPasses, SameStream, StreamBatches
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import Checking

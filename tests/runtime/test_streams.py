@@ -19,9 +19,8 @@ from training_cases import GLOBAL_BATCH, TOKENS, VOCABULARY, TokenPairs, Transfo
 from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.data.passes import DataPasses
 from paraplan.runtime.data.sharding import ShardedBatches, shard_dataset
-from paraplan.runtime.data.streams import StreamBatches
+from paraplan.runtime.data.streams import DataPasses, StreamBatches
 
 CPU = torch.device("cpu")
 

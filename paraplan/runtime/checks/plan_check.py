@@ -22,8 +22,7 @@ from paraplan.runtime.checks.forward_state import ForwardState
 from paraplan.runtime.checks.references import Reference, Whole, changes_the_model
 from paraplan.runtime.checks.trial_runs import Record, TrialRuns
 from paraplan.runtime.checks.trials import anywhere, check_same_batch, check_same_numbers
-from paraplan.runtime.checks.verification import Verification, refusal
-from paraplan.runtime.checks.weight_reads import WeightReads
+from paraplan.runtime.checks.verification import Verification, WeightReads, refusal
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.seeds import python_numbers
 from paraplan.runtime.structure.shaken_weights import shaken_weights

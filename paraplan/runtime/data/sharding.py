@@ -16,9 +16,10 @@ from paraplan.runtime.data.packing import (
     ShuffledDocuments,
     packed,
 )
-from paraplan.runtime.data.passes import DataPasses, Passes
 from paraplan.runtime.data.streams import (
+    DataPasses,
     DeviceCopies,
+    Passes,
     Reading,
     ShareOfBatch,
     StreamBatches,

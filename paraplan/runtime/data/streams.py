@@ -1,12 +1,14 @@
 """Data without numbered samples: every rank reads one stream, and takes its share of each global batch of it.
 
 The order is that of the stream, so that one process and every plan see the same global batches. Where a stream is, is
-the same on every rank: its state can be saved under one plan and loaded under another.
+the same on every rank: its state can be saved under one plan and loaded under another. A loop over the same data,
+numbered or not, is the next pass over it, whatever object it goes over (`DataPasses`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -18,9 +20,43 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paraplan.errors import UsageError
 from paraplan.runtime.data.batches import to_device
-from paraplan.runtime.data.passes import Passes
 from paraplan.runtime.torch_private import default_store, pytree
 from paraplan.runtime.world import World
+
+_MOST = 16  # of data that cannot be referred to weakly, as a list, and would be kept
+
+
+@dataclass
+class Passes:
+    """The `number` of the pass that the next loop begins, from 0, and the steps of a stream's passes before it."""
+
+    number: int = 0
+    num_steps: int = 0
+
+
+class DataPasses:
+    """The passes over each data set that a job has been given, by the data and how it is read."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Callable[[], Any], tuple[Any, ...], Passes]] = []
+
+    def of(self, dataset: object, *settings: object) -> Passes:
+        """Return the passes over `dataset`, read with `settings`: the same ones for the same object."""
+        self._known = [one for one in self._known if one[0]() is not None][-_MOST:]
+        for refer, known, passes in self._known:
+            if refer() is dataset and known == settings:
+                return passes
+        passes = Passes()
+        self._known.append((_reference(dataset), settings, passes))
+        return passes
+
+
+def _reference(dataset: object) -> Callable[[], Any]:
+    try:
+        return weakref.ref(dataset)
+    except TypeError:
+        return lambda: dataset
+
 
 Collate = Callable[[list[Any]], Any]
 

@@ -8,6 +8,7 @@ with a weight for every expert (each token goes to all ranks), or rows for all e
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.experts.exchange import Rows, row_counts, tell
 from paraplan.runtime.experts.layers import ExpertLoad
-from paraplan.runtime.experts.pairs import Pairs
 from paraplan.runtime.shards.group import TensorGroup
 
 
@@ -169,3 +169,51 @@ def set_number(module: nn.Module, num_experts: int, num_local: int) -> None:
     for name, value in list(vars(module).items()):
         if isinstance(value, int) and not isinstance(value, bool) and value == num_experts and "expert" in name:
             setattr(module, name, num_local)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs sorted by expert: `order` has the number of each, `inverse` where each went. A token has `num_each`."""
+
+    order: torch.Tensor
+    inverse: torch.Tensor
+    num_each: int
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, *, num_each: int) -> Pairs:
+        """Return the pairs of tokens with the experts `chosen`, of which each token has `num_each` in a row."""
+        order = torch.argsort(chosen, stable=True)
+        numbers = torch.arange(len(order), device=order.device)
+        return cls(order, torch.empty_like(order).scatter_(0, order, numbers), num_each)
+
+    def spread(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a row of `tokens` for each pair."""
+        rows: torch.Tensor = _Way.apply(tokens, self, True)  # type: ignore[no-untyped-call]
+        return rows
+
+    def collect(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the `rows` of each token."""
+        tokens: torch.Tensor = _Way.apply(rows, self, False)  # type: ignore[no-untyped-call]
+        return tokens
+
+    def copied(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what `spread` does, without a graph."""
+        return tokens[self.order // self.num_each]
+
+    def summed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what `collect` does, without a graph."""
+        return rows[self.inverse].view(-1, self.num_each, rows.shape[-1]).sum(1)
+
+
+class _Way(torch.autograd.Function):
+    """`spread` or `collect`, each of which is the gradient of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, pairs: Pairs, spreads: bool) -> torch.Tensor:
+        ctx.pairs, ctx.spreads = pairs, spreads
+        return pairs.copied(rows) if spreads else pairs.summed(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        made = ctx.pairs.summed if ctx.spreads else ctx.pairs.copied
+        return made(gradients[0]), None, None

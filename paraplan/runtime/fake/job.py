@@ -21,9 +21,8 @@ from paraplan.runtime.data.batches import StepDivider, StepShape, batch_size
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu import FakeGpu
 from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
-from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise
+from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise, split_without_values
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
-from paraplan.runtime.fake.split import split_without_values
 from paraplan.runtime.job import Job
 from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.optimizers.offload import keep_on_host

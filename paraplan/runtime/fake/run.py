@@ -6,6 +6,7 @@ choose differently from the CPU (attention kernels, autocast's lists, foreach op
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import MethodType
@@ -26,7 +27,6 @@ from paraplan.runtime.assembly import wrap_model
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
-from paraplan.runtime.fake.split import split_without_values
 from paraplan.runtime.fake.storage_tracking import (
     Peak,
     Phase,
@@ -36,15 +36,21 @@ from paraplan.runtime.fake.storage_tracking import (
 )
 from paraplan.runtime.fake.torch_private import own_buffers, own_parameters
 from paraplan.runtime.fake.world import fake_world, without_values
-from paraplan.runtime.mesh import build_mesh
+from paraplan.runtime.mesh import Mesh, build_mesh
 from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.rank_part import ParallelContext, RankPart
+from paraplan.runtime.split import tensor_parallel
+from paraplan.runtime.split.check import shares_with_blocks
+from paraplan.runtime.split.forms import forms, tensor_group
+from paraplan.runtime.split.layers import BlockSplit, SequenceEnds
+from paraplan.runtime.split.regions import split_block
 from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.step.loss import token_loss
 from paraplan.runtime.structure.blocks import find_blocks
 from paraplan.runtime.structure.forwards import set_forward
-from paraplan.runtime.torch_private import function_modes
+from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
+from paraplan.runtime.torch_private import function_modes, pytree
 from paraplan.runtime.world import silence_known_noise
 
 NUM_STEPS = 2
@@ -215,3 +221,33 @@ def example_batch(module: nn.Module, size: int, seq_length: int) -> tuple[Any, t
     own = getattr(module, "example_inputs", None)
     inputs = torch.zeros(size, seq_length, dtype=torch.long) if own is None else own(size, seq_length)
     return inputs, torch.zeros(size, seq_length, dtype=torch.long)
+
+
+def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> TensorSplit | None:
+    """Return the split of `model`, which is on the meta device, over `tp`; None where that is one rank.
+
+    Of the forms of a split block, the first is taken whose code runs; whether it computes the same needs values.
+    """
+    if mesh.size("tp") == 1:
+        return None
+    return tensor_parallel.find_tensor_split(
+        ModelStructure(model, find_blocks(model)), mesh=mesh, sequence_parallel=sequence_parallel, check=_unchecked
+    )
+
+
+def _unchecked(
+    block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
+) -> BlockSplit:
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), (call.args, call.kwargs)
+    )
+    for form in forms(block, split, ends, size=mesh.size("tp"), shares=shares_with_blocks(call)):
+        part = copy.deepcopy(block)
+        split_block(part, form, tensor_group(mesh), ends)
+        try:
+            with torch.no_grad():
+                part(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            continue  # sizes that the code names do not fit the parts
+        return form
+    return split

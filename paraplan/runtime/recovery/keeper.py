@@ -15,9 +15,8 @@ import torch.distributed as dist
 from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, gather_sizes, owner_of_each
 from paraplan.runtime.checkpoints.entries import CheckpointSource, State, state_of
 from paraplan.runtime.exchange import gather_json
-from paraplan.runtime.recovery.memory_copies import Copied, Copier, CopyName, Slot, newest_whole
+from paraplan.runtime.recovery.memory_copies import Copied, Copier, CopyName, Neighbour, Slot, newest_whole
 from paraplan.runtime.recovery.memory_reader import MemoryReader
-from paraplan.runtime.recovery.neighbour import Neighbour
 from paraplan.runtime.recovery.status import RankStatus
 from paraplan.runtime.world import World
 from paraplan.shared_memory import COPIES_VARIABLE, CopySlots
