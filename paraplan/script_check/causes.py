@@ -199,7 +199,7 @@ def _cause_of_direction(sight: Sight, parting: Parting, value: torch.Tensor) -> 
         return Cause(
             "stale", None, f"it is the gradient of step {parting.step - 1}: the optimizer steps before it is exchanged"
         )
-    if value.dtype == torch.float32:
+    if value.dtype == torch.float32 and float(value.norm()) > parting.floor * value.numel() ** 0.5:
         for coarse in (torch.bfloat16, torch.float16):
             if distance(value, expected, parting.floor) < 4 * torch.finfo(coarse).eps and bool(
                 (value.to(coarse).float() == value).all()

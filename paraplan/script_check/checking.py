@@ -23,7 +23,7 @@ from paraplan.script_check.reading_plan import (
     rows_read_twice,
     write_inputs,
 )
-from paraplan.script_check.records import ALONE, Role, ScriptReport, ScriptRequest
+from paraplan.script_check.records import ALONE, Difference, Role, ScriptReport, ScriptRequest
 
 _NEEDING_SHARES = ("another direction", "another output", "another loss", "scaled")
 """Kinds of differences of which what each rank's batch gives alone may say more."""
@@ -49,16 +49,7 @@ def check_script(
         say(f"{request.script} on {num_ranks} CPU ranks")
         ranks = runs.run("ranks", num_ranks)
         sight, notes = _sight(runs, ranks)
-        difference, gradient_error, parameter_error = first_difference(sight)
-        if difference is not None and difference.kind in _NEEDING_SHARES:
-            sight = runs.with_shares(sight)
-            if difference.kind == "scaled" and sums_rows(sight):
-                notes.append(
-                    f"the loss is a sum over rows, or divided by a number of them that the script writes down: one "
-                    f"process, which has those of {len(sight.groups)} ranks at once, took 1/{len(sight.groups)} of it"
-                )
-                sight = runs.with_smaller_loss(sight)
-            difference, gradient_error, parameter_error = first_difference(sight)
+        sight, (difference, gradient_error, parameter_error) = _judged(runs, sight, notes)
     record = ranks[0].record
     num_done = min(len(process.record.steps) for process in (*ranks, sight.alone))
     if num_done < num_steps:
@@ -77,6 +68,31 @@ def check_script(
         notes=tuple(dict.fromkeys((*notes, *record.notes, *sight.alone.record.notes))),
         seconds=time.monotonic() - began,
     )
+
+
+def _judged(runs: _Runs, sight: Sight, notes: list[str]) -> tuple[Sight, tuple[Difference | None, float, float]]:
+    """Return the first thing that parts, and what was seen to know it; note how batches were put together."""
+    answer = first_difference(sight)
+    if answer[0] is None or answer[0].kind not in _NEEDING_SHARES:
+        return sight, answer
+    sight = runs.with_shares(sight)
+    if answer[0].kind == "scaled" and sums_rows(sight):
+        notes.append(
+            f"the loss is a sum over rows, or divided by a number of them that the script writes down: one "
+            f"process, which has those of {len(sight.groups)} ranks at once, took 1/{len(sight.groups)} of it"
+        )
+        sight = runs.with_smaller_loss(sight)
+    answer = first_difference(sight)
+    if answer[0] is not None and answer[0].kind == "mean of shares":
+        paired = runs.with_halves(sight)
+        other = first_difference(paired)
+        if other[0] is None or other[0].step > answer[0].step or other[0].quantity != "gradient":
+            notes.append(
+                "the halves of a batch belong together, as chosen and rejected answers: one process has the first "
+                "halves of the ranks' batches, and then the second ones"
+            )
+            return paired, other
+    return sight, answer
 
 
 def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
@@ -120,6 +136,7 @@ class _Runs:
         self.read: list[tuple[str, int]] = []
         self.start: dict[str, torch.Tensor] = {}
         self.spreads = False
+        self.halves = False
         self.loss_scale = 1.0
         self.notes: list[str] = []
         self.last_folder = folder
@@ -176,7 +193,7 @@ class _Runs:
     def alone(self, readers: Sequence[int]) -> tuple[Process, Process]:
         """Run one process on the batches of `readers`, twice: as it is, and with shaken weights."""
         inputs = self.folder / f"inputs-{self._num_runs}"
-        write_inputs(inputs, self.ranks, self.read, readers, self.start, spreads=self.spreads)
+        write_inputs(inputs, self.ranks, self.read, readers, self.start, spreads=self.spreads, halves=self.halves)
         alone, shaken = self.run("alone", len(ALONE), str(inputs))
         return alone, shaken
 
@@ -184,6 +201,16 @@ class _Runs:
         """Return `sight` with one process whose losses are divided by the number of ranks whose rows it has."""
         self.loss_scale = 1 / len(sight.groups)
         alone, shaken = self.alone([group[0] for group in sight.groups])
+        return replace(sight, alone=alone, shaken=shaken)
+
+    def with_halves(self, sight: Sight) -> Sight:
+        """Return `sight` with one process that has the first halves of batches before the second ones."""
+        self.say("one process on the halves of batches, to find what is to blame")
+        self.halves = True
+        try:
+            alone, shaken = self.alone([group[0] for group in sight.groups])
+        except CheckRunError:
+            return sight
         return replace(sight, alone=alone, shaken=shaken)
 
     def with_shares(self, sight: Sight) -> Sight:

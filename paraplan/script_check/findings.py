@@ -24,6 +24,9 @@ _ROUNDING = 3e-5
 
 _NOISE_FACTOR = 16.0
 _SMALLEST = 1e-3
+_CANCELLED = 1e-5
+"""What is left of a gradient whose terms cancel, relative to the size that gradients of the model have: some tens
+of units of the last place of fp32."""
 
 _SKIPPING = (
     "a step is skipped on some ranks alone, as where each decides by its own gradients or loss, or has fewer batches"
@@ -124,7 +127,10 @@ def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | 
     names = [name for name in sight.alone.record.names if name in expected]
     if not names:
         return None, 0.0
-    floor = _SMALLEST * statistics.median(float(expected[name].double().square().mean()) ** 0.5 for name in names)
+    sizes = {name: float(expected[name].double().square().mean()) ** 0.5 for name in names}
+    floor = _SMALLEST * statistics.median(sizes.values())
+    dust = _CANCELLED * floor / _SMALLEST if quantity == "gradient" else 0.0
+    cancelled = _cancelled(sight, step) if quantity == "parameter" else set()
     noises = {name: distance(shaken[name], expected[name], floor) for name in names if name in shaken}
     usual = statistics.median(noises.values()) if noises else 0.0
     worst = 0.0
@@ -133,8 +139,12 @@ def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | 
         values = [_fitted(one.get(name), expected[name]) for one in found]
         tolerance = max(_ROUNDING, _NOISE_FACTOR * max(noises.get(name, 0.0), usual))
         errors = [_error(value, expected[name], floor) for value in values]
+        if name in cancelled:
+            continue
         if max(errors) <= tolerance:
             worst = max(worst, *errors)
+            continue
+        if max(errors) <= dust / max(sizes[name], floor, 1e-30):
             continue
         partings.append(Parting(step, name, values, expected[name], errors, tolerance, floor))
     if not partings:
@@ -159,6 +169,19 @@ def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | 
         step, quantity, told.name, told.ranks, causes[chosen], error=error, tolerance=told.tolerance
     )
     return difference.replace(num_alike=len(partings)), worst
+
+
+def _cancelled(sight: Sight, step: int) -> set[str]:
+    """Return parameters of whose gradient only rounding is left in some step: Adam moves them by it as by any other."""
+    found = set()
+    for earlier in range(1, step + 1):
+        sizes: dict[str, list[float]] = {}
+        for process in (sight.alone, *sight.ranks):
+            for name, value in process.of(f"gradient/{earlier}").items():
+                sizes.setdefault(name, []).append(float(value.double().square().mean()) ** 0.5)
+        usual = statistics.median(size for size, *_ in sizes.values()) if sizes else 0.0
+        found |= {name for name, each in sizes.items() if 0 < max(each) <= _CANCELLED * usual}
+    return found
 
 
 def _fitted(value: torch.Tensor | None, whole: torch.Tensor) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ START_FILE, READ_FILE, INPUTS_FILE = "start.safetensors", "read.safetensors", "i
 _SELECTING = ("__setitem__", "__getitem__", "masked_fill", "masked_fill_")
 
 Place = tuple[str, int]
+_Leaves = Sequence[tuple[str, torch.Tensor]]
 
 
 def origins(ranks: Sequence[Process]) -> list[Place]:
@@ -138,16 +139,19 @@ def write_inputs(
     start: dict[str, torch.Tensor],
     *,
     spreads: bool,
+    halves: bool = False,
 ) -> None:
     """Write what one process is given into `folder`: the batches of `readers`, one rank of each group.
 
-    It reads them one after another, each as a micro-batch, where it `spreads` them.
+    It reads them one after another, each as a micro-batch, where it `spreads` them; or first the first `halves` of all,
+    where they can be halved.
     """
     tensors: dict[str, torch.Tensor] = {}
     entries: list[tuple[str, int, int]] = []
     for place, time in read:
-        for number, rank in enumerate(readers):
-            for leaf, (key, value) in enumerate(ranks[rank].reading(place, time)):
+        parts = [ranks[rank].reading(place, time) for rank in readers]
+        for number, part in enumerate(_halved(parts) if halves else parts):
+            for leaf, (key, value) in enumerate(part):
                 tensors[f"{len(entries)}/{leaf}/{key}"] = value
             entries.append((place, time, number))
     ended = [
@@ -179,6 +183,17 @@ def write_inputs(
     save_file({name: value.contiguous() for name, value in start.items()}, folder / START_FILE)
     save_file(tensors, folder / READ_FILE)
     (folder / INPUTS_FILE).write_text(inputs.to_json(), encoding="utf-8")
+
+
+def _halved(parts: Sequence[_Leaves]) -> Sequence[_Leaves]:
+    """Return the first halves of `parts`, and then the second ones; `parts` where some have an odd number of rows."""
+    if any(value.ndim and len(value) % 2 for part in parts for _, value in part):
+        return parts
+    return [
+        [(key, value.chunk(2)[half].contiguous() if value.ndim else value) for key, value in part]
+        for half in (0, 1)
+        for part in parts
+    ]
 
 
 def put_together(ranks: Sequence[Process], alone: Process) -> tuple[list[Process], int, int]:

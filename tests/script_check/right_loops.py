@@ -226,6 +226,13 @@ def loop(how: str, what: str) -> None:  # noqa: C901 - one branch for each loop,
     elif what == "triplet":
         margin = nn.TripletMarginLoss()
         trained(divided(mlp(), how), lambda model, x, y: margin(model(x), model(x + 0.1), model(x.flip(1))), loader())
+    elif what == "pairs":  # the rows that are to win, and behind them those that are to lose
+
+        def ranked(model: Any, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            better, worse = model(rows)[:, 0].chunk(2)
+            return -functional.logsigmoid(better - worse).mean()
+
+        trained(divided(mlp(), how), ranked)
     elif what == "focal":
 
         def focal(model: Any, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -342,7 +349,7 @@ def loop(how: str, what: str) -> None:  # noqa: C901 - one branch for each loop,
 
 PLAIN = ("sum", "recurrent", "vision", "pixels", "upscale", "triplet", "focal", "slope", "diffusion", "experts")
 PLAIN += ("stream", "epochs", "mappings", "compiled", "averaged-weights", "plateau", "closure", "scaler", "unused")
-PLAIN += ("static", "views", "muon", "word-distill", "line-search", "steepest", "sharpness")
+PLAIN += ("static", "views", "muon", "word-distill", "pairs", "line-search", "steepest", "sharpness")
 LOOPS: dict[str, Callable[[], None]] = {
     **{f"ddp/{what}": lambda what=what: loop("ddp", what) for what in PLAIN},
     **{f"fsdp2/{what}": lambda what=what: loop("fsdp2", what) for what in ("sum", "vision", "scaler", "word-distill")},

@@ -11,7 +11,7 @@ from rank_harness import RankHarness
 pytestmark = pytest.mark.ranks
 
 USUAL = ("fsdp2/gan", "fsdp2/clip", "accelerate/accumulate", "trainer/smoothing", "ddp/sum")
-USUAL += ("ddp/line-search", "ddp/workers")
+USUAL += ("ddp/line-search", "ddp/workers", "ddp/pairs")
 OTHERS = [
     name for name in right_scripts.scripts() if name not in (*USUAL, *right_scripts.BY_SHARE, *right_scripts.WRONG)
 ]
@@ -35,7 +35,8 @@ def test_a_loss_that_compares_samples_is_told_as_the_mean_of_shares(name: str, r
     assert found.kind == "mean of shares"
 
 
-@pytest.mark.parametrize("name", with_all([*right_scripts.WRONG]))
+@pytest.mark.with_all
+@pytest.mark.parametrize("name", right_scripts.WRONG)
 def test_a_loss_that_is_multiplied_by_the_ranks_of_zero_is_told_with_its_factor(name: str, ranks: RankHarness) -> None:
     pytest.importorskip("deepspeed")
     found = checked(ranks, right_scripts.__file__, name).difference

@@ -216,3 +216,20 @@ def test_one_process_is_given_what_ranks_read_first_and_computes_the_rest() -> N
     assert groups_of(ranks, read) == [[0], [1]]
     same = [reads(rank, rows=("a", "b")) for rank in (0, 1)]
     assert groups_of(same, origins(same)) == [[0, 1]]
+
+
+def test_what_rounding_leaves_of_a_gradient_whose_terms_cancel_is_no_difference_and_a_lost_one_is() -> None:
+    def cancelled(name: str, whole: torch.Tensor, size: float) -> torch.Tensor:
+        return torch.full_like(whole, size) if name == "head.bias" else whole
+
+    ranks = sight(2, lambda name, whole, _: cancelled(name, whole, 3e-7))
+    for process in (ranks.alone, ranks.shaken):
+        process.tensors["gradient/1/head.bias"] = torch.zeros(4, 3)
+        process.tensors["parameter/1/head.bias"] = torch.full((4, 3), 0.9)  # Adam steps by rounding as by any other
+    assert first_difference(ranks)[0] is None
+    lost = sight(2, lambda name, whole, _: cancelled(name, whole, 3e-3))
+    for process in (lost.alone, lost.shaken):
+        process.tensors["gradient/1/head.bias"] = torch.zeros(4, 3)
+    found = first_difference(lost)[0]
+    assert found is not None
+    assert (found.quantity, found.name) == ("gradient", "head.bias")
