@@ -119,7 +119,7 @@ def _cause_of_spread(sight: Sight, parting: Parting, values: Sequence[torch.Tens
     factor = factor_of(total, parting.expected, parting.tolerance)
     if factor is None:
         right = [rank for rank in range(len(values)) if rank not in parting.ranks]
-        also = f" ({ranks_of(right)} have the gradient of all batches)" if right else ""
+        also = f" (the gradient of all batches is on {ranks_of(right)})" if right else ""
         return Cause(
             "not reduced",
             None,
@@ -132,7 +132,9 @@ def _cause_of_spread(sight: Sight, parting: Parting, values: Sequence[torch.Tens
         what = "their mean is the gradient of all batches"
     else:
         what = f"their mean is the gradient of all batches times {factor / len(kinds):.4g}"
-    return Cause("not reduced", None, f"{among}, and {what}: it is never reduced over these ranks")
+    is_clipped = all(process.record.steps[parting.step - 1].norm is not None for process in sight.ranks)
+    when = ", or not before it is clipped" if is_clipped else ""
+    return Cause("not reduced", None, f"{among}, and {what}: it is never reduced over these ranks{when}")
 
 
 def _among(sight: Sight, kinds: Sequence[Sequence[int]], num_ranks: int) -> str:
