@@ -210,9 +210,16 @@ def answer(workload: Workload, request: SearchRequest) -> Recommendation:
     Raises as `recommend` does.
     """
     request = replace(request, executor=executor_of(workload), executors=executor_of)
+    if request.find == "largest-model":
+        request = replace(request, fixed=_without_offload(request.fixed))
     constants = workload.constants.replace(memory_margin=request.memory_margin)
     model = CostModel.of_workload(replace(workload, constants=constants))
     return Recommendation(recommendation(model, request), request)
+
+
+def _without_offload(fixed: Constraints) -> Constraints:
+    """Return what is fixed without offload, unless one is asked for: with it nearly all fits, at the host's pace."""
+    return replace(fixed, offload=fixed.offload or "none")
 
 
 def largest_model(
@@ -235,7 +242,7 @@ def largest_model(
     `SEQUENCES_PER_GPU`, as on the command line. Raises `NoPlanFitsError` where none fits.
     """
     sequences = global_batch_size or cluster.num_gpus * SEQUENCES_PER_GPU
-    fixed = replace(constraints, offload=constraints.offload or "none")
+    fixed = _without_offload(constraints)
     for model in sorted(map(load_model, bundled_models()), key=lambda one: one.parameters.total, reverse=True):
         try:
             asked = training_of(model, seq_length=seq_length, global_batch_size=sequences, **training)

@@ -125,6 +125,24 @@ def largest_layer(workload: Workload) -> LargestLayer:
     )
 
 
+def least_state_bytes(workload: Workload) -> float:
+    """Return what weights and optimizer states take at least on all GPUs together, however a plan divides them.
+
+    Of trained weights a byte each, of tied ends one: what is counted may be in no plan, what is not is on top. Nothing
+    of it lies in host memory.
+    """
+    model = workload.model
+    states = optimizer_states(model, workload.training.optimizer, workload.framework.storage.optimizer_state_bytes)
+    parts = [(run.block, run.count, states.blocks) for run in model.runs]
+    parts += [(model.embedding, 1, states.embedding)]
+    parts += [] if model.tied_embeddings else [(model.head, 1, states.head)]
+    return sum(
+        count
+        * sum(one.num_elements * (1.0 + state) if one.trains else one.frozen_bytes or 0.0 for one in block.parameters)
+        for block, count, state in parts
+    )
+
+
 def _first_true(count: int, holds: Callable[[Ints, Ints], Mask], *, even: int) -> Ints:
     """Return for each of `count` questions the first number of replicas for which it holds, 0 where it never does.
 

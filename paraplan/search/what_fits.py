@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from paraplan.cost.capacity import least_state_bytes
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import evaluate_plan, leaves_room
 from paraplan.cost.loading import can_load
@@ -46,6 +47,11 @@ def some_plan_fits(
     far enough from the limit, also by what torch's allocator keeps.
     """
     workload = CostModel.of_workload(workload)
+    if (
+        fixed.offload == "none"
+        and least_state_bytes(workload) > workload.cluster.num_gpus * workload.usable_memory_bytes
+    ):
+        return False
     try:
         for chunk in PlanSpace(workload, executor, fixed).chunks():
             table = _one_micro_batch(chunk.table) if without_accumulation else chunk.table

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from case_selection import with_all
 
+from paraplan.cost.capacity import least_state_bytes
+from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import estimate_plan, peak_memory, step_times
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.framework_files import load_framework
@@ -379,6 +381,25 @@ def test_what_fits_is_found_with_nothing_larger_that_does(workload: MakeWorkload
     assert length is not None
     assert length > 4096
     assert longest_sequence(workload("gpt2", global_batch_size=8)) == 1024
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "training"),
+    [
+        ("llama-3.2-1b", "dgx-h100", {}),  # tied ends
+        ("qwen3-30b-a3b", "dgx-h100", {"optimizer": "adafactor"}),
+        ("llama-3-8b", "rtx-3090-x2", {"train": "lora:r=16", "base_weights": "nf4"}),
+        ("gpt2-xl", "rtx-3090-x2", {"precision": "bf16-pure", "optimizer": "adamw_8bit"}),
+        ("gpt2", "dgx-h100", {"optimizer": "muon"}),
+    ],
+)
+def test_no_plan_holds_less_than_the_least_of_weights_and_optimizer(
+    workload: MakeWorkload, model: str, profile: str, training: dict[str, Any]
+) -> None:
+    made = CostModel.of_workload(workload(model, profile=profile, **training))
+    tables = [chunk.table for chunk in PlanSpace(made, OWN_RUNTIME, Constraints(offload="none")).chunks()]
+    least = min(float(peak_memory(made, table).min()) for table in tables if len(table))
+    assert 0 < least_state_bytes(made) <= made.cluster.num_gpus * least
 
 
 def test_one_long_sequence_goes_over_more_ranks_than_its_heads_divide(workload: MakeWorkload) -> None:
