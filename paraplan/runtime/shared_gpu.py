@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paraplan.runtime.torch_private import GATHER_INTO, REDUCE_INTO, GroupOverGloo, finished_work, pytree
+from paraplan.runtime.torch_private import GroupOverGloo, finished_work, pytree
 
 NAME = "gloo_shared_gpu"
 
@@ -122,8 +122,7 @@ def _over_gloo(name: str) -> Callable[..., dist.Work]:
 
 
 for _name in (
-    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", GATHER_INTO),
-    *("allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", REDUCE_INTO),
-    *("reduce_scatter_tensor_coalesced", "alltoall_base", "alltoall"),
+    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "allgather_into_tensor_coalesced"),
+    *("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor_coalesced", "alltoall_base", "alltoall"),
 ):
     setattr(SharedGpuGroup, _name, _over_gloo(_name))  # torch looks for what a subclass overrides when it calls it

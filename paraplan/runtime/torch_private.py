@@ -259,14 +259,16 @@ def timeout_of_world(device: torch.device) -> timedelta:
     return timeout
 
 
-GATHER_INTO, REDUCE_INTO = "_allgather_base", "_reduce_scatter_base"
-"""What torch calls of a group for `all_gather_into_tensor` and `reduce_scatter_tensor`."""
-
 _ProcessGroup: Any = dist.ProcessGroup  # its methods have several forms, of which torch calls one
 
 
 class GroupOverGloo(_ProcessGroup):  # type: ignore[misc]
-    """A group that a subclass carries out with `gloo`, a group of the same ranks."""
+    """A group that a subclass carries out with `gloo`, a group of the same ranks.
+
+    It says how in `run(name, *arguments)`, and overrides the collectives by their public names; two have none.
+    """
+
+    run: Callable[..., dist.Work]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -276,6 +278,12 @@ class GroupOverGloo(_ProcessGroup):  # type: ignore[misc]
         self.gloo._set_default_backend(kind)
         for group, device in ((self.gloo, "cpu"), (self, "cpu"), (self, "cuda")):
             group._register_backend(torch.device(device), kind, backend)
+
+    def _allgather_base(self, *arguments: Any) -> dist.Work:
+        return self.run("_allgather_base", *arguments)
+
+    def _reduce_scatter_base(self, *arguments: Any) -> dist.Work:
+        return self.run("_reduce_scatter_base", *arguments)
 
 
 def finished_work(result: list[torch.Tensor]) -> dist.Work:
