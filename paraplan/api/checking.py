@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from paraplan.errors import UsageError
 from paraplan.model.config_file import load_config
 from paraplan.model.factory import load_factory
 from paraplan.model.reader import find_config, is_factory
@@ -67,6 +69,7 @@ def check_script(
     num_ranks: int = 4,
     num_steps: int = 2,
     is_module: bool = False,
+    shrink: bool = False,
     timeout_s: float = 600.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> ScriptReport:
@@ -77,14 +80,26 @@ def check_script(
     clipping is told, and every parameter after each of `num_steps` optimizer steps. The report names the first that
     parts, on which ranks, by which factor, and what that usually means.
 
-    `arguments` are the script's, `is_module` runs it as `python -m` does, `say` is told what is run. Raises
-    `UsageError` for a script that is not there, and `CheckRunError` where it fails, or never steps an optimizer.
+    `arguments` are the script's, `is_module` runs it as `python -m` does, `say` is told what is run. With `shrink`
+    every model of transformers that the script builds or loads is a small one of its structure, with weights drawn:
+    nothing of it is downloaded where its configuration is bundled. Raises `UsageError` for a script that is not there,
+    and `CheckRunError` where it fails, or never steps an optimizer.
     """
     from paraplan.script_check.checking import check_script
     from paraplan.script_check.plans import launch_on_cpu
     from paraplan.script_check.records import ScriptRequest
 
-    request = ScriptRequest(script=script, is_module=is_module, arguments=tuple(arguments), num_steps=num_steps)
+    if shrink and importlib.util.find_spec("transformers") is None:
+        raise UsageError(
+            "smaller models are made of those of transformers, which is not installed", hint="pip install transformers"
+        )
+    request = ScriptRequest(
+        script=script,
+        is_module=is_module,
+        arguments=tuple(arguments),
+        num_steps=num_steps,
+        shrink_for=num_ranks if shrink else 0,
+    )
     return check_script(request, num_ranks=num_ranks, launch=partial(launch_on_cpu, timeout_s=timeout_s), say=say)
 
 

@@ -38,6 +38,12 @@ def check(
         typer.Option("--script", metavar="FILE", help="A training script to check as it is, without a plan."),
     ] = None,
     module: Annotated[bool, typer.Option("--module", help="--script names a module, as `python -m` takes it.")] = False,
+    shrink: Annotated[
+        bool,
+        typer.Option(
+            "--shrink", help="With --script: small models in place of those of transformers, with weights drawn."
+        ),
+    ] = False,
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="CPU ranks: of a plan at most 8, of a script 4 by default.")
     ] = None,
@@ -85,6 +91,7 @@ def check(
             num_ranks=ranks or 4,
             num_steps=steps or 2,
             is_module=module,
+            shrink=shrink,
             timeout_s=timeout,
             say=say,
         )
@@ -92,6 +99,11 @@ def check(
         if not found.is_equal:
             raise typer.Exit(1)
         return
+    if shrink or module:
+        raise UsageError(
+            f"--{'shrink' if shrink else 'module'} says how --script is run, and none is given",
+            hint="give --script train.py; MODEL is made smaller by itself",
+        )
     if words is None or len(words) != 1 or plan_path is None:
         raise UsageError("there is nothing to check", hint="give MODEL --plan plan.json, or --script train.py")
     file = load_plan(plan_path)

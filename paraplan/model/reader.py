@@ -59,7 +59,7 @@ _read_bundled = lru_cache(maxsize=256)(_read_file)
 """Reads a file of ours, which stays as it is: searches for the largest model read all of them again and again."""
 
 
-def _bundled_by_id(repository: str) -> Path | None:
+def bundled_config(repository: str) -> Path | None:
     """Return the bundled configuration of a hub id, however its letters are written; None where it is not bundled."""
     wanted = repository.lower()
     for path in bundled_models().values():
@@ -95,7 +95,7 @@ def find_config(reference: str) -> Path:
     if reference in bundled:
         return bundled[reference]
     if _looks_like_hub_id(reference):
-        known = _bundled_by_id(reference)
+        known = bundled_config(reference)
         if known is not None:
             return known
         return _download_config(reference)

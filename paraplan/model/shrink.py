@@ -93,6 +93,7 @@ class Smaller:
     tp: int
     seq_length: int
     keeps_width: bool = False
+    keeps_vocabulary: bool = False
     cp: int = 1
     depth: int | None = None
 
@@ -143,7 +144,7 @@ def _fewer_layers(fields: Mapping[str, Any], depth: int, count: int) -> dict[str
 def _narrower(fields: Mapping[str, Any], to: Smaller) -> dict[str, Any]:
     small = _fewer_heads(fields, to)
     for name in _VOCABULARY:
-        if _is_count(fields.get(name)) and fields[name] > _SMALL_VOCABULARY:
+        if _is_count(fields.get(name)) and fields[name] > _SMALL_VOCABULARY and not to.keeps_vocabulary:
             small[name] = _SMALL_VOCABULARY + fields[name] % to.tp
     vocabulary = _first({**fields, **small}, _VOCABULARY)
     for name, value in fields.items():

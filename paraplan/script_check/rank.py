@@ -39,6 +39,11 @@ def main(path: str) -> None:
     else:
         be_one_process()
     follow_loaders(recorder.sources)
+    if request.shrink_for:
+        from paraplan.script_check.smaller_models import SmallerModels  # transformers, which few scripts need
+
+        inside = recorder.sources.inside
+        SmallerModels(request.shrink_for, Path(request.folder), note=recorder.note, inside=inside).follow()
     sys.argv[:] = [request.script, *request.arguments]
     recorder.follow()
     try:

@@ -175,13 +175,14 @@ class Recorder:
             if is_batch_norm(module):
                 module.eval()
                 module.train = lambda *_, module=module: module  # type: ignore[method-assign]
-                self._note("batch statistics are those of the start: with them, a batch in parts is another training")
+                self.note("batch statistics are those of the start: with them, a batch in parts is another training")
             for name, value in list(vars(module).items()):
                 if isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and is_dropout(module))):
                     setattr(module, name, 0.0)
-                    self._note("dropout is switched off")
+                    self.note("dropout is switched off")
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Note what the answer is to say beside its verdict."""
         self._notes.setdefault(text)
 
     def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -252,7 +253,7 @@ class Recorder:
                 theirs = rates.get(name, value)
                 if theirs == value:
                     continue
-                self._note(
+                self.note(
                     f"the optimizer's {name} is {theirs:g} on ranks, and {value:g} in one process, which took theirs"
                 )
                 key, _, place = name.partition(" ")

@@ -49,6 +49,8 @@ class ScriptRequest(Record):
     is_module: bool
     arguments: tuple[str, ...]
     num_steps: int
+    shrink_for: int = 0
+    """Number of ranks that are to share the heads of the smaller models made in place of the script's; 0 for none."""
     folder: str = ""
     """Where its record goes."""
     role: Role = "ranks"

@@ -125,3 +125,18 @@ def test_ranks_that_fail_are_reported_with_their_error(ranks: RankHarness, model
 def test_a_missing_plan_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", "gpt2", "--plan", str(tmp_path / "absent.json")])
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gpt2", "--plan", "plan.json", "--shrink"], "--shrink says how --script is run, and none is given"),
+        (["gpt2", "--plan", "plan.json", "--module"], "--module says how --script is run, and none is given"),
+        (["--plan", "plan.json", "--script", "train.py"], "--script and --plan are two checks"),
+        ([], "there is nothing to check"),
+    ],
+)
+def test_options_of_another_check_are_refused(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["check", *words])
+    assert result.exit_code == 2
+    assert said in str(result.exception)
