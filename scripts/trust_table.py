@@ -36,7 +36,7 @@ from paraplan.accuracy.ranges import (
 )
 from paraplan.accuracy.run_prediction import PEAKS, RunPrediction
 from paraplan.accuracy.run_workload import BundledData, workload_of_run
-from paraplan.accuracy.scoring import ErrorSummary, FitScore, Score, SweepScore, outcomes, score_fits
+from paraplan.accuracy.scoring import ErrorSummary, FitScore, Outcomes, Score, SweepScore, outcomes, score_fits
 from paraplan.api.validation import Row, Validation
 from paraplan.api.validation import validate as validate_runs
 from paraplan.errors import ParaplanError
@@ -105,9 +105,8 @@ def tell_failures(rows: Sequence[Row]) -> list[Row]:
     return [(run, row) for run, row in rows if row.source in telling]
 
 
-def risk_of(rows: Sequence[Row], *, without: str | None = None) -> MemoryRisk:
+def risk_of(ended: Outcomes, *, without: str | None = None) -> MemoryRisk:
     """Return the risk of running out of memory that runs tell, those of one source left out."""
-    ended = outcomes(rows)
     return MemoryRisk.of(
         [
             (row.allocator_share, failed)
@@ -121,7 +120,8 @@ def risk_of(rows: Sequence[Row], *, without: str | None = None) -> MemoryRisk:
 def risks_left_out(rows: Sequence[Row]) -> FitScore:
     """Return the score of risks, each source's told by the others that publish failures."""
     told = tell_failures(rows)
-    lines = {source: risk_of(told, without=source) for source in {row.source for _, row in told}}
+    ended = outcomes(told)
+    lines = {source: risk_of(ended, without=source) for source in {row.source for _, row in told}}
     return score_fits(
         [
             (run, row.replace(out_of_memory_risk=lines[row.source].at(row.allocator_share)))
@@ -140,7 +140,7 @@ def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
         measured=measured_on(timed),
         step_time=errors_by_evidence(ratios),
         memory=memory_errors(row for _, row in rows if row.id not in poor),
-        memory_risk=risk_of(tell_failures(rows)),
+        memory_risk=risk_of(outcomes(tell_failures(rows))),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Literal, Self, get_args
@@ -74,21 +73,27 @@ class Errors(Record):
     @classmethod
     def of(cls, ratios: Sequence[Ratio]) -> Self:
         """Return the range of some runs, of at least two sources."""
-        counts = Counter(source for source, _ in ratios)
-        held = {tail: list[float]() for tail in _TAILS}
-        for source in counts:
-            own = np.array([value for name, value in ratios if name == source])
-            for tail, (low, high) in _ends([each for each in ratios if each[0] != source]).items():
-                held[tail].append(float(np.mean((low <= own) & (own <= high))))
-        shares = {
-            tail: (float(np.average(means, weights=list(counts.values()))), float(np.mean(means)))
-            for tail, means in held.items()
-        }
-        tail = min(_TAILS, key=lambda tail: max(abs(share - SHARE) for share in shares[tail]))
-        low, high = (round(float(end), 3) for end in _ends(ratios)[tail])
-        by_rows, by_sources = (round(share, 3) for share in shares[tail])
+        names, source_of, counts = np.unique([source for source, _ in ratios], return_inverse=True, return_counts=True)
+        values = np.array([value for _, value in ratios])
+        order = np.argsort(values, kind="stable")
+        values, source_of = values[order], source_of[order]
+        logs, weights = np.log(values), np.sqrt(1 / counts)[source_of]
+        held = np.empty((len(names), len(_TAILS)))  # of each source, in the range that the others make
+        for source in range(len(names)):
+            is_own = source_of == source
+            low, high = _ends(logs[~is_own], weights[~is_own])
+            own = values[is_own][:, None]
+            held[source] = ((low <= own) & (own <= high)).mean(axis=0)
+        by_rows, by_sources = np.average(held, axis=0, weights=counts), held.mean(axis=0)
+        tail = int(np.argmin(np.maximum(np.abs(by_rows - SHARE), np.abs(by_sources - SHARE))))
+        lowest, highest = (round(float(ends[tail]), 3) for ends in _ends(logs, weights))
         return cls(
-            rows=len(ratios), sources=len(counts), low=low, high=high, held_rows=by_rows, held_sources=by_sources
+            rows=len(ratios),
+            sources=len(names),
+            low=lowest,
+            high=highest,
+            held_rows=round(float(by_rows[tail]), 3),
+            held_sources=round(float(by_sources[tail]), 3),
         )
 
     @property
@@ -97,16 +102,11 @@ class Errors(Record):
         return self.low, self.high
 
 
-def _ends(ratios: Sequence[Ratio]) -> dict[float, tuple[float, float]]:
-    """Return the ends of the range by the share of runs beyond each."""
-    counts = Counter(source for source, _ in ratios)
-    values = np.array([value for _, value in ratios])
-    weights = np.array([counts[source] ** -0.5 for source, _ in ratios])
-    order = np.argsort(values)
-    reached = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
-    wanted = np.array([(tail, 1 - tail) for tail in _TAILS])
-    found = np.exp(np.interp(wanted, reached, np.log(values[order])))
-    return {tail: (float(low), float(high)) for tail, (low, high) in zip(_TAILS, found, strict=True)}
+def _ends(logs: Floats, weights: Floats) -> tuple[Floats, Floats]:
+    """Return the lower and the upper ends of ranges of rising `logs`, one for each share in `_TAILS` beyond either."""
+    reached = (np.cumsum(weights) - weights / 2) / weights.sum()
+    tails = np.array(_TAILS)
+    return np.exp(np.interp(tails, reached, logs)), np.exp(np.interp(1 - tails, reached, logs))
 
 
 class MemoryRisk(Record):

@@ -63,6 +63,8 @@ class BundledData:
     """What published recipes switch on."""
     configs: Mapping[str, Fields] = field(default_factory=dict)
     """Configurations of models by name (`model.named.known_configs`)."""
+    models: dict[tuple[str, int | None, int, int, int], ModelSpec] = field(default_factory=dict)
+    """Those that runs named so far, by name, number of layers, and what runs state of them: many state the same."""
 
     def completed(self, run: MeasuredRun) -> MeasuredRun:
         """Return a run with what its published recipe says where its own cells are blank."""
@@ -83,7 +85,7 @@ def workload_of_run(run: MeasuredRun, data: BundledData) -> Workload:
     """
     cluster, framework = _cluster(run, data), framework_of_run(run, data.frameworks)
     stack = stack_of_run(run, framework)
-    model = _named_model(run, data.configs) or model_from_shapes(_shapes(run, framework, stack, data.configs))
+    model = _named_model(run, data) or model_from_shapes(_shapes(run, framework, stack, data.configs))
     if run.head == "classifier" or NO_HEAD in run.nonstandard_features.lower():
         # A classifier: the vocabulary stays in the embedding alone.
         model = model.replace(head=BlockSpec(kind="classifier"), vocab_size=1)
@@ -328,20 +330,22 @@ def _splits_sequences(run: MeasuredRun, framework: FrameworkProfile) -> bool:
     return framework.tensor_parallel.sequence_parallel_by_default
 
 
-def _named_model(run: MeasuredRun, known: Mapping[str, Fields]) -> ModelSpec | None:
+def _named_model(run: MeasuredRun, data: BundledData) -> ModelSpec | None:
     """Return the known model that a run names, None for a run that gives its shapes."""
     blank = [name for name in SHAPES if getattr(run, name) is None]
-    fields = named_config(known, run.model_name, num_layers=run.layers)
+    fields = named_config(data.configs, run.model_name, num_layers=run.layers)
     has_experts = is_fine_tuning(run) and fields is not None and "num_local_experts" in fields
     if not blank and not has_experts and not _is_whole(run, fields):
         return None
     if fields is None:
         raise PlanError(f"{', '.join(blank)} not given", hint="a model_name that is bundled says them too")
-    stated = {"mtp_num_layers": run.mtp_layers or 0} | ({"vocab_size": run.vocab} if run.vocab else {})
-    text = fields.get("text_config")
-    fields = fields | ({"text_config": text | stated} if text else stated)
-    config = ModelConfig(run.model_name, fields, run.model_name, run.seq_len)
-    return read_fields(config)
+    key = (run.model_name, run.layers, run.mtp_layers or 0, run.vocab or 0, run.seq_len)
+    if key not in data.models:
+        stated = {"mtp_num_layers": run.mtp_layers or 0} | ({"vocab_size": run.vocab} if run.vocab else {})
+        text = fields.get("text_config")
+        fields = fields | ({"text_config": text | stated} if text else stated)
+        data.models[key] = read_fields(ModelConfig(run.model_name, fields, run.model_name, run.seq_len))
+    return data.models[key]
 
 
 def _is_whole(run: MeasuredRun, fields: Fields | None) -> bool:

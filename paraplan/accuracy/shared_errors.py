@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 
 import numpy as np
 
-from paraplan.cost.correction import SharedErrors, learned
+from paraplan.cost.correction import SharedErrors, log_factors, spread_of, weights_of, width_left
 from paraplan.cost.plan_table import Floats, Ints
 from paraplan.errors import ProfileError
 from paraplan.records import Record
@@ -104,11 +105,13 @@ def fit_shared_errors(sources: Sequence[SourceErrors]) -> SharedErrors:
 
     found = _shared(min((_least(cost, np.log(start)) for start in _STARTS), key=cost))
 
-    def distance(shared: SharedErrors) -> float:
-        held = [left_out(sources, shared, known=known).coverage for known in (1, 2, 3)]
+    draws = [[_draws(_Table(source), found, known) for source in sources] for known in (1, 2, 3)]
+
+    def distance(prior_runs: float) -> float:
+        held = [np.mean([_figures(each, prior_runs)[1] for each in drawn]) for drawn in draws]
         return abs(float(np.mean(held)) - SHARE)
 
-    return min((found.replace(prior_runs=runs) for runs in PRIORS), key=distance)
+    return found.replace(prior_runs=min(PRIORS, key=distance))
 
 
 def left_out(sources: Sequence[SourceErrors], shared: SharedErrors, *, known: int) -> LeftOut:
@@ -116,39 +119,60 @@ def left_out(sources: Sequence[SourceErrors], shared: SharedErrors, *, known: in
 
     What is known makes ranges narrower as it does those that are printed.
     """
-    means = []
-    for source in sources:
-        table = _Table(source)
-        figures = [
-            (np.abs(np.expm1(-rest)).mean(), ((rest >= ends[:, 0]) & (rest <= ends[:, 1])).mean(), _length(ends))
-            for others, rest, width in _draws(table, shared, known)
-            for ends in [table.ranges[others] * width[:, None]]
-        ]
-        means.append(np.mean(figures, axis=0))
+    means = [_figures(_draws(_Table(source), shared, known), shared.prior_runs) for source in sources]
     error, coverage, width = (float(value) for value in np.mean(means, axis=0))
     return LeftOut(known=known, sources=len(means), error=error, coverage=coverage, width=math.exp(width))
 
 
-def _length(ends: Floats) -> float:
-    return float((ends[:, 1] - ends[:, 0]).mean())
+@dataclass
+class _Draw:
+    """Rows of a source of which some others are known."""
+
+    rest: Floats
+    """What is left of their logarithms."""
+    ranges: Floats
+    """The logarithms of the ends between which each is to lie where nothing is known, `[N, 2]`."""
+    width: Floats
+    """What is left of these ranges, whatever the known rows strayed."""
+    distance: Floats
+    """Of the known rows of their kind: how far these are from predictions, in units of their covariance."""
+    count: Ints
+    """Of the known rows of their kind: how many there are."""
 
 
-def _draws(table: _Table, shared: SharedErrors, known: int) -> Iterator[tuple[Ints, Floats, Floats]]:
-    """Yield a source's other rows where some are known, what is left of their logarithms, and the width of each."""
+def _figures(draws: Sequence[_Draw], prior_runs: float) -> tuple[float, float, float]:
+    """Return the mean error of other rows, the share of them that ranges hold, and the length of these."""
+    error, coverage, length = [], [], []
+    for draw in draws:
+        width = draw.width * spread_of(prior_runs, draw.distance, draw.count)
+        ends = draw.ranges * width[:, None]
+        error.append(np.abs(np.expm1(-draw.rest)).mean())
+        coverage.append(((draw.rest >= ends[:, 0]) & (draw.rest <= ends[:, 1])).mean())
+        length.append((ends[:, 1] - ends[:, 0]).mean())
+    return float(np.mean(error)), float(np.mean(coverage)), float(np.mean(length))
+
+
+def _draws(table: _Table, shared: SharedErrors, known: int) -> list[_Draw]:
+    """Return a source's other rows where some are known, for `NUM_DRAWS` choices of these."""
     generator = np.random.default_rng(0)
-    rows = np.arange(len(table.logs))
+    likeness = table.is_same * shared.covariance(table.sizes, table.sizes)
+    own = shared.own_log_sd**2 * np.eye(len(table.logs))
+    draws = []
     for _ in range(NUM_DRAWS if known else 1):
-        chosen = generator.choice(rows, known, replace=False)
-        others = np.setdiff1d(rows, chosen)
+        chosen = generator.choice(len(table.logs), known, replace=False)
+        others = np.setdiff1d(np.arange(len(table.logs)), chosen)
         rest, width = table.logs[others].copy(), np.ones(len(others))
+        distance, count = np.zeros(len(others)), np.zeros(len(others), dtype=np.int64)
         for kind in {table.kinds[row] for row in chosen}:
             same = chosen[[table.kinds[row] == kind for row in chosen]]
-            correction = learned(shared, kind, table.sizes[same], table.logs[same])
-            near = np.array([table.kinds[row] == kind for row in others])
-            sizes = table.sizes[others[near]]
-            rest[near] -= np.log(correction.factors(sizes, kind))
-            width[near] = correction.widths(sizes, kind)
-        yield others, rest, width
+            near = table.is_same[others, same[0]]
+            of_runs, alike = (likeness + own)[np.ix_(same, same)], likeness[np.ix_(others[near], same)]
+            weights, distance[near] = weights_of(of_runs, table.logs[same])
+            rest[near] -= log_factors(alike, weights)
+            width[near] = width_left(shared, alike, of_runs)
+            count[near] = len(same)
+        draws.append(_Draw(rest, table.ranges[others], width, distance, count))
+    return draws
 
 
 def _shared(point: Floats, *, prior_runs: float = 4.0) -> SharedErrors:

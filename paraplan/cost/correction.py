@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from paraplan.cost.plan_table import RECOMPUTES, Floats, PlanTable
+from paraplan.cost.plan_table import RECOMPUTES, Floats, Ints, PlanTable
 from paraplan.plan.parallel import AXES
 from paraplan.records import Record
 
@@ -78,36 +78,55 @@ class RunCorrection(Record):
         if not runs:
             return np.ones(len(sizes))
         likeness = self.shared.covariance(sizes, _sizes(runs))
-        logs = likeness @ np.array([run.weight for run in runs])
-        return np.asarray(np.exp(np.clip(logs, -MOST_LOG_FACTOR, MOST_LOG_FACTOR)))
+        return np.asarray(np.exp(log_factors(likeness, np.array([run.weight for run in runs]))))
 
     def widths(self, sizes: Floats, kind: str) -> Floats:
         """Return how wide the logarithmic range of each plan's error is beside that of a plan like none of the runs."""
         runs = self._of_kind(kind)
         if not runs:
             return np.ones(len(sizes))
-        known, whole = _sizes(runs), self.shared.log_sd**2 + self.shared.own_log_sd**2
-        likeness = self.shared.covariance(sizes, known)
-        explained = np.einsum("nm,mn->n", likeness, np.linalg.solve(self.shared.of_runs(known), likeness.T))
-        return np.asarray(self.spread * np.sqrt(np.maximum(whole - explained, 0.0) / whole))
+        known = _sizes(runs)
+        return self.spread * width_left(self.shared, self.shared.covariance(sizes, known), self.shared.of_runs(known))
 
     def _of_kind(self, kind: str) -> list[CorrectedRun]:
         return [run for run in self.runs if run.kind == kind]
 
 
-def learned(shared: SharedErrors, kind: str, sizes: Floats, logs: Floats) -> RunCorrection:
-    """Return what the logarithms of measured / predicted of runs of one kind, of these sizes, say of other plans.
+def log_factors(likeness: Floats, weights: Floats) -> Floats:
+    """Return the logarithms of the factors of plans whose covariance with runs is `likeness`, `[N, M]`."""
+    return np.asarray(np.clip(likeness @ weights, -MOST_LOG_FACTOR, MOST_LOG_FACTOR))
 
-    Their spread is that of a Student-t process with `prior_runs` (Shah, Wilson and Ghahramani 2014, eq. 6): runs that
-    stray further than others do widen ranges, runs that stray less narrow them.
+
+def width_left(shared: SharedErrors, likeness: Floats, of_runs: Floats) -> Floats:
+    """Return how wide ranges of plans stay that are alike to runs by `likeness`, `[N, M]`, whatever these strayed."""
+    whole = shared.log_sd**2 + shared.own_log_sd**2
+    explained = np.einsum("nm,mn->n", likeness, np.linalg.solve(of_runs, likeness.T))
+    return np.asarray(np.sqrt(np.maximum(whole - explained, 0.0) / whole))
+
+
+def weights_of(of_runs: Floats, logs: Floats) -> tuple[Floats, float]:
+    """Return the weights of runs, and their squared distance from predictions in units of their covariance."""
+    weights = np.linalg.solve(of_runs, logs)
+    return np.clip(weights, -MOST_WEIGHT, MOST_WEIGHT), float(logs @ weights)
+
+
+def spread_of(prior_runs: float, distance: Floats, count: Ints) -> Floats:
+    """Return how far `count` runs stray that are `distance` from predictions, beside what was expected.
+
+    That of a Student-t process with `prior_runs` (Shah, Wilson and Ghahramani 2014, eq. 6): runs that stray further
+    than others do widen ranges, runs that stray less narrow them.
     """
-    weights = np.linalg.solve(shared.of_runs(sizes), logs)
-    variance = (shared.prior_runs + float(logs @ weights)) / (shared.prior_runs + len(logs))
-    runs = zip(sizes.tolist(), np.clip(weights, -MOST_WEIGHT, MOST_WEIGHT).tolist(), strict=True)
+    return np.asarray(np.sqrt((prior_runs + distance) / (prior_runs + count)))
+
+
+def learned(shared: SharedErrors, kind: str, sizes: Floats, logs: Floats) -> RunCorrection:
+    """Return what the logarithms of measured / predicted of runs of one kind, of these sizes, say of other plans."""
+    weights, distance = weights_of(shared.of_runs(sizes), logs)
+    runs = zip(sizes.tolist(), weights.tolist(), strict=True)
     return RunCorrection(
         shared=shared,
         runs=tuple(CorrectedRun(kind=kind, sizes=tuple(row), weight=weight) for row, weight in runs),
-        spread=float(np.sqrt(variance)),
+        spread=float(spread_of(shared.prior_runs, np.array(distance), np.array(len(logs)))),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from paraplan.cost.communication.collectives import expert_links, group_links
+from paraplan.cost.cost_model import cache_of
 from paraplan.cost.plan_table import RANK_ORDERS, Floats, Ints, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
@@ -23,16 +24,23 @@ _SIZES = np.array([1e3, 1e5, 1e6, 1e7, 1e8, 1e9, 1e11])
 
 @dataclass
 class RankOrders:
-    """The orders of ranks of each product of axes; times of groups are computed once for each size and distance."""
+    """The orders of ranks of each product of axes; of a cost model times of groups are computed once."""
 
     workload: Workload
     allowed: tuple[tuple[Axis, ...], ...] | None = None
     """The orders to choose from; None for all."""
-    _seconds: dict[tuple[str, int, int], Floats] = field(default_factory=dict)
+    _counts: dict[tuple[Axis, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._cache = cache_of(self.workload)
 
     def count(self, sizes: dict[Axis, int]) -> int:
         """Return how many orders differ: those of the axes that are divided."""
-        return len({tuple(axis for axis in order if sizes[axis] > 1) for order in self._orders})
+        divided = tuple(axis for axis in MEGATRON_RANK_ORDER if sizes[axis] > 1)
+        if divided not in self._counts:
+            orders = {tuple(axis for axis in order if axis in divided) for order in self._orders}
+            self._counts[divided] = len(orders)
+        return self._counts[divided]
 
     @property
     def _orders(self) -> tuple[tuple[Axis, ...], ...]:
@@ -48,6 +56,12 @@ class RankOrders:
         """
         if self.workload.has_equal_links:
             return [RANK_ORDERS.index(self._orders[0])]
+        known, key = self._cache.orders_worth_pricing, (tuple(sizes.items()), ep, self._links, self.allowed)
+        if key not in known:
+            known[key] = self._worth_pricing(sizes, ep)
+        return known[key]
+
+    def _worth_pricing(self, sizes: dict[Axis, int], ep: int) -> list[int]:
         kept: list[tuple[int, Floats]] = []
         seen: set[tuple[Axis, ...]] = set()
         for order in self._orders:
@@ -68,10 +82,15 @@ class RankOrders:
         return self._at(axis, sizes[axis], stride)
 
     def _at(self, axis: Axis | Literal["ep"], size: int, stride: int) -> Floats:
-        key = (axis, size, stride)
-        if key not in self._seconds:
-            self._seconds[key] = self._exchange(size, stride) if axis == "ep" else self._measure(axis, size, stride)
-        return self._seconds[key]
+        known, key = self._cache.group_seconds, (axis, size, stride, self._links)
+        if key not in known:
+            known[key] = self._exchange(size, stride) if axis == "ep" else self._measure(axis, size, stride)
+        return known[key]
+
+    @property
+    def _links(self) -> bool:
+        """What beside machines decides which links the ranks of an axis cross."""
+        return self.workload.framework.experts.over_tensor_ranks
 
     def _of_data_axes(self, order: tuple[Axis, ...], sizes: dict[Axis, int], ep: int) -> list[Floats]:
         """Return the seconds of the ranks of dp and cp together, and of the parts of them that experts go over."""
@@ -90,7 +109,7 @@ class RankOrders:
         """Return the seconds in which neighbours along dp, `stride` ranks apart, send to each other, by size."""
         table = _table({"dp": size, "tp": stride}, MEGATRON_RANK_ORDER)
         links, _ = expert_links(self.workload, replace(table, ep=table.dp))
-        return np.concatenate([links.all_to_all_s(np.ones(1) * num_bytes) for num_bytes in _SIZES])
+        return links.all_to_all_s(_SIZES)
 
     def _measure(self, axis: Axis, size: int, stride: int) -> Floats:
         """Return the seconds of the collectives of an axis whose members stand `stride` ranks apart, by size."""
@@ -98,13 +117,12 @@ class RankOrders:
         others: tuple[Axis, ...] = tuple(each for each in MEGATRON_RANK_ORDER if each not in (axis, inner))
         table = _table({axis: size, inner: stride}, (*others, axis, inner))
         links = group_links(self.workload, table, axis)
-        one = np.ones(1)
         if axis == "pp":
-            return np.concatenate([links.send_s(one * num_bytes) for num_bytes in _SIZES])
+            return links.send_s(_SIZES)
         collectives = [links.all_reduce_s, links.all_gather_s, links.reduce_scatter_s]
         if axis == "cp":
             collectives.append(links.all_to_all_s)
-        return np.concatenate([time_s(one * num_bytes) for time_s in collectives for num_bytes in _SIZES])
+        return np.concatenate([time_s(_SIZES) for time_s in collectives])
 
 
 def _table(sizes: dict[Axis, int], rank_order: tuple[Axis, ...]) -> PlanTable:

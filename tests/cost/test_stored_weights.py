@@ -63,19 +63,13 @@ def test_a_format_that_nobody_trains_over_is_told(workload: MakeWorkload) -> Non
     assert "trains no adapters over mxfp4" in note
 
 
-def test_the_search_names_what_stores_experts_where_nothing_fits(workload: MakeWorkload) -> None:
-    with pytest.raises(NoPlanFitsError) as caught:
-        recommendation(qlora(workload, "qwen3-30b-a3b"), SearchRequest())
-    assert "--quantizer axolotl" in (caught.value.hint or "")
-    assert search(qlora(workload, "qwen3-30b-a3b", quantizer="axolotl")).best.fits
-
-
 def test_what_stores_experts_is_tried_with_a_fused_loss_where_it_alone_is_not_enough(workload: MakeWorkload) -> None:
     made = qlora(workload, "qwen3-30b-a3b")
     long = made.trained_as(made.training.replace(seq_length=8192))
     with pytest.raises(NoPlanFitsError) as caught:
         recommendation(long, SearchRequest())
     assert re.search(r"--loss liger --quantizer axolotl: \d", caught.value.hint or "")
+    assert search(qlora(workload, "qwen3-30b-a3b", quantizer="axolotl")).best.fits
 
 
 def test_what_peft_makes_of_all_linear_is_told_where_it_is_more(workload: MakeWorkload) -> None:

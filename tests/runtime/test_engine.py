@@ -425,7 +425,7 @@ def test_rank_0_writes_a_line_for_every_step_and_a_comparison_with_the_plan(rank
     assert len(said.splitlines()) == 1
     assert said.startswith("paraplan: step time ")
     assert "(median of 2" in said
-    assert "), predicted 1.00 s" in said
+    assert ", predicted 1.00 s (" in said
     assert "predicted 1.00 GiB" in said
 
 

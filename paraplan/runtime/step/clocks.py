@@ -73,7 +73,7 @@ def without_waits(clock: StepClock | None) -> tuple[float | None, str]:
     share = sum(clock.waits_s()) / sum(clock.times_s())
     if share < _WORTH_SAYING:
         return None, ""
-    return alone_s, f"; {format_seconds(alone_s)} without the {share:.0%} in which other processes had the CPU"
+    return alone_s, f", {format_seconds(alone_s)} without the {share:.0%} in which other processes had the CPU"
 
 
 class DeviceClock:

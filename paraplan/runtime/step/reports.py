@@ -216,10 +216,10 @@ class RunWatch:
         parts = []
         if estimate.step_time_s is not None:
             alone_s, waits = without_waits(self.clock)
-            compared_s = measured_s if alone_s is None else alone_s
+            compared_s, of_those = (measured_s, "") if alone_s is None else (alone_s, f" of {format_seconds(alone_s)}")
             parts.append(
-                f"step time {format_seconds(measured_s)} (median of {len(times)}{waits}), predicted "
-                f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / compared_s - 1:+.0%})"
+                f"step time {format_seconds(measured_s)} (median of {len(times)}){waits}, predicted "
+                f"{format_seconds(estimate.step_time_s)} ({estimate.step_time_s / compared_s - 1:+.0%}{of_those})"
             )
         if estimate.peak_memory_bytes is not None and self.device.type == "cuda":
             measured_bytes = peak_memory_bytes(self.device)
