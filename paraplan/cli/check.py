@@ -100,10 +100,8 @@ def check(
             raise typer.Exit(1)
         return
     if shrink or module:
-        raise UsageError(
-            f"--{'shrink' if shrink else 'module'} says how --script is run, and none is given",
-            hint="give --script train.py; MODEL is made smaller by itself",
-        )
+        name = "--shrink" if shrink else "--module"
+        raise UsageError(f"{name} says how --script is run, and none is given", hint="give --script train.py")
     if words is None or len(words) != 1 or plan_path is None:
         raise UsageError("there is nothing to check", hint="give MODEL --plan plan.json, or --script train.py")
     file = load_plan(plan_path)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto import modeling_auto
 
 from paraplan.model.reader import bundled_config
 from paraplan.model.shrink import Smaller, shrink_fields
@@ -74,7 +73,7 @@ class SmallerModels:
 
         model.__new__ = smaller
         model.from_pretrained = classmethod(load_smaller)
-        for each in _classes_below(modeling_auto._BaseAutoModelClass):  # each has a copy of its methods
+        for each in _classes_below(transformers.AutoModel.__base__):  # each has a copy of its methods
             each.from_pretrained = classmethod(local(each.from_pretrained.__func__))
         config.get_config_dict = classmethod(read_local)
 

@@ -89,7 +89,7 @@ class RankOrders:
 
     @property
     def _links(self) -> bool:
-        """What beside machines decides which links the ranks of an axis cross."""
+        """Whether experts go over tp too: beside machines it decides which links their ranks cross."""
         return self.workload.framework.experts.over_tensor_ranks
 
     def _of_data_axes(self, order: tuple[Axis, ...], sizes: dict[Axis, int], ep: int) -> list[Floats]:
