@@ -88,7 +88,11 @@ def make_plan(source: str, **values: object) -> ParallelPlan:
         return ParallelPlan.model_validate(values)
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise PlanError(f"{source}: {message}") from None
+        dp, cp, ep = (value if isinstance(value := values.get(axis), int) else 1 for axis in ("dp", "cp", "ep"))
+        raise PlanError(f"{source}: {message}", hint=_NUM_GPUS if ep > 0 and dp * cp % ep else None) from None
+
+
+_NUM_GPUS = "say how many GPUs there are: --profile NAME --nodes N --gpus-per-node G"
 
 
 def data_parallel_ranks(source: str, num_gpus: int, **degrees: int) -> int:
@@ -101,7 +105,7 @@ def data_parallel_ranks(source: str, num_gpus: int, **degrees: int) -> int:
         named = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
         raise PlanError(
             f"{source}: {named} = {product} ranks do not divide the {num_gpus} GPUs",
-            hint="say how many GPUs there are: --profile NAME --nodes N --gpus-per-node G",
+            hint=_NUM_GPUS,
         )
     return ranks
 

@@ -127,6 +127,38 @@ def test_tasks_beside_given_sequences_are_trls(task: str, first: str, words: str
         assert "--to trl" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("beta: 0.1", "max_prompt_length: 512", "max_completion_length: 512", "label_smoothing: 0.1"),
+        *("sync_ref_model: true", "reference_free: false", "f_divergence_type: js_divergence", "rpo_alpha: 1.0"),
+        *("num_iterations: 2", "temperature: 0.7", "cpo_alpha: 1.0", "desirable_weight: 1.0"),
+    ],
+)
+def test_what_no_training_on_given_sequences_has_is_not_taken_for_one_in_silence(read: Any, key: str) -> None:
+    found = read(TRL + key + "\n")
+    assert found.task is not None or any("kto" in note for note in found.notes)
+    assert not any("without a place" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "task", "said"),
+    [
+        ("", "dpo", "taken for dpo"),
+        ("output_dir: data/zephyr-orpo\n", "dpo:precomputed", "its name says orpo"),
+        ("hub_model_id: me/kto-7b\n", None, "its name says kto"),
+        ("run_name: dpo-2\n", "dpo", "its name says dpo"),
+    ],
+)
+def test_preferences_of_several_kinds_are_told_apart_by_names(
+    read: Any, words: str, task: str | None, said: str
+) -> None:
+    found = read(TRL + "beta: 0.1\nmax_prompt_length: 512\n" + words)
+    assert found.task == task
+    assert any(said in note for note in found.notes)
+    assert found.plan.micro_batch_size == (16 if task else 8)
+
+
 def test_machines_that_nobody_names_are_said_to_be_assumed(read: Any) -> None:
     notes = read(FACTORY + "fsdp: full_shard\n").notes
     assert "no GPUs are named: 1 assumed, --profile and --nodes say otherwise" in notes

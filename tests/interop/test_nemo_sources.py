@@ -88,6 +88,22 @@ def test_broken_recipes_name_the_key(read: Any, sizes: str, words: str) -> None:
         read(RECIPE % ("torch_dtype: bf16", sizes), num_gpus=8)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [("dp_size: 8", ()), ("dp_size: none", ()), ("dp_size: 4", ("dp_size: 8, what the other sizes",))],
+)
+def test_automodels_data_parallel_size_is_read_beside_the_others(read: Any, sizes: str, said: tuple[str, ...]) -> None:
+    notes = read(RECIPE % ("torch_dtype: bf16", sizes), num_gpus=8).notes
+    assert len(notes) == len(said)
+    assert all(part in note for part, note in zip(said, notes, strict=True))
+
+
+def test_experts_on_more_ranks_than_there_are_say_that_gpus_are_to_be_named(read: Any) -> None:
+    with pytest.raises(PlanError, match="ep=16 does not divide dp=8") as caught:
+        read(RECIPE % ("torch_dtype: bf16", "ep_size: 16"), num_gpus=8)
+    assert "say how many GPUs there are" in str(caught.value.hint)
+
+
 def test_what_trains_no_language_model_is_refused(read: Any) -> None:
     with pytest.raises(PlanError, match="not a recipe of AutoModel for language models"):
         read("recipe: r\ndist_env: {backend: nccl}\nflow_matching: {a: 1}\noptimizer: {lr: 1}\nseed: 1\n", num_gpus=8)

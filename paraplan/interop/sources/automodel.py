@@ -52,6 +52,8 @@ def read_automodel(text: str, *, source: str, given: Given) -> Setup:
     if given.num_gpus is None:
         notes.append(f"no GPUs are named: {ranks} taken, as the sizes need, --profile and --nodes say otherwise")
     dp = data_parallel_ranks(source, ranks, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp)
+    if _degree(sizes, "dp_size") not in (1, dp):
+        notes.append(f"distributed.dp_size: {dp}, what the other sizes leave of {ranks} GPUs, is priced")
     train = _trained(fields, notes)
     optimizer, optimizer_notes = _optimizer(fields.section("optimizer"))
     adapts = bool(fields.section("peft").values)

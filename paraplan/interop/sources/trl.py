@@ -6,6 +6,8 @@ Keys and defaults as in TRL 1.16: `ModelConfig` (trainer/model_config.py), `SFTC
 
 from __future__ import annotations
 
+import re
+
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup
@@ -90,6 +92,8 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
 def _length(fields: Fields, objective: Objective, notes: list[str]) -> int:
     """Return the tokens of a sequence: of a prompt and its answer where answers are generated."""
     if objective.task is None or not objective.task.startswith("grpo"):
+        if objective.task is not None:  # the prompt and each answer are cut too, `max_length` are both together
+            _ = fields.value("max_prompt_length"), fields.value("max_completion_length")
         return fields.count("max_length") or fields.count("max_seq_length") or _LENGTH
     prompt = fields.count("max_prompt_length")
     if prompt is None:
@@ -97,24 +101,52 @@ def _length(fields: Fields, objective: Objective, notes: list[str]) -> int:
     return (prompt or _PROMPT) + (fields.count("max_completion_length") or _COMPLETION)
 
 
+_SIGNS = {
+    "distillation": ("teacher_model_name_or_path",),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "ppo": ("num_ppo_epochs", "reward_model_path", "reward_model_name_or_path"),
+    "grpo": (
+        *("num_generations", "reward_funcs", "reward_weights", "steps_per_generation", "generation_batch_size"),
+        *("num_iterations", "scale_rewards", "epsilon_high", "importance_sampling_level", "log_completions"),
+        *("mask_truncated_completions", "use_vllm", "temperature"),
+    ),
+    "reward": ("center_rewards_coefficient",),
+    "cpo": ("cpo_alpha", "simpo_gamma"),
+    "dpo": (
+        *("precompute_ref_log_probs", "precompute_ref_batch_size", "f_divergence_type", "ld_alpha", "use_weighting"),
+        *("rpo_alpha", "discopop_tau", "loss_weights"),
+    ),
+}
+"""Keys by the objective that alone has them, those that several have after those that one has."""
+_OF_PREFERENCES = (
+    *("beta", "max_prompt_length", "max_completion_length", "label_smoothing", "disable_dropout", "truncation_mode"),
+    *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "reference_free", "generate_during_eval"),
+)
+"""Keys that dpo, orpo, cpo and kto have in some release, and training on given sequences has not."""
+_NAMES = re.compile(r"(?<![a-z])(dpo|ipo|orpo|simpo|cpo|kto|bco|grpo)(?![a-z])")
+
+
 def _objective(fields: Fields, command: str | None) -> Objective:
-    """Return what a file is for, by keys that one of TRL's commands has alone: it does not name the `command`."""
-    signs = {
-        "grpo": ("num_generations", "reward_funcs", "max_completion_length"),
-        "distillation": ("teacher_model_name_or_path",),
-        "kto": ("desirable_weight", "undesirable_weight"),
-        "ppo": ("num_ppo_epochs", "reward_model_path", "reward_model_name_or_path"),
-        "reward": ("center_rewards_coefficient",),
-        "cpo": ("cpo_alpha", "simpo_gamma"),
-        "dpo": ("precompute_ref_log_probs",),
-    }
-    loss = fields.text("loss_type") if isinstance(fields.values.get("loss_type"), str) else None
-    if loss in _PAIRS or (isinstance(fields.values.get("loss_type"), list) and fields.value("loss_type")):
-        name: str | None = "dpo"
+    """Return what a file is for: it does not name the `command`.
+
+    By keys that one of TRL's commands has alone; where preferences of several kinds have them, by what the file and its
+    outputs are called.
+    """
+    loss = fields.value("loss_type")
+    if loss in _PAIRS or (isinstance(loss, list) and loss):
+        found: str | None = "dpo"
     else:
-        name = next((task for task, keys in signs.items() if any(key in fields for key in keys)), None)
-    name = command or name
-    key = "trl" if command else "its keys are those of" if name else "loss_type"
+        found = next((task for task, keys in _SIGNS.items() if any(key in fields for key in keys)), None)
+    name, key = command or found, "trl" if command else "its keys are those of" if found else "loss_type"
+    if name is None and any(key in fields for key in _OF_PREFERENCES):
+        called = [
+            fields.source,
+            *(str(fields.values.get(each, "")) for each in ("output_dir", "hub_model_id", "run_name")),
+        ]
+        named = _NAMES.search(" ".join(called).lower())
+        name = named[1] if named is not None else "dpo"
+        how = "its name says" if named is not None else "taken for"
+        key = f"its keys are those of preferences, {how}"
     completion = (fields.count("max_completion_length") or _COMPLETION) if name == "grpo" else None
     beta = fields.value("beta") if name == "grpo" else None
     precomputed = bool(fields.flag("precompute_ref_log_probs"))
