@@ -27,7 +27,7 @@ from paraplan.interop.sources.megatron_bridge import read_megatron_bridge
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.interop.sources.ms_swift import read_ms_swift
 from paraplan.interop.sources.peft import read_peft
-from paraplan.interop.sources.shell import with_sourced
+from paraplan.interop.sources.shell import with_sourced, without_documents
 from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
@@ -109,7 +109,11 @@ def import_plan(
     if not has_arguments and (named := _FUNCTION.fullmatch(words)) is not None:
         path, function = Path(named.group(1)), named.group(2)
 
+    written: dict[str, str] = {}
+
     def read_beside(name: str) -> str:
+        if Path(name).name in written:
+            return written[Path(name).name]
         # A name is as the tool finds it from where it is started: in the file's folder, or in one above.
         beside = (folder / name for folder in path.absolute().parents)
         found = (one for one in beside if os.path.exists(one))  # noqa: PTH110  # Path.exists raises for long names
@@ -117,7 +121,8 @@ def import_plan(
 
     text = words if has_arguments else _read(path)
     if path.suffix in _SCRIPTS:
-        text = with_sourced(text, read_beside)
+        text, documents = without_documents(with_sourced(text, read_beside), words)
+        written |= documents
     tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words))
     if tool == "megatron-lm":
         setup = read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given)

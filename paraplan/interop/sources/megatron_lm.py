@@ -12,7 +12,7 @@ from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of
 from paraplan.interop.sources.megatron_stack import flexible_dispatcher, megatron_stack, recomputed_modules
 from paraplan.interop.sources.options import options_of
-from paraplan.interop.sources.shell import command_of
+from paraplan.interop.sources.shell import Command, command_of
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.training import AttentionKind, Fp8Recipe, LinearPrecision, TrainingPrecision
@@ -35,11 +35,15 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
 
     The model's own options are passed over. Raises `PlanError` naming the option for what is broken.
     """
-    options, notes = _options(arguments, source)
+    command = command_of(arguments, source)
+    options = _options(command, source)
+    notes = command.notes(source)
     fields = Fields({**key_table("megatron-lm").defaults, **options}, source=source, prefix="--")
     processes, nodes = fields.value("nproc_per_node") or fields.value("nproc"), fields.value("nnodes") or "1"
     if given.num_gpus is None and str(processes).isdigit() and str(nodes).isdigit():
         given = given.replace(num_gpus=max(1, int(str(processes)) * int(str(nodes))))
+    elif given.num_gpus is None and processes is None:
+        given = given.replace(num_gpus=command.num_tasks)
     if given.num_gpus is None:
         raise PlanError(f"{source} does not say how many GPUs there are", hint="give --profile NAME and --nodes N")
     setup = megatron_setup(fields, given)
@@ -219,9 +223,8 @@ def _dispatched(fields: Fields, kind: str | None) -> list[str]:
     return [f"{fields.shown('moe_token_dispatcher_type')} {kind}: tokens are priced as sent all-to-all"]
 
 
-def _options(arguments: str, source: str) -> tuple[dict[str, object], list[str]]:
-    """Return the options of a command line or of a script's command with their values, and notes."""
-    command = command_of(arguments, source)
+def _options(command: Command, source: str) -> dict[str, object]:
+    """Return the options of a command line or of a script's command with their values."""
     programs = [word.rpartition("/")[2] for word in command.words if word.endswith(".py")]
     programs += [word for before, word in pairwise(command.words) if before == "-m"]
     if any(map(_TRAINS_NOTHING.search, programs)) and not any("train" in name for name in programs):
@@ -246,7 +249,7 @@ def _options(arguments: str, source: str) -> tuple[dict[str, object], list[str]]
         if meant:
             named, known = (f"--{word.replace('_', '-')}" for word in (name, meant[0]))
             raise PlanError(f"{source}: {named} is not an option of Megatron-LM", hint=f"did you mean {known}?")
-    return options, command.notes(source)
+    return options
 
 
 def _zero_stage(fields: Fields) -> int:

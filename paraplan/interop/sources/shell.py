@@ -5,18 +5,28 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from paraplan.errors import PlanError
+from paraplan.interop.sources.shell_branches import Branches
 
 _NAME = r"[A-Za-z_]\w*"
 _VALUE = re.compile(rf"\$\{{({_NAME})(\[[@*0-9]+\])?(?:(:?[-=])((?:[^{{}}]|\$\{{[^{{}}]*\}})*))?\}}|\$({_NAME})|\$(\d)")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|\$\(expr ([^()]*)\)")
 _WORD = re.compile(r"\"[^\"]*\"?|'[^']*'?|(?:\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|\$\{[^\n]*?\}+|[^\s;\"'])+")
 """A quoted part of a shell's word, or one that is not quoted."""
+_STARTERS = ("srun", "mpirun", "mpiexec")
+_PYTHON = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
+_IS_HEAD = re.compile(r"\s*(if|elif)\b")
 _MOST_ROUNDS, _MOST_SOURCED = 20, 3
 _SOURCED = re.compile(r"^\s*(?:source|\.)\s+([^\n#;&|]+)", flags=re.MULTILINE)
-_BRANCHES = re.compile(r"^\s*(if|case|for|while)\b", flags=re.MULTILINE)
+_DOCUMENT = re.compile(
+    r"^([^\n#]*[^<\n])?<<-?[ \t]*(['\"\\\\]?)(\w+)['\"]?([^\n]*)\n(.*?)^[ \t]*\3[ \t]*$", flags=re.MULTILINE | re.DOTALL
+)
+_TARGET = re.compile(r">[ \t]*([^\s<>|;&]+)|\btee[ \t]+([^\s<>|;&-]+)")
+_SETS = re.compile(rf"\$\{{({_NAME}):?=((?:[^{{}}]|\$\{{[^{{}}]*\}})*)\}}")
 
 
 class Command(NamedTuple):
@@ -27,9 +37,26 @@ class Command(NamedTuple):
     variables: dict[str, str]
     """Variables that the command has, with those that stand before it on its line."""
     has_branches: bool
-    """Whether lines are behind `if`, `case` or a loop: all of them are read, one after the other."""
+    """Whether lines are behind a condition that is not known, `case` or a loop: all are read, one after the other."""
     sourced: tuple[str, ...] = ()
     """Files whose lines the script runs as its own."""
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Processes that the command starts where no launcher of torch's does, None where it does not say.
+
+        One of Python's own; of `srun` as many as the script's #SBATCH lines ask for.
+        """
+        names = [PurePosixPath(word).name for word in self.words]
+        tasks = self.variables.get("SLURM_NTASKS", "")
+        if "srun" in names:
+            return int(tasks) if tasks.isdigit() else None
+        is_plain = any(map(re.compile(r"python[\d.]*").fullmatch, names[:1])) and any(
+            name.endswith(".py") for name in names
+        )
+        return (
+            1 if is_plain and "torch.distributed.run" not in names and "torch.distributed.launch" not in names else None
+        )
 
     def notes(self, source: str) -> list[str]:
         """Return what is assumed of the script."""
@@ -54,6 +81,29 @@ def with_sourced(script: str, read_file: Callable[[str], str], depth: int = 0) -
     return _SOURCED.sub(lines, script)
 
 
+def without_documents(script: str, source: str) -> tuple[str, dict[str, str]]:
+    """Return a script without its here-documents, and the files that it writes of them, by their names.
+
+    Where the shell would fill in variables, those of plain assignments before a document are. Raises `PlanError` where
+    quotes before one do not match.
+    """
+    kept, written, end = "", dict[str, str](), 0
+    for found in _DOCUMENT.finditer(script):
+        kept += script[end : found.start()]
+        end = found.end()
+        target = _TARGET.search(f"{found.group(1) or ''} {found.group(4)}")
+        if target is None:
+            continue
+        variables: dict[str, str] = {}
+        for line in _lines(_joined(kept), source):
+            _set_defaults(line, variables)
+            _assigned(line, variables)
+        name = _filled((target.group(1) or target.group(2)).strip("\"'"), variables)
+        body = found.group(5)
+        written[PurePosixPath(name).name] = body if found.group(2) else _filled(body, variables)
+    return kept + script[end:], written
+
+
 def command_of(script: str, source: str, *programs: re.Pattern[str]) -> Command:
     """Return the command of a script that has most options, first of those that are one of `programs`.
 
@@ -62,23 +112,28 @@ def command_of(script: str, source: str, *programs: re.Pattern[str]) -> Command:
     Variables are those of plain assignments, with their defaults (`${TP:-2}`), of arrays and of whole-number sums; what
     the shell alone knows stays as it is written. Where no command has options they are those of all variables.
     """
-    text = re.sub(r"\\\r?\n", " ", script.removeprefix("\ufeff"))
-    variables: dict[str, str] = {}
+    text = _joined(script.removeprefix("\ufeff"))
+    variables = _slurm_variables(text)
     best, visible = list[str](), variables
 
     def rank(words: list[str]) -> tuple[int, ...]:
         text = " ".join(words)
         return (*(program.search(text) is not None for program in programs), _num_options(words))
 
-    for line in _lines(text, source):
+    branches = Branches(text)
+    for each in _lines(text, source):
+        line = branches.lines(each, _filled(each, variables) if _IS_HEAD.match(each) else each)
+        if line is None:
+            continue
+        _set_defaults(line, variables)
         own = dict(variables)
         rest = _assigned(line, own)
         if rest is None:
             variables = own
             continue
-        words = _split(_filled(rest, own), source)
-        if rank(words) > rank(best):
-            best, visible = words, own
+        for words in map(_started, _commands(_inner(_split(_filled(rest, own), source), own, source))):
+            if rank(words) > rank(best):
+                best, visible = words, own
         if ";" in line.removesuffix(rest):  # else what stands before a command is the command's alone
             variables = own
     texts = [value for value in variables.values() if "--" in value]
@@ -88,7 +143,60 @@ def command_of(script: str, source: str, *programs: re.Pattern[str]) -> Command:
             best, visible = words, variables
     names = (found.group(1).strip() for found in _SOURCED.finditer(text))
     sourced = tuple(name for name in names if not _sets_environment(name))
-    return Command(best, visible, _BRANCHES.search(text) is not None, sourced)
+    return Command(best, visible, not branches.are_all_known, sourced)
+
+
+def _slurm_variables(text: str) -> dict[str, str]:
+    """Return what Slurm sets for a job by the script's #SBATCH lines."""
+    given = dict[str, str]()
+    for line in re.findall(r"^#SBATCH\s+([^#\n]*)", text, flags=re.MULTILINE):
+        for name, value in re.findall(r"(--[\w-]+|-[Nn])[= ]\s*(\S+)", line):
+            given[{"-N": "--nodes", "-n": "--ntasks"}.get(name, name)] = value
+    gpus = given.get("--gpus-per-node") or given.get("--gres", "").removeprefix("gpu")
+    found = {
+        "SLURM_NNODES": given.get("--nodes"),
+        "SLURM_JOB_NUM_NODES": given.get("--nodes"),
+        "SLURM_NTASKS_PER_NODE": given.get("--ntasks-per-node"),
+        "SLURM_NTASKS": given.get("--ntasks"),
+        "SLURM_GPUS_PER_NODE": gpus.rpartition(":")[2],
+        "SLURM_GPUS_ON_NODE": gpus.rpartition(":")[2],
+    }
+    known = {name: value for name, value in found.items() if value is not None and value.isdigit()}
+    if {"SLURM_NNODES", "SLURM_NTASKS_PER_NODE"} <= known.keys():
+        known.setdefault("SLURM_NTASKS", str(int(known["SLURM_NNODES"]) * int(known["SLURM_NTASKS_PER_NODE"])))
+    return known
+
+
+def _commands(words: list[str]) -> list[list[str]]:
+    """Return the commands of a line, without what their outputs go to."""
+    commands, is_target, depth = [list[str]()], False, 0
+    for word in words:
+        depth += word.count("(") - word.count(")")  # $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
+        if word in ("|", "||", "&&", "&", ";") and depth <= 0:
+            commands.append([])
+        elif not is_target and re.fullmatch(r"\d*(>>?|>&|&>|<)\S*|\d*>&\d", word) is None:
+            commands[-1].append(word)
+        is_target = re.fullmatch(r"\d*>>?|&>|<", word) is not None
+    return commands
+
+
+def _started(words: list[str]) -> list[str]:
+    """Return words without the options of what starts processes on nodes (`srun --jobid 7 python ...`)."""
+    names = [PurePosixPath(word).name for word in words]
+    start = next((place for place, name in enumerate(names) if name in _STARTERS), None)
+    if start is None:
+        return words
+    end = next((place for place, name in enumerate(names) if place > start and _PYTHON.fullmatch(name)), start + 1)
+    return [words[start], *words[end:]]
+
+
+def _inner(words: list[str], variables: dict[str, str], source: str) -> list[str]:
+    """Return words with those of a command that is given to another shell (`srun bash -c '...'`) in its place."""
+    for place, (shell, option) in enumerate(pairwise(words)):
+        is_shell = PurePosixPath(shell).name in ("bash", "sh") and re.fullmatch(r"-\w*c", option) is not None
+        if is_shell and place + 2 < len(words):
+            return [*words[:place], *_split(_filled(words[place + 2], variables), source), *words[place + 3 :]]
+    return words
 
 
 def _sets_environment(name: str) -> bool:
@@ -98,6 +206,12 @@ def _sets_environment(name: str) -> bool:
 
 def _num_options(words: list[str]) -> int:
     return sum(word.startswith("--") for word in words)
+
+
+def _joined(text: str) -> str:
+    """Return a script with each line that goes on in the next one as one; a comment ends with its line."""
+    text = re.sub(r"^([ \t]*#[^\n]*?)\\+\r?$", r"\1", text, flags=re.MULTILINE)
+    return re.sub(r"\\\r?\n", " ", text)
 
 
 def _lines(text: str, source: str) -> list[str]:
@@ -136,14 +250,23 @@ def _is_open(text: str) -> bool:
     )
 
 
+def _set_defaults(line: str, variables: dict[str, str]) -> None:
+    """Take the defaults that a line gives to variables without a value (`: "${TP:=4}"`)."""
+    for found in _SETS.finditer(line):
+        if not variables.get(found.group(1)):
+            variables[found.group(1)] = _filled(found.group(2).strip("\"'"), variables)
+
+
 def _assigned(line: str, variables: dict[str, str]) -> str | None:
     """Take the assignments at the head of a line, and return what is left of it; None where that is nothing."""
     rest = re.sub(r"^\s*(export|local|declare(\s+-\w+)*|readonly)\s+", "", line)
     start = re.compile(rf"[\s;]*(?:export\s+)?({_NAME})(\+?)=")
-    while (found := start.match(rest)) is not None:
-        value, rest = _value(rest[found.end() :])
-        value = _filled(value, variables)
-        name, adds = found.group(1), found.group(2)
+    while (assigned := start.match(rest)) is not None:
+        value, rest = _value(rest[assigned.end() :])
+        name, adds = assigned.group(1), assigned.group(2)
+        itself = re.compile(rf"\$\{{{name}\}}|\${name}\b")  # ARGS="$ARGS --more"
+        before = variables.get(name, "").replace("\\", r"\\")
+        value = _filled(itself.sub(before, value), variables)
         variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
     return rest if rest.strip() else None
 

@@ -92,8 +92,6 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
 def _length(fields: Fields, objective: Objective, notes: list[str]) -> int:
     """Return the tokens of a sequence: of a prompt and its answer where answers are generated."""
     if objective.task is None or not objective.task.startswith("grpo"):
-        if objective.task is not None:  # the prompt and each answer are cut too, `max_length` are both together
-            _ = fields.value("max_prompt_length"), fields.value("max_completion_length")
         return fields.count("max_length") or fields.count("max_seq_length") or _LENGTH
     prompt = fields.count("max_prompt_length")
     if prompt is None:
@@ -136,9 +134,9 @@ def _objective(fields: Fields, command: str | None) -> Objective:
     if loss in _PAIRS or (isinstance(loss, list) and loss):
         found: str | None = "dpo"
     else:
-        found = next((task for task, keys in _SIGNS.items() if any(key in fields for key in keys)), None)
+        found = next((task for task, keys in _SIGNS.items() if not fields.values.keys().isdisjoint(keys)), None)
     name, key = command or found, "trl" if command else "its keys are those of" if found else "loss_type"
-    if name is None and any(key in fields for key in _OF_PREFERENCES):
+    if name is None and not fields.values.keys().isdisjoint(_OF_PREFERENCES):
         called = [
             fields.source,
             *(str(fields.values.get(each, "")) for each in ("output_dir", "hub_model_id", "run_name")),
@@ -147,6 +145,9 @@ def _objective(fields: Fields, command: str | None) -> Objective:
         name = named[1] if named is not None else "dpo"
         how = "its name says" if named is not None else "taken for"
         key = f"its keys are those of preferences, {how}"
+    for each in (*_SIGNS.get(name or "", ()), *_OF_PREFERENCES):
+        if name is not None and each in key_table("trl").read:
+            fields.value(each)  # it has said what it is there for
     completion = (fields.count("max_completion_length") or _COMPLETION) if name == "grpo" else None
     beta = fields.value("beta") if name == "grpo" else None
     precomputed = bool(fields.flag("precompute_ref_log_probs"))

@@ -1,0 +1,131 @@
+"""Shell scripts as people write them for clusters: what they write, which branches run, what starts their processes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paraplan.errors import PlanError
+from paraplan.interop.sources.shell import command_of, without_documents
+
+JOB = r"""#!/bin/bash
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1     # one a node
+#SBATCH --gres=gpu:8
+NNODES=$SLURM_NNODES
+GPUS_PER_NODE=8
+MICRO=2
+: "${TP:=4}"
+if [[ ${SIZE:-7} == 7 ]]; then LAYERS=32; HIDDEN=4096
+elif [[ $SIZE == 13 ]]; then LAYERS=40
+else LAYERS=80
+fi
+config=./ds_config.json
+cat <<EOT > $config
+{"train_micro_batch_size_per_gpu": $MICRO, "zero_optimization": {"stage": 1}, "it's": 1}
+EOT
+LAUNCHER="python -m torch.distributed.run --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES \
+    --rdzv_endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):6000"
+#    --an-option-of-before \
+EXTRA="$EXTRA --bf16"
+CMD="pretrain_gpt.py --num-layers $LAYERS --hidden-size $HIDDEN --seq-length 2048 --micro-batch-size $MICRO \
+    --global-batch-size 64 --tensor-model-parallel-size $TP $EXTRA"
+clear; srun --jobid $SLURM_JOBID bash -c "$LAUNCHER --node_rank \$SLURM_PROCID $CMD" 2>&1 | tee -a log.txt
+"""
+
+
+def test_a_job_of_slurm_is_read_with_what_it_starts_and_where(read: Any) -> None:
+    setup = read(JOB, "train.sh")
+    assert setup.plan.describe() == "dp8 x tp4, DDP, micro-batch 2 x 4"
+    assert setup.notes == ()
+    words = command_of(without_documents(JOB, "train.sh")[0], "train.sh").words
+    assert words[words.index("--num-layers") + 1] == "32"
+    assert not {"--jobid", "tee", "--an-option-of-before", "$EXTRA"} & {*words}
+
+
+def test_a_file_that_a_script_writes_is_the_one_that_its_command_reads(read: Any) -> None:
+    script = re.sub(
+        r"CMD=.*?\"\n", 'CMD="run_clm.py --deepspeed $config --per_device_train_batch_size 2"\n', JOB, flags=re.DOTALL
+    )
+    setup = read(script, "train.sh")
+    assert setup.plan.describe() == "dp32, ZeRO-1, micro-batch 2 x 1"
+    _, written = without_documents(JOB.replace("<<EOT", "<<'EOT'"), "train.sh")
+    assert '"train_micro_batch_size_per_gpu": $MICRO' in written["ds_config.json"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "taken"),
+    [
+        ("[[ $N == 4 ]]", "one"),
+        ('[ "$N" = "4" ]', "one"),
+        ("[ $N -le 4 ]", "one"),
+        ("(( N > 4 ))", "both"),
+        ("(( $N > 4 ))", "other"),
+        ("[[ $N != 4 ]]", "other"),
+        ("[ -z $UNKNOWN ]", "both"),
+        ("[ -n 4 ]", "one"),
+        ("command -v nvcc", "both"),
+    ],
+)
+@pytest.mark.parametrize("is_on_one_line", [False, True])
+def test_of_branches_those_are_read_that_run(condition: str, taken: str, *, is_on_one_line: bool) -> None:
+    then = "; then A=--one" if is_on_one_line else "\nthen\n  A=--one"
+    script = f"N=4\nif {condition}{then}\nelse\n  B=--other\nfi\npython train.py $A $B --x\n"
+    command = command_of(script, "train.sh")
+    assert ("--one" in command.words, "--other" in command.words) == (taken != "other", taken != "one")
+    assert bool(command.notes("train.sh")) == (taken == "both")
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tasks"),
+    [
+        ("python", 1),
+        ("/usr/bin/python3.11 -u", 1),
+        ("torchrun --nproc-per-node 8", None),
+        ("python -m torch.distributed.run", None),
+        ("#SBATCH -N 2\n#SBATCH --ntasks-per-node 8\nsrun --mpi=pmix python", 16),
+        ("#SBATCH --ntasks=12\nsrun -l python", 12),
+        ("srun python", None),
+    ],
+)
+def test_processes_without_a_launcher_are_those_of_python_or_slurm(start: str, num_tasks: int | None) -> None:
+    command = command_of(f"{start} pretrain_gpt.py --num-layers 2\n", "train.sh")
+    assert command.num_tasks == num_tasks
+    assert not {"--mpi=pmix", "-l"} & {*command.words}
+
+
+PIECES = st.sampled_from(
+    [
+        *"ab$\"'`\\#;|&<>(){}[]=\n \t",
+        "EOF",
+        "<<EOF\n",
+        "\nEOF\n",
+        "if ",
+        "; then ",
+        "\nfi\n",
+        "else\n",
+        "elif ",
+        "$A",
+        "${A:=1}",
+        *("[[ 1 == 1 ]]", "A=1\n", "--x 1 ", "bash -c '", "srun ", "> f ", "\\\n", "$((1+", "))", "python a.py "),
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(pieces=st.lists(PIECES, max_size=25))
+def test_any_text_is_a_command_or_is_refused_in_a_sentence(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    refused, words, written = None, list[str](), dict[str, str]()
+    try:
+        script, written = without_documents(text, "train.sh")
+        words = command_of(script, "train.sh").words
+    except PlanError as error:
+        refused = error
+    assert refused is None or "train.sh" in refused.message
+    assert all(isinstance(word, str) for word in words)
+    assert all(len(body) <= len(text) * 50 + 50 for body in written.values())
