@@ -20,8 +20,8 @@ from paraplan.model.shrink import Smaller, shrink_fields
 _MARK = "is_smaller"
 """A field of a configuration that was made smaller; its copies and the file of its model have it too."""
 _LEFT_OUT = ("model_type", "transformers_version", "quantization_config")
-_OF_FILES = ("subfolder", "variant", "gguf_file", "quantization_config")
-"""Where weights lie, and how they are stored: of drawn ones neither."""
+_OF_FILES = ("subfolder", "variant", "gguf_file", "quantization_config", "state_dict")
+"""Where weights lie, and how they are stored: drawn ones have neither."""
 _TYPES = ("dtype", "torch_dtype")
 _NUM_LAYERS = 2
 _LONGEST = 2**20
@@ -79,7 +79,7 @@ class SmallerModels:
 
     def _local(self, name: Any) -> Any:
         """Return a folder with the configuration of a bundled model that `name` is the hub id of, else `name`."""
-        found = None if Path(name).exists() else bundled_config(str(name))
+        found = None if name is None or Path(name).exists() else bundled_config(str(name))
         if found is None:
             return name
         folder = self._folder / f"{found.stem}-{os.getpid()}"
