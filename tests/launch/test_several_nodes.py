@@ -301,7 +301,7 @@ def test_ranks_of_a_static_rendezvous_start_again_on_every_node_until_one_has_no
     assert re.search("host .*: rank 0 failed: exit code 3: restarting all ranks", other_said), other_said
     assert (out, other_out) == ("rank 0 saw 2\n", "rank 1 saw 2\n")
     assert [node.returncode for node in nodes] == ([0, 0] if end == "succeeds" else [5, 5]), said + other_said
-    assert "SIGTERM" not in said
+    assert re.search("failed.*SIGTERM", said) is None, said  # a busy machine's launcher may say that it waits for ranks
 
 
 @pytest.mark.parametrize(
