@@ -26,7 +26,7 @@ else LAYERS=80
 fi
 config=./ds_config.json
 cat <<EOT > $config
-{"train_micro_batch_size_per_gpu": $MICRO, "zero_optimization": {"stage": 1}, "it's": 1}
+{"train_micro_batch_size_per_gpu": $MICRO, "layers": $LAYERS, "zero_optimization": {"stage": 1}, "it's": 1}
 EOT
 LAUNCHER="python -m torch.distributed.run --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES \
     --rdzv_endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):6000"
@@ -53,6 +53,7 @@ def test_a_file_that_a_script_writes_is_the_one_that_its_command_reads(read: Any
     )
     setup = read(script, "train.sh")
     assert setup.plan.describe() == "dp32, ZeRO-1, micro-batch 2 x 1"
+    assert '"layers": 32' in without_documents(JOB, "train.sh")[1]["ds_config.json"]
     _, written = without_documents(JOB.replace("<<EOT", "<<'EOT'"), "train.sh")
     assert '"train_micro_batch_size_per_gpu": $MICRO' in written["ds_config.json"]
 

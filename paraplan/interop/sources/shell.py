@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -48,15 +48,12 @@ class Command(NamedTuple):
         One of Python's own; of `srun` as many as the script's #SBATCH lines ask for.
         """
         names = [PurePosixPath(word).name for word in self.words]
-        tasks = self.variables.get("SLURM_NTASKS", "")
         if "srun" in names:
+            tasks = self.variables.get("SLURM_NTASKS", "")
             return int(tasks) if tasks.isdigit() else None
-        is_plain = any(map(re.compile(r"python[\d.]*").fullmatch, names[:1])) and any(
-            name.endswith(".py") for name in names
-        )
-        return (
-            1 if is_plain and "torch.distributed.run" not in names and "torch.distributed.launch" not in names else None
-        )
+        is_launched = not {"torch.distributed.run", "torch.distributed.launch"}.isdisjoint(names)
+        is_python = names != [] and names[0].startswith("python") and any(name.endswith(".py") for name in names)
+        return 1 if is_python and not is_launched else None
 
     def notes(self, source: str) -> list[str]:
         """Return what is assumed of the script."""
@@ -94,9 +91,9 @@ def without_documents(script: str, source: str) -> tuple[str, dict[str, str]]:
         target = _TARGET.search(f"{found.group(1) or ''} {found.group(4)}")
         if target is None:
             continue
-        variables: dict[str, str] = {}
-        for line in _lines(_joined(kept), source):
-            _set_defaults(line, variables)
+        text = _joined(kept)
+        variables = _slurm_variables(text)
+        for line in _running(text, source, Branches(text), variables):
             _assigned(line, variables)
         name = _filled((target.group(1) or target.group(2)).strip("\"'"), variables)
         body = found.group(5)
@@ -121,21 +118,17 @@ def command_of(script: str, source: str, *programs: re.Pattern[str]) -> Command:
         return (*(program.search(text) is not None for program in programs), _num_options(words))
 
     branches = Branches(text)
-    for each in _lines(text, source):
-        line = branches.lines(each, _filled(each, variables) if _IS_HEAD.match(each) else each)
-        if line is None:
-            continue
-        _set_defaults(line, variables)
+    for line in _running(text, source, branches, variables):
         own = dict(variables)
         rest = _assigned(line, own)
         if rest is None:
-            variables = own
+            variables.update(own)
             continue
         for words in map(_started, _commands(_inner(_split(_filled(rest, own), source), own, source))):
             if rank(words) > rank(best):
                 best, visible = words, own
         if ";" in line.removesuffix(rest):  # else what stands before a command is the command's alone
-            variables = own
+            variables.update(own)
     texts = [value for value in variables.values() if "--" in value]
     for value in texts if _num_options(best) else [" ".join(texts)]:
         words = _split(_filled(value, variables), source)
@@ -144,6 +137,18 @@ def command_of(script: str, source: str, *programs: re.Pattern[str]) -> Command:
     names = (found.group(1).strip() for found in _SOURCED.finditer(text))
     sourced = tuple(name for name in names if not _sets_environment(name))
     return Command(best, visible, not branches.are_all_known, sourced)
+
+
+def _running(text: str, source: str, branches: Branches, variables: dict[str, str]) -> Iterator[str]:
+    """Yield the lines of a script that run, as far as it is known; with the `variables` before each.
+
+    Defaults that a line gives are among them by then.
+    """
+    for line in _lines(text, source):
+        runs = branches.lines(line, _filled(line, variables) if _IS_HEAD.match(line) else line)
+        if runs is not None:
+            _set_defaults(runs, variables)
+            yield runs
 
 
 def _slurm_variables(text: str) -> dict[str, str]:
