@@ -99,6 +99,24 @@ def test_processes_without_a_launcher_are_those_of_python_or_slurm(start: str, n
     assert not {"--mpi=pmix", "-l"} & {*command.words}
 
 
+@pytest.mark.parametrize(
+    ("words", "plan"),
+    [
+        ("", "dp8, DDP"),
+        ("--deepspeed", "dp8, ZeRO-1"),
+        ("--deepspeed --zero-stage 2", "dp8, ZeRO-2"),
+        ("--deepspeed --zero-stage 0", "dp8, DDP"),
+        ("--deepspeed --zero-stage 0 --bf16", "dp8, ZeRO-1"),
+        ("--deepspeed --zero-stage 3 --cpu-optimizer", "dp8, ZeRO-3"),
+        ("--zero-stage 3", "dp8, DDP"),
+    ],
+)
+def test_megatron_deepspeeds_arguments_say_what_is_sharded(read: Any, words: str, plan: str) -> None:
+    setup = read(f"torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 8 --micro-batch-size 1 {words}\n", "run.sh")
+    assert setup.plan.describe().startswith(plan)
+    assert (setup.plan.offload == "optimizer") == ("--cpu-optimizer" in words)
+
+
 PIECES = st.sampled_from(
     [
         *"ab$\"'`\\#;|&<>(){}[]=\n \t",

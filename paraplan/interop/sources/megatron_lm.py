@@ -88,7 +88,7 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
         virtual_pipeline_size=virtual,
         stage_blocks=stages,
         recompute=given.recompute or _recompute(fields),
-        offload="optimizer" if fields.is_on("optimizer_cpu_offload") else "none",
+        offload="optimizer" if fields.is_on("optimizer_cpu_offload") or fields.is_on("cpu_optimizer") else "none",
         rank_order=PIPELINE_INSIDE_DATA if fields.is_on("use_tp_pp_dp_mapping") else MEGATRON_RANK_ORDER,
     )
     local = " transformer-impl=local" if fields.text("transformer_impl") == "local" else ""
@@ -253,6 +253,9 @@ def _options(command: Command, source: str) -> dict[str, object]:
 
 
 def _zero_stage(fields: Fields) -> int:
+    if fields.is_on("deepspeed"):  # Megatron-DeepSpeed's arguments, whose stage is 1 by default
+        stage = fields.choice("zero_stage", (0, 1, 2, 3), 1)
+        return 1 if stage == 0 and fields.is_on("bf16") else stage  # its BF16_Optimizer shards as stage 1 does
     is_sharded = fields.is_on("use_distributed_optimizer")
     if fields.is_on("use_torch_fsdp2"):
         return 3
