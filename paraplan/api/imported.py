@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from paraplan.interop.sources.megatron_bridge import read_megatron_bridge
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.interop.sources.ms_swift import read_ms_swift
 from paraplan.interop.sources.peft import read_peft
-from paraplan.interop.sources.shell import with_sourced, without_documents
+from paraplan.interop.sources.shell import with_arguments, with_sourced, without_documents
 from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
@@ -39,7 +40,7 @@ from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
 
 _WORTH_CHANGING = 1.02
-_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _FUNCTION = re.compile(r"(.+\.py):(\w+)")
 
 
@@ -90,10 +91,12 @@ def import_plan(
     micro_batch_size: int | None = None,
     global_batch_size: int | None = None,
     recompute: Recompute | None = None,
+    arguments: Sequence[str] = (),
 ) -> ImportedPlan:
     """Return the plan of another tool's configuration: a file, or for Megatron-LM its arguments.
 
-    Of torchtitan's Python `FILE.py:NAME` names the function whose configuration is read.
+    Of torchtitan's Python `FILE.py:NAME` names the function whose configuration is read. `arguments` are the words that
+    a shell script is started with (`$1`).
     Without `tool` the text says whose it is. The keywords fill in what scripts decide. Raises `PlanError` naming the
     file and key for what is broken.
     """
@@ -120,8 +123,8 @@ def import_plan(
         return _read(next(found, Path(name)))
 
     text = words if has_arguments else _read(path)
-    if path.suffix in _SCRIPTS:
-        text, documents = without_documents(with_sourced(text, read_beside), words)
+    if path.suffix in SCRIPTS:
+        text, documents = without_documents(with_arguments(with_sourced(text, read_beside), arguments), words)
         written |= documents
     tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words))
     if tool == "megatron-lm":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paraplan.api.imported import Alternatives, ImportedPlan, Tool, alternatives, import_plan, workloads_of
+from paraplan.api.imported import SCRIPTS, Alternatives, ImportedPlan, Tool, alternatives, import_plan, workloads_of
 from paraplan.api.models import load_model
 from paraplan.api.workloads import Workload, training_of
 from paraplan.cli.choices import HardwareOptions, TrainingChoices
@@ -39,7 +40,8 @@ def import_config(
             metavar="FILE|ARGS",
             help="DeepSpeed's JSON, accelerate's YAML or JSON, the YAML or a script with the command of TRL, "
             "LLaMA-Factory or ms-swift, axolotl's YAML, torchtitan's TOML or config_registry.py:NAME, "
-            "peft's adapter_config.json, a script with Megatron-LM's command, or its arguments after --.",
+            "peft's adapter_config.json, a script with Megatron-LM's command (and the script's own arguments), or "
+            "those of Megatron-LM after --.",
         ),
     ],
     model: Annotated[
@@ -71,8 +73,9 @@ def import_config(
     Example: paraplan import ds_config.json --model llama-3-8b --profile dgx-h100 -o plan.json
     """
     require_folder(output)
-    text = " ".join(source)
-    imported = _read(text, None, hardware, training, micro_batch=micro_batch, recompute=recompute)
+    is_script = len(source) > 1 and Path(source[0]).suffix in SCRIPTS
+    text, words = (source[0], source[1:]) if is_script else (" ".join(source), [])
+    imported = _read(text, None, hardware, training, micro_batch=micro_batch, recompute=recompute, arguments=words)
     if model is None:
         compared = None
         file = imported.plan_file(training.seq_len)
@@ -138,12 +141,14 @@ def _read(
     *,
     micro_batch: int | None,
     recompute: RecomputeName | None,
+    arguments: Sequence[str] = (),
 ) -> ImportedPlan:
     """Return what a configuration says. Machines are counted where the user named them, or where it does not say."""
     values: dict[str, Any] = {
         "micro_batch_size": micro_batch,
         "global_batch_size": training.global_batch,
         "recompute": recompute.value if recompute else None,
+        "arguments": arguments,
     }
     if hardware.nodes is not None or hardware.gpus_per_node is not None:
         return import_plan(source, tool, num_gpus=hardware.cluster().num_gpus, **values)

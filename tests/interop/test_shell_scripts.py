@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from paraplan.api.imported import import_plan
+from paraplan.cli.main import app
 from paraplan.errors import PlanError
 from paraplan.interop.sources.shell import command_of, without_documents
 
@@ -115,6 +119,32 @@ def test_megatron_deepspeeds_arguments_say_what_is_sharded(read: Any, words: str
     setup = read(f"torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 8 --micro-batch-size 1 {words}\n", "run.sh")
     assert setup.plan.describe().startswith(plan)
     assert (setup.plan.offload == "optimizer") == ("--cpu-optimizer" in words)
+
+
+def test_a_scripts_own_arguments_stand_after_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "TP=$1; PP=${2:-2}; BATCH=${11}\nNOW=$(date | cut -c1)\n"
+        "torchrun --nproc_per_node 8 --master_addr $(scontrol show hostnames $NODES | head -n 1) pretrain_gpt.py \\\n"
+        "  --num-layers 8 --micro-batch-size 1 --global-batch-size ${BATCH} --tensor-model-parallel-size $TP \\\n"
+        "  --pipeline-model-parallel-size $PP --log `uname --all`\n"
+    )
+    words = ["4", "", *"abcdefgh", "32"]
+    setup = import_plan(path, arguments=words).setup
+    assert setup.plan.describe() == "tp4 x pp2, 1f1b, micro-batch 1 x 32"
+    with pytest.raises(PlanError, match=r"--global-batch-size: expected a whole number, found '\$\{11\}'") as caught:
+        import_plan(path, arguments=words[:4])
+    assert "arguments" in str(caught.value.hint)
+    result = CliRunner().invoke(app, ["import", str(path), *words])
+    assert (result.exit_code, "tp4 x pp2" in result.stdout) == (0, True)
+    assert "--show" not in result.stderr
+
+
+def test_megatron_deepspeeds_experts_go_over_the_ranks_it_names(read: Any) -> None:
+    words = "--num-experts 16 --moe-expert-parallel-size 4 --deepspeed --micro-batch-size 1 --num-layers 2"
+    setup = read(f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}\n", "run.sh")
+    assert setup.plan.describe() == "dp8 x ep4, ZeRO-1, micro-batch 1 x 1"
+    assert not any("token" in note or "expert" in note for note in setup.notes)
 
 
 PIECES = st.sampled_from(

@@ -37,6 +37,9 @@ def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
     """
     command = command_of(arguments, source)
     options = _options(command, source)
+    if "moe_expert_parallel_size" in options:  # Megatron-DeepSpeed's
+        options = {"moe_token_dispatcher_type": "alltoall"} | options
+        options["expert_model_parallel_size"] = options.pop("moe_expert_parallel_size")
     notes = command.notes(source)
     fields = Fields({**key_table("megatron-lm").defaults, **options}, source=source, prefix="--")
     processes, nodes = fields.value("nproc_per_node") or fields.value("nproc"), fields.value("nnodes") or "1"

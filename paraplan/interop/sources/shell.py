@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -17,10 +17,12 @@ _VALUE = re.compile(rf"\$\{{({_NAME})(\[[@*0-9]+\])?(?:(:?[-=])((?:[^{{}}]|\$\{{
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|\$\(expr ([^()]*)\)")
 _WORD = re.compile(r"\"[^\"]*\"?|'[^']*'?|(?:\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|\$\{[^\n]*?\}+|[^\s;\"'])+")
 """A quoted part of a shell's word, or one that is not quoted."""
+_PLACE = re.compile(r"\$\{(\d+)(?::?[-=]([^{}]*))?\}|\$(\d)")
+_OUTPUT = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
 _STARTERS = ("srun", "mpirun", "mpiexec")
 _PYTHON = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
 _IS_HEAD = re.compile(r"\s*(if|elif)\b")
-_MOST_ROUNDS, _MOST_SOURCED = 20, 3
+_MOST_ROUNDS, _MOST_SOURCED, _MOST_NESTED = 20, 3, 3
 _SOURCED = re.compile(r"^\s*(?:source|\.)\s+([^\n#;&|]+)", flags=re.MULTILINE)
 _DOCUMENT = re.compile(
     r"^([^\n#]*[^<\n])?<<-?[ \t]*(['\"\\\\]?)(\w+)['\"]?([^\n]*)\n(.*?)^[ \t]*\3[ \t]*$", flags=re.MULTILINE | re.DOTALL
@@ -76,6 +78,19 @@ def with_sourced(script: str, read_file: Callable[[str], str], depth: int = 0) -
             return found.group(0)
 
     return _SOURCED.sub(lines, script)
+
+
+def with_arguments(script: str, arguments: Sequence[str]) -> str:
+    """Return a script with the words that it is started with (`$1`, `${12}`) or their defaults in place of these."""
+
+    def word(found: re.Match[str]) -> str:
+        place, default = int(found.group(1) or found.group(3)), found.group(2)
+        given = arguments[place - 1] if 0 < place <= len(arguments) else None
+        if default is not None:
+            return given or default
+        return found.group(0) if given is None else given
+
+    return _PLACE.sub(word, script)
 
 
 def without_documents(script: str, source: str) -> tuple[str, dict[str, str]]:
@@ -174,10 +189,9 @@ def _slurm_variables(text: str) -> dict[str, str]:
 
 def _commands(words: list[str]) -> list[list[str]]:
     """Return the commands of a line, without what their outputs go to."""
-    commands, is_target, depth = [list[str]()], False, 0
+    commands, is_target = [list[str]()], False
     for word in words:
-        depth += word.count("(") - word.count(")")  # $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
-        if word in ("|", "||", "&&", "&", ";") and depth <= 0:
+        if word in ("|", "||", "&&", "&", ";"):
             commands.append([])
         elif not is_target and re.fullmatch(r"\d*(>>?|>&|&>|<)\S*|\d*>&\d", word) is None:
             commands[-1].append(word)
@@ -362,7 +376,10 @@ class _Sum:
 
 
 def _split(text: str, source: str) -> list[str]:
+    """Return the words of a command; what programs put out is one word, `$(...)`."""
+    for _ in range(_MOST_NESTED):
+        text = _OUTPUT.sub("\0", text)
     try:
-        return shlex.split(text, comments=False)
+        return [word.replace("\0", "$(...)") for word in shlex.split(text, comments=False)]
     except ValueError as error:
         raise PlanError(f"{source} is not a command line: {error}", hint="check its quotes") from None
