@@ -78,6 +78,8 @@ def _holds(condition: str) -> bool | None:
         words = shlex.split(found.group(1) or found.group(2))
     except ValueError:
         return None
+    if len(words) == 2 and words[0] in ("-z", "-n") and re.fullmatch(r"\$\{?[A-Za-z_]\w*\}?", words[1]):
+        return words[0] == "-z"  # of the environment, which a plain start leaves unset
     if any(re.search(r"[$`*?()]", word) for word in words):
         return None
     if len(words) == 2 and words[0] in ("-z", "-n"):
