@@ -51,6 +51,7 @@ _TRANSFORMERS = re.compile(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(")
 _TITAN = re.compile(
     r"^\s*\[(job|parallelism|activation_checkpoint|training)\]|\b\w*Trainer\.Config\b", flags=re.MULTILINE
 )
+_NEOX = re.compile(r"^\s*[\"']?pipe[-_]parallel[-_]size[\"']?\s*:", flags=re.MULTILINE)
 
 
 def tool_of(text: str, source: str) -> Tool:
@@ -67,6 +68,11 @@ def tool_of(text: str, source: str) -> Tool:
         return "transformers"
     if _TITAN.search(text):
         return "torchtitan"
+    if _NEOX.search(text):
+        raise PlanError(
+            f"{source} is a configuration of GPT-NeoX, which is not read",
+            hint="give its degrees to paraplan estimate MODEL (--tp, --pp, --zero), or its DeepSpeed part as a file",
+        )
     keys = _top_level_keys(text, source)
     scores = {name: _score(name, keys) for name in _TABLES}
     best = max(scores, key=lambda name: scores[name])

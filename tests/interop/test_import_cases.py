@@ -472,3 +472,15 @@ def test_megatrons_names_of_layers_are_those_of_transformers(read: Any) -> None:
     text = "model: m\ntuner_type: lora\nmax_length: 64\ntensor_model_parallel_size: 1\n"
     setup = read(text + "target_modules: [linear_qkv, linear_proj]\n", num_gpus=1)
     assert (setup.train or "").startswith("lora:r=8,targets=q_proj|k_proj|v_proj|o_proj")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '# large\n{\n  "pipe_parallel_size": 1,\n  "fp16": {"type": "float16"},\n}\n',
+        "pipe-parallel-size: 2\nzero_optimization: {stage: 1}\n",
+    ],
+)
+def test_gpt_neox_is_refused_by_its_name(read: Any, text: str) -> None:
+    with pytest.raises(PlanError, match="is a configuration of GPT-NeoX, which is not read"):
+        read(text, "large.yml")
