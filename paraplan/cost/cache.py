@@ -62,18 +62,9 @@ class CostCache:
     """Costs of blocks by sharding."""
     group_speeds: dict[tuple[int, int, Collective], GroupSpeed] = field(default_factory=dict)
     """Collective speeds by group size, stride and collective."""
-    group_seconds: dict[tuple[str, int, int, bool], Floats] = field(default_factory=dict)
-    """Seconds of an axis's collectives at some sizes, by axis, group size, stride, and whether experts go over tp."""
-    orders_worth_pricing: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
-    """Orders of ranks that none beats on all axes, by the sizes of these and which orders are allowed."""
     shard_paddings: dict[tuple[int, int], float] = field(default_factory=dict)
     """Padding of FSDP shards relative to an even split, by the number of shards and whether tp divides layers."""
     _counts: Ints | None = None
-
-    def take_links(self, other: CostCache) -> None:
-        """Share what another cache has of links: it is of the same machines."""
-        self.group_speeds, self.group_seconds = other.group_speeds, other.group_seconds
-        self.orders_worth_pricing = other.orders_worth_pricing
 
     def block_counts(self, model: ModelSpec) -> Ints:
         """Return how many of the first blocks are of each kind (`counts_of_kinds`)."""

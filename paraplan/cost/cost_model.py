@@ -30,7 +30,7 @@ class CostModel(Workload):
     def trained_as(self, training: TrainingSpec) -> Self:
         """Return the cost model of another training on the same machines, whose links it knows. Raises `PlanError`."""
         other = super().trained_as(training)
-        other.cache.take_links(self.cache)
+        other.cache.group_speeds = self.cache.group_speeds
         return other
 
 

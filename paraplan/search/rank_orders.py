@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 
 from paraplan.cost.communication.collectives import expert_links, group_links
-from paraplan.cost.cost_model import cache_of
 from paraplan.cost.plan_table import RANK_ORDERS, Floats, Ints, PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, Axis
@@ -24,15 +23,13 @@ _SIZES = np.array([1e3, 1e5, 1e6, 1e7, 1e8, 1e9, 1e11])
 
 @dataclass
 class RankOrders:
-    """The orders of ranks of each product of axes; of a cost model times of groups are computed once."""
+    """The orders of ranks of each product of axes; times of groups are computed once for each size and distance."""
 
     workload: Workload
     allowed: tuple[tuple[Axis, ...], ...] | None = None
     """The orders to choose from; None for all."""
+    _seconds: dict[tuple[str, int, int], Floats] = field(default_factory=dict)
     _counts: dict[tuple[Axis, ...], int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._cache = cache_of(self.workload)
 
     def count(self, sizes: dict[Axis, int]) -> int:
         """Return how many orders differ: those of the axes that are divided."""
@@ -56,12 +53,6 @@ class RankOrders:
         """
         if self.workload.has_equal_links:
             return [RANK_ORDERS.index(self._orders[0])]
-        known, key = self._cache.orders_worth_pricing, (tuple(sizes.items()), ep, self._links, self.allowed)
-        if key not in known:
-            known[key] = self._worth_pricing(sizes, ep)
-        return known[key]
-
-    def _worth_pricing(self, sizes: dict[Axis, int], ep: int) -> list[int]:
         kept: list[tuple[int, Floats]] = []
         seen: set[tuple[Axis, ...]] = set()
         for order in self._orders:
@@ -82,15 +73,10 @@ class RankOrders:
         return self._at(axis, sizes[axis], stride)
 
     def _at(self, axis: Axis | Literal["ep"], size: int, stride: int) -> Floats:
-        known, key = self._cache.group_seconds, (axis, size, stride, self._links)
-        if key not in known:
-            known[key] = self._exchange(size, stride) if axis == "ep" else self._measure(axis, size, stride)
-        return known[key]
-
-    @property
-    def _links(self) -> bool:
-        """Whether experts go over tp too: beside machines it decides which links their ranks cross."""
-        return self.workload.framework.experts.over_tensor_ranks
+        key = (axis, size, stride)
+        if key not in self._seconds:
+            self._seconds[key] = self._exchange(size, stride) if axis == "ep" else self._measure(axis, size, stride)
+        return self._seconds[key]
 
     def _of_data_axes(self, order: tuple[Axis, ...], sizes: dict[Axis, int], ep: int) -> list[Floats]:
         """Return the seconds of the ranks of dp and cp together, and of the parts of them that experts go over."""

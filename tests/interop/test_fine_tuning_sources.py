@@ -141,6 +141,12 @@ def test_what_no_training_on_given_sequences_has_is_not_taken_for_one_in_silence
     assert not any("without a place" in note for note in found.notes)
 
 
+def test_keys_without_a_value_say_nothing_of_an_objective(read: Any) -> None:
+    keys = ("beta", "use_vllm", "num_generations", "temperature", "center_rewards_coefficient", "rpo_alpha")
+    found = read(TRL + "".join(f"{key}: null\n" for key in keys))
+    assert (found.task, found.notes) == (None, read(TRL).notes)
+
+
 @pytest.mark.parametrize(
     ("words", "task", "said"),
     [

@@ -88,6 +88,21 @@ def test_of_branches_those_are_read_that_run(condition: str, taken: str, *, is_o
     assert bool(command.notes("train.sh")) == (taken == "both")
 
 
+@pytest.mark.parametrize(("size", "plan"), [(7, "dp8"), (13, "dp2 x tp2 x pp2"), (70, "tp8")])
+def test_an_if_on_one_line_is_that_on_several(read: Any, size: int, plan: str) -> None:
+    script = f"""SIZE={size}
+if [ $SIZE = 7 ]; then TP=1; PP=1; elif [ $SIZE = 13 ]; then TP=2; PP=2; else TP=8; PP=1; fi
+[ $TP -gt 1 ] && SP="--sequence-parallel"
+[[ $TP == 9 ]] && TP=4
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 40 --micro-batch-size 1 --tensor-model-parallel-size $TP \\
+    --pipeline-model-parallel-size $PP $SP
+"""
+    setup = read(script, "train.sh")
+    assert setup.plan.describe().startswith(plan)
+    assert setup.plan.sequence_parallel == (size > 7)
+    assert setup.notes == ()
+
+
 @pytest.mark.parametrize(
     ("start", "num_tasks"),
     [

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from paraplan.errors import PlanError
-from paraplan.interop.sources.shell_branches import Branches
+from paraplan.interop.sources.shell_branches import Branches, in_lines
 
 _NAME = r"[A-Za-z_]\w*"
 _VALUE = re.compile(rf"\$\{{({_NAME})(\[[@*0-9]+\])?(?:(:?[-=])((?:[^{{}}]|\$\{{[^{{}}]*\}})*))?\}}|\$({_NAME})|\$(\d)")
@@ -159,8 +159,8 @@ def _running(text: str, source: str, branches: Branches, variables: dict[str, st
 
     Defaults that a line gives are among them by then.
     """
-    for line in _lines(text, source):
-        runs = branches.lines(line, _filled(line, variables) if _IS_HEAD.match(line) else line)
+    for line in (part for whole in _lines(text, source) for part in in_lines(whole)):
+        runs = branches.runs(line, _filled(line, variables) if _IS_HEAD.match(line) else line)
         if runs is not None:
             _set_defaults(runs, variables)
             yield runs

@@ -12,6 +12,8 @@ _TEST = re.compile(r"\[\[?\s+(.*)\s+\]\]?|\(\((.*)\)\)", flags=re.DOTALL)
 _TEXTS = {"==": operator.eq, "=": operator.eq, "!=": operator.ne}
 _NUMBERS = {"-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt}
 _NUMBERS |= {"-ge": operator.ge, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_NEXT = re.compile(r";\s*(?=(?:elif|else|fi)\b)")
+_ALONE = re.compile(r"\s*(\[\[?\s[^&|]*\s\]\]?)\s*&&\s*([A-Za-z_]\w*\+?=.*)", flags=re.DOTALL)
 _UNDECIDED = re.compile(r"^\s*(case|for|while)\b", flags=re.MULTILINE)
 
 _State = Literal["runs", "waits", "is over", "may run"]
@@ -28,13 +30,13 @@ class Branches:
         """Whether it is known of every line whether it runs, and how often."""
         self._states: list[_State] = []
 
-    def lines(self, line: str, filled: str) -> str | None:
+    def runs(self, line: str, filled: str) -> str | None:
         """Return what of a line runs, None for nothing. `filled` is the line with the values of variables."""
         text = line.strip()
         found, known = _HEAD.match(text), _HEAD.match(filled.strip())
         if found is not None and known is not None:
             self._begin(found.group(1), known.group(2))
-            return self._rest(found.group(3) or "")
+            return found.group(3) if self._runs else None
         if (word := re.match(r"(then|else|fi)\b\s*(.*)$", text, flags=re.DOTALL)) is None or not self._states:
             return line if self._runs else None
         if word.group(1) == "fi":
@@ -42,7 +44,7 @@ class Branches:
         elif word.group(1) == "else":
             following: dict[_State, _State] = {"runs": "is over", "waits": "runs"}
             self._states[-1] = following.get(self._states[-1], self._states[-1])
-        return self._rest(word.group(2).lstrip("; "))
+        return word.group(2).lstrip("; ") or None if self._runs else None
 
     @property
     def _runs(self) -> bool:
@@ -60,13 +62,18 @@ class Branches:
             self.are_all_known &= holds is not None
             self._states[-1] = "may run" if holds is None else "runs" if holds else "waits"
 
-    def _rest(self, text: str) -> str | None:
-        """Return what follows `then`, `else` or `fi` on their line, where it runs."""
-        plain = re.sub(r"(?:^|;)\s*fi\s*;?\s*$", "", text)
-        runs = self._runs
-        if plain != text and self._states:
-            self._states.pop()
-        return plain if runs and plain.strip() else None
+
+def in_lines(line: str) -> list[str]:
+    """Return the lines that a line of a script stands for: each part of an `if` is one, and so is `[ ... ] && A=1`."""
+    if (alone := _ALONE.fullmatch(line)) is not None:
+        return [f"if {alone.group(1)}; then {alone.group(2)}", "fi"]
+    lines, end = list[str](), 0
+    for found in _NEXT.finditer(line):
+        before = line[: found.start()]
+        if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
+            lines.append(line[end : found.start()])
+            end = found.end()
+    return [*lines, line[end:]]
 
 
 def _holds(condition: str) -> bool | None:

@@ -130,13 +130,13 @@ def _objective(fields: Fields, command: str | None) -> Objective:
     By keys that one of TRL's commands has alone; where preferences of several kinds have them, by what the file and its
     outputs are called.
     """
-    loss = fields.value("loss_type")
+    loss, given = fields.value("loss_type"), {key for key, value in fields.values.items() if value is not None}
     if loss in _PAIRS or (isinstance(loss, list) and loss):
         found: str | None = "dpo"
     else:
-        found = next((task for task, keys in _SIGNS.items() if not fields.values.keys().isdisjoint(keys)), None)
+        found = next((task for task, keys in _SIGNS.items() if not given.isdisjoint(keys)), None)
     name, key = command or found, "trl" if command else "its keys are those of" if found else "loss_type"
-    if name is None and not fields.values.keys().isdisjoint(_OF_PREFERENCES):
+    if name is None and not given.isdisjoint(_OF_PREFERENCES):
         called = [
             fields.source,
             *(str(fields.values.get(each, "")) for each in ("output_dir", "hub_model_id", "run_name")),
