@@ -54,6 +54,9 @@ def check_script(
     num_done = min(len(process.record.steps) for process in (*ranks, sight.alone))
     if num_done < num_steps:
         notes.append(f"the script made {num_done} of {num_steps} steps")
+    notes += record.made_smaller
+    if request.shrink_for and not record.made_smaller:
+        notes.append("no model was made smaller: --shrink makes those of transformers so, and the script has none")
     return ScriptReport(
         script=request.script,
         num_ranks=num_ranks,

@@ -43,7 +43,7 @@ def main(path: str) -> None:
         from paraplan.script_check.smaller_models import SmallerModels  # transformers, which few scripts need
 
         inside = recorder.sources.inside
-        SmallerModels(request.shrink_for, Path(request.folder), note=recorder.note, inside=inside).follow()
+        SmallerModels(request.shrink_for, Path(request.folder), note=recorder.note_smaller, inside=inside).follow()
     sys.argv[:] = [request.script, *request.arguments]
     recorder.follow()
     try:

@@ -58,6 +58,7 @@ class Recorder:
         self._order: dict[str, None] = {}
         self._steps: list[StepRecord] = []
         self._notes: dict[str, None] = {}
+        self._made_smaller: dict[str, None] = {}
         self._losses: list[float] = []
         self._norm: float | None = None
         self._rates: tuple[dict[str, float], ...] = ()
@@ -184,6 +185,10 @@ class Recorder:
     def note(self, text: str) -> None:
         """Note what the answer is to say beside its verdict."""
         self._notes.setdefault(text)
+
+    def note_smaller(self, text: str) -> None:
+        """Note a model that was made smaller."""
+        self._made_smaller.setdefault(text)
 
     def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Note a step before it is made; where it is given a closure, once that has made the gradients."""
@@ -358,6 +363,7 @@ class Recorder:
                 steps=tuple(self._steps),
                 sources=sources,
                 notes=tuple(self._notes),
+                made_smaller=tuple(self._made_smaller),
                 given=tuple(self._given_prints),
                 outputs=self._outputs,
                 rounding=self._rounding,

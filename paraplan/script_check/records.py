@@ -133,6 +133,8 @@ class ProcessRecord(Record):
     steps: tuple[StepRecord, ...]
     sources: tuple[SourceRecord, ...]
     notes: tuple[str, ...]
+    made_smaller: tuple[str, ...] = ()
+    """Models that were made smaller."""
     given: tuple[str, ...]
     """Digests of what its models were given."""
     outputs: dict[str, float]

@@ -70,10 +70,12 @@ def test_a_layer_that_is_scaled_is_named_with_its_factor(script: str) -> None:
     assert found.factor == pytest.approx(2.0)
 
 
-def test_ranks_that_read_the_same_rows_are_named(script: str) -> None:
-    found = checked(script, "same rows").difference
-    assert found is not None
-    assert (found.kind, found.ranks) == ("same rows", (0, 1))
+def test_ranks_that_read_the_same_rows_are_named_and_that_nothing_was_made_smaller(script: str) -> None:
+    pytest.importorskip("transformers")
+    report = check_script(script, ["same rows"], num_ranks=2, num_steps=1, shrink=True)
+    assert report.difference is not None
+    assert (report.difference.kind, report.difference.ranks) == ("same rows", (0, 1))
+    assert sum("no model was made smaller" in note for note in report.notes) == 1
 
 
 def test_a_script_that_never_steps_and_one_that_is_not_there_say_so(script: str) -> None:
