@@ -26,6 +26,7 @@ from paraplan.model.tp_plan import style_of
 from paraplan.model.trace_on_gpu import AsOnGpu, AsUnderAutocast
 from paraplan.model.trace_recorder import EMBEDDING, HEAD, Recorder, is_linear, mark_of
 from paraplan.model.trace_repeats import skipped_repeats
+from paraplan.model.trace_shapes import MetaShapes
 
 DEFAULT_SEQ_LENGTH = 1024
 
@@ -198,6 +199,7 @@ def _measure(
         repeats = skipped_repeats(module, blocks, recorder) if skips else nullcontext()
         with (
             torch.device("meta"),
+            MetaShapes(),
             recorder.watching(module, blocks, grows=grows),
             repeats,
             autocast,

@@ -37,3 +37,8 @@ def storage_key(held: torch.Tensor | torch.UntypedStorage) -> int:
     """
     storage = held.untyped_storage() if isinstance(held, torch.Tensor) else held
     return int(storage._cdata)
+
+
+def schema_of(operator: Any) -> Any:
+    """Return what an operator takes and returns, None for calls that take functions. Only its name is public."""
+    return getattr(operator, "_schema", None)

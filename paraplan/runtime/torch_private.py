@@ -41,6 +41,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from paraplan.model.trace_torch_private import FLASH_ATTENTION as FLASH_ATTENTION
 from paraplan.model.trace_torch_private import GROUPED_MM as GROUPED_MM
 from paraplan.model.trace_torch_private import TorchDispatchMode as TorchDispatchMode
+from paraplan.model.trace_torch_private import schema_of as schema_of
 from paraplan.model.trace_torch_private import storage_key as storage_key
 
 __all__ = [  # of what is imported; names of this module's own are offered as they are
@@ -74,6 +75,7 @@ RE_EXPORTED = {
     "TorchDispatchMode": "see paraplan.model.trace_torch_private",
     "local_shape_and_offset": "which part of a DTensor a rank has; it has no method that says so",
     "pytree": "tensors in nested containers; torch has no public module for it",
+    "schema_of": "see paraplan.model.trace_torch_private",
     "stage_backward_weight": "the second half of a backward pass (zero bubble); a stage calls it from one method alone",
     "storage_key": "see paraplan.model.trace_torch_private",
     "unset_fake_temporarily": "numbers in the midst of a run without values; public modes cannot be left from inside",
@@ -125,11 +127,6 @@ COLLECTIVES_FILE = "distributed_c10d.py"
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def schema_of(operator: Any) -> Any:
-    """Return what an operator takes and returns, None for calls that take functions. Only its name is public."""
-    return getattr(operator, "_schema", None)
 
 
 def is_of_torch(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.model.trace_shapes import MetaShapes
 from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.structure.blocks import BlockStack
 from paraplan.runtime.structure.chain import (
@@ -341,7 +342,7 @@ def first_that_runs(meta_model: nn.Module, inputs: Any, attempt: Callable[[Any, 
     failures = []
     for context, tried in product(WAYS_TO_RUN, _reductions(inputs)):
         try:
-            with context(), reentrant_refused(), attributes_kept(meta_model):
+            with MetaShapes(), context(), reentrant_refused(), attributes_kept(meta_model):
                 return attempt(tried, context)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             failures.append(error)
