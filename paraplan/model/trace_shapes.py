@@ -25,6 +25,9 @@ class MetaShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
     on values run as ever, and so do those of subclasses of tensors.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _makes_tensors(func):
