@@ -7,6 +7,7 @@ vocabulary (`vocabulary`); norms stay whole on every rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,12 +108,13 @@ def find_tensor_split(
     plan = own_plan(model)
     numbering = numbering_of(stack.modules(meta_model))
     asked = None if given is None else GivenSplit.of(given, meta_model)
+    uses = Counter(id(parameter) for _, parameter in meta_model.named_parameters(remove_duplicate=False))
     found: dict[Any, BlockSplit] = {}
     blocks: dict[str, BlockSplit] = {}
     for name, block, call in zip(stack.names, stack.modules(meta_model), calls, strict=True):
         if call is None:
             raise UnsupportedPlanError(f"block {name} is not called in a forward pass", hint="use tp=1 for this model")
-        kept = _kept_whole(meta_model, block, name, plan) if asked is None else asked.styles_in(block, name)
+        kept = _kept_whole(block, name, plan, uses) if asked is None else asked.styles_in(block, name)
         kind = kind_of(name, block, call, [*kept] if asked is None else [*kept.items()], numbering)
         if kind not in found:
             ends = SequenceEnds(where, is_first=True, is_last=True) if sequence_parallel else None
@@ -121,7 +123,7 @@ def find_tensor_split(
                 found[kind] = _split_of(block, call, name, kept, size, checked)
             else:
                 split = asked.split_of(block, name, call, size=size)
-                reasons = _kept_whole(meta_model, block, name, None)
+                reasons = _kept_whole(block, name, None, uses)
                 for layer in split.roles.keys() & reasons.keys():
                     raise PlanError(f"split: {name}.{layer} cannot be split: {reasons[layer]}", hint="leave it whole")
                 found[kind] = checked(split)
@@ -259,11 +261,8 @@ def apply_tensor_split(
     return shardings
 
 
-def _kept_whole(meta_model: nn.Module, block: nn.Module, name: str, plan: dict[str, str] | None) -> dict[str, str]:
-    """Return the layers of a block that are not to be split, with the reason."""
-    uses: dict[int, int] = {}
-    for _, parameter in meta_model.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+def _kept_whole(block: nn.Module, name: str, plan: dict[str, str] | None, uses: Mapping[int, int]) -> dict[str, str]:
+    """Return the layers of a block that are not to be split, with the reason; `uses` counts places by parameter."""
     experts = {layer for layer, module in block.named_modules() if layer and expert_weights(module) is not None}
     layers = {layer: module for layer, module in block.named_modules() if layer in experts or is_linear(module)}
     kept = {

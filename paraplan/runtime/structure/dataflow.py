@@ -118,12 +118,12 @@ class Dataflow(TorchDispatchMode):
         self.writes_hidden = False
         self._copies = False
         self._num_blocks = num_blocks
-        self._model = model
         self._storages: dict[int, _Held] = {}
         self._kept: list[torch.Tensor] = []  # tensors without a storage, so that ids that were noted stay theirs
         registered = Registered.of(model)
         for name, tensor in [*registered.tensors.items(), *registered.parameters.items()]:
             self._register(name, tensor)
+        self._holders = [(path, module) for path, module in model.named_modules() if any(_buffers_of(module))]
         self._buffers = dict(self._current_buffers())
 
     def __torch_dispatch__(
@@ -182,8 +182,8 @@ class Dataflow(TorchDispatchMode):
         self._buffers = dict(self._current_buffers())
 
     def _current_buffers(self) -> Iterator[tuple[tuple[int, str], tuple[str, torch.Tensor]]]:
-        for path, module in self._model.named_modules():
-            for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
+        for path, module in self._holders:
+            for name, value in _buffers_of(module):
                 yield (id(module), name), (f"{path}.{name}".lstrip("."), value)
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
@@ -226,6 +226,10 @@ class Dataflow(TorchDispatchMode):
 
     def _note_write(self, name: str, sources: Sources) -> None:
         self.writes.setdefault(name, []).append(Write(self.place, sources | {name}))
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
