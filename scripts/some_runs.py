@@ -43,7 +43,7 @@ def some_rows(table: str) -> str:
 
 def _sums(table: str, name: str) -> dict[str, float]:
     rows = [row for _, row in validate({name: table}, everything=True).rows]
-    values = {
+    values: dict[str, list[float | None]] = {
         "step time": [row.predicted_step_time_s for row in rows],
         "peak memory": [row.predicted_peak_memory_bytes for row in rows],
         "ends": [end for row in rows for end in _ends(row)],
