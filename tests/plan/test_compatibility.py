@@ -175,7 +175,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 
 
 @given(made=workloads(), plan=plans(), suits=st.booleans())
-@settings(max_examples=250)
+@settings(max_examples=100)
 def test_all_doors_agree_and_no_model_flops_utilization_is_above_1(
     made: Workload, plan: ParallelPlan, suits: bool
 ) -> None:

@@ -15,8 +15,9 @@ from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME
+from paraplan.search.by_date import Deadline, by_date
 from paraplan.search.cluster_sizes import counts_between, first_between, least_time_s, part_of
-from paraplan.search.constraints import Constraints
+from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
 
@@ -63,11 +64,10 @@ def test_no_plan_takes_less_than_the_least_time(workload: MakeWorkload, nodes: i
 
 def test_three_machines_are_found_between_two_and_four(workload: MakeWorkload) -> None:
     made = workload("llama-2-13b", num_nodes=8, seq_length=4096, global_batch_size=512)
-    answer = recommendation(made, SearchRequest(find="by-date", tokens=100e9, days=14))
-    assert answer.workload.cluster.num_gpus == 24
-    assert answer.budget is not None
-    assert answer.budget.seconds <= 14 * 86_400
-    assert "24, tried in steps of two, and each number of machines between 16 and 32 GPUs" in (answer.found or "")
+    chosen, words = by_date(made, Deadline(100e9, 14, "throughput", OWN_RUNTIME, FREE))
+    assert chosen.cluster.num_gpus == 24
+    assert search(chosen).best.step.step_time_s * 100e9 / chosen.training.tokens_per_step <= 14 * 86_400
+    assert "24, tried in steps of two, and each number of machines between 16 and 32 GPUs" in (words or "")
     two = replace(made, cluster=made.cluster.replace(num_nodes=2))
     slower = recommendation(two, SearchRequest(tokens=100e9))
     assert slower.budget is not None
@@ -113,7 +113,7 @@ def test_a_framework_without_a_plan_for_all_gpus_gets_one_for_fewer(workload: Ma
 
 
 def test_the_fewest_gpus_with_little_room_say_how_many_leave_more(workload: MakeWorkload) -> None:
-    made = workload("llama-3-70b", num_nodes=8, seq_length=4096, global_batch_size=512)
+    made = workload("llama-3-70b", num_nodes=4, seq_length=4096, global_batch_size=64)
     answer = recommendation(made, SearchRequest(find="fewest-gpus"))
     assert answer.workload.cluster.num_gpus == 16
     assert "GPUs leave room" in (answer.found or "")
