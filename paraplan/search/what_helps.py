@@ -18,7 +18,7 @@ from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.levers import levers
 from paraplan.search.search import search
 from paraplan.search.what_fits import other_machines
-from paraplan.units import format_seconds, gpus
+from paraplan.units import format_bytes, format_seconds, gpus
 
 MOST_SEARCHED_GPUS = 16
 """On more GPUs a change of options is priced with the plan as it is: a search for each would take too long."""
@@ -28,6 +28,8 @@ TIGHT = 0.9
 """Share of usable memory above which memory is worth time."""
 MOST_TIME_FOR_MEMORY = 0.5
 """Share of the step that a change may cost which saves memory where it is tight."""
+MUCH_MEMORY = 0.1
+"""Share of the memory that an option saves above which a faster plan is looked for in the room that it leaves."""
 MOST_MACHINES = 2
 
 
@@ -73,7 +75,7 @@ class Help(Record):
     def in_words(self) -> str:
         """The gain in a sentence."""
         step = f"{format_seconds(self.step_time_s)} a step, {self.share:.0%} less"
-        return step if self.is_same_plan else f"{step} ({self.plan.describe()})"
+        return step if self.is_same_plan else f"{step} ({self.plan.describe()}; {format_bytes(self.peak_memory_bytes)})"
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ def what_helps(
 
     Where the plan takes over 90 % of the memory, what saves some may cost up to half as much time again.
 
-    Without `searches` options alone are changed, with the plan as it is, which takes milliseconds. With it, up to 16
-    GPUs, each change gets its own best plan, and other machines are looked at too.
+    Without `searches` options alone are changed, with the plan as it is, which takes milliseconds; up to 16 GPUs
+    the one that saves most memory, and leaves the training as it is, gets a plan of its own. With it all do, and other
+    machines are looked at too.
     """
     with_plans = searches and workload.cluster.num_gpus <= MOST_SEARCHED_GPUS
     num_blocks = workload.model.num_blocks
@@ -110,6 +113,8 @@ def what_helps(
         if training_gap(executor, each.workload.training, num_blocks) is None
     ]
     found = [_priced(each, best, executor, fixed, with_plans) for each in options]
+    if not with_plans and workload.cluster.num_gpus <= MOST_SEARCHED_GPUS and _wants_memory(best):
+        found = _with_the_room_used(options, found, best, executor, fixed)
     changes = list(_plan_options(workload, best.plan))
     searched = [each for each in changes if with_plans and any(getattr(fixed, name) is not None for name in each.plan)]
     found += [_priced(each, best, executor, fixed, True) for each in searched]
@@ -119,6 +124,33 @@ def what_helps(
         found += _machines(workload, best, executor, fixed)
     worth = [each for each in found if each is not None and _is_worth(each, best)]
     return tuple(sorted(worth, key=lambda each: (-each.saved_s, -each.saved_bytes)))
+
+
+def _wants_memory(best: PlanEstimate) -> bool:
+    """Whether a plan does what it would not do with more memory: recompute, offload, split, small micro-batches."""
+    plan = best.plan
+    is_plain = plan.dp == plan.world_size and not plan.zero_stage and plan.offload == "none"
+    is_tight = best.peak_memory_bytes > TIGHT * best.usable_memory_bytes
+    return is_tight or not is_plain or plan.recompute != "none"
+
+
+def _with_the_room_used(
+    options: list[_Change], found: list[Help | None], best: PlanEstimate, executor: Executor, fixed: Constraints
+) -> list[Help | None]:
+    """Return `found` with a plan of its own for the free option that saves most memory, where that is faster."""
+    enough = MUCH_MEMORY * best.peak_memory_bytes
+    saving = [
+        (one.saved_bytes, place)
+        for place, one in enumerate(found)
+        if one is not None and one.keeps_training and one.saved_bytes >= enough and one.share > -WORTH_SAYING
+    ]
+    if not saving:
+        return found
+    _, place = max(saving)
+    faster = _priced(options[place], best, executor, fixed, True)
+    if faster is None or not faster.costs_nothing:
+        return found
+    return [*found[:place], faster, *found[place + 1 :]]
 
 
 def _is_worth(one: Help, best: PlanEstimate) -> bool:

@@ -36,7 +36,7 @@ def require_exact(nodes: list[Node], script: Path, steps: int, ranks: RankHarnes
     return said
 
 
-@pytest.mark.parametrize("meeting", ["static", "2", "1:2"])
+@pytest.mark.parametrize("meeting", ["static", pytest.param("2", marks=pytest.mark.with_all), "1:2"])
 def test_a_job_ends_with_its_store_to_be_started_again_from_where_it_was(
     meeting: str,
     tmp_path: Path,

@@ -34,7 +34,7 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize(("method", "size"), [("spawn", 2), ("exec", 1)])
+@pytest.mark.parametrize(("method", "size"), [("spawn", 2), pytest.param("exec", 1, marks=pytest.mark.with_all)])
 def test_ranks_that_start_again_begin_in_spare_processes_and_see_what_they_saw(
     method: str, size: int, launch_forked: ForkedLaunch, script: WriteScript
 ) -> None:

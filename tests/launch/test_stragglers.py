@@ -81,7 +81,7 @@ def test_equal_ranks_are_not_named(launch_forked: ForkedLaunch, script: WriteScr
     [
         ("torch", (), False),
         ("torch", ("--watch-steps",), True),
-        ("torch", ("--hang-timeout", 60), True),
+        pytest.param("torch", ("--hang-timeout", 60), True, marks=pytest.mark.with_all),
         ("paraplan.runtime.engine", (), True),
         ("paraplan.runtime.engine", ("--no-straggler-watch",), False),
     ],

@@ -36,6 +36,26 @@ def test_options_are_priced_with_the_plan_as_it_is(workload: MakeWorkload) -> No
     assert all(one.share >= WORTH_SAYING or one.saved_bytes > 0 for one in helps)
 
 
+@pytest.mark.parametrize(
+    ("model", "profile", "fields"),
+    [
+        ("qwen3-8b", "4xrtx-4090", {"train": "lora:r=16", "seq_length": 8192}),
+        ("gemma-3-27b", "2xrtx-3090", {"train": "lora:r=16", "base_weights": "nf4:double", "seq_length": 4096}),
+    ],
+)
+def test_a_free_option_that_saves_much_memory_gets_a_plan_in_the_room_that_it_leaves(
+    workload: MakeWorkload, model: str, profile: str, fields: dict[str, object]
+) -> None:
+    made = workload(model, profile=profile, global_batch_size=16, **fields)
+    best = search(made, num_candidates=1).best
+    (liger,) = (one for one in what_helps(made, best) if one.options == "--loss liger")
+    found = search(made.trained_as(made.training.replace(loss="liger")), num_candidates=1).best
+    assert liger.plan == found.plan != best.plan
+    assert liger.step_time_s == pytest.approx(found.step.step_time_s)
+    assert liger.costs_nothing
+    assert found.plan.describe() in liger.in_words
+
+
 def test_each_change_gets_its_best_plan_beside_nodes_and_machines(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", profile="rtx-4090-x4", seq_length=2048, global_batch_size=16)
     best = search(made, num_candidates=1).best
