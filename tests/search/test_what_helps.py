@@ -20,8 +20,8 @@ from paraplan.search.what_helps import WORTH_SAYING, what_helps
 MakeWorkload = Callable[..., Workload]
 
 
-def test_options_are_priced_with_the_plan_as_it_is(workload: MakeWorkload) -> None:
-    made = workload("llama-3-8b", profile="dgx-h100", seq_length=4096, global_batch_size=64)
+def test_options_are_priced_with_the_plan_as_it_is_on_many_gpus(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", profile="dgx-h100", num_nodes=3, seq_length=4096, global_batch_size=192)
     fixed = Constraints(recompute="none")  # blocks whose chosen operations run again are not compiled
     best = search(made, num_candidates=1, fixed=fixed).best
     helps = what_helps(made, best, fixed=fixed)
