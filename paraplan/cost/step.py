@@ -15,6 +15,7 @@ from paraplan.cost.communication.data_parallel import (
     data_parallel_s,
     exchanged_experts,
     frozen_bytes,
+    frozen_expert_bytes,
     sharded_parameters,
     stage_parameters,
     weight_work,
@@ -126,6 +127,10 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
     experts = exchanged_experts(table, costs, stages)
     divided = torch_data_parallel_s(workload, table, parameters)
     sharded = sharded_parameters(table, parameters, experts)
+    frozen = [
+        sharded_parameters(table, frozen_bytes(costs, stage), frozen_expert_bytes(table, costs, stage))
+        for stage in stages
+    ]
     found = StepTime(
         compute_s=microbatches * of_slowest("compute_s"),
         recompute_s=microbatches * of_slowest("recompute_s"),
@@ -134,7 +139,7 @@ def step_time(workload: Workload, table: PlanTable, costs: BlockCosts, stages: l
         expert_parallel_s=microbatches * of_slowest("expert_parallel_s"),
         pipeline_bubble_s=bubble,
         pipeline_send_s=microbatches * of_slowest("send_s"),
-        data_parallel_s=exposed + divided + offload_gather_s(workload, table, sharded),
+        data_parallel_s=exposed + divided + offload_gather_s(workload, table, sharded, np.max(frozen, axis=0)),
         optimizer_s=optimizer_s(workload, table, sharded),
         data_parallel_wire_s=wire + divided,
     )

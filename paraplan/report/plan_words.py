@@ -85,7 +85,7 @@ def cautions(workload: Workload, estimate: PlanEstimate) -> tuple[str, ...]:
     unpriced = lower_bound_reason(workload, estimate.plan)
     if unpriced is not None:
         found.append(unpriced)
-    cause, share = _largest_waste(step)
+    cause, share = _largest_waste(estimate.plan, step)
     narrow = 1.0 if workload.training.linear_precision == "16bit" else workload.cluster.gpu.shared.fp8_speedup
     if step.mfu * narrow < LOW_MFU and workload.cluster.gpu.vendor != "cpu":
         waited = host_share(workload, estimate.plan)
@@ -154,9 +154,11 @@ def step_parts(plan: ParallelPlan, step: StepEstimate) -> list[tuple[str, float]
     return [(title, seconds) for title, seconds in found if seconds > 0]
 
 
-def _largest_waste(step: StepEstimate) -> tuple[str, float]:
+def _largest_waste(plan: ParallelPlan, step: StepEstimate) -> tuple[str, float]:
     worst = max((part for part in STEP_PARTS if part.waste), key=lambda part: float(getattr(step, part.name)))
-    return worst.waste, getattr(step, worst.name) / step.step_time_s
+    is_copied = worst.name == "data_parallel_s" and plan.offload == "parameters"
+    words = "copies from the host and data-parallel communication" if is_copied else worst.waste
+    return words, getattr(step, worst.name) / step.step_time_s
 
 
 def _scarcity(workload: Workload) -> str:

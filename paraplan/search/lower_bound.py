@@ -30,7 +30,8 @@ def least_step_s(workload: Workload, table: PlanTable, costs: BlockCosts | None 
     key = costs.key
     parameters = costs.of_all(costs.parameters) + costs.embedding_parameters[key] + costs.head_parameters[key]
     sharded = parameters / table.pp / np.where(table.zero_stage >= 1, table.shard_size, 1)
-    alone = offload_gather_s(workload, table, sharded) + optimizer_s(workload, table, sharded)
+    frozen = costs.of_all(costs.frozen_bytes) / table.pp / table.shard_size
+    alone = offload_gather_s(workload, table, sharded, frozen) + optimizer_s(workload, table, sharded)
     firsts, alike = first_rows(key, table.devices)  # blocks of plans that are sharded alike cost the same
     blocks_s = _blocks_s(workload, table.select(firsts), costs.select(firsts))[alike]
     least_s = _pipeline_s(workload, table, costs, blocks_s) + alone

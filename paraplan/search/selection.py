@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -52,6 +52,8 @@ class Selection:
     """The plans that were left to choose from: of known kinds, and data parallelism alone, where these are near."""
     passed_over: frozenset[int]
     """Simpler plans for which torch's allocator has no room."""
+    widest: float = np.inf
+    """The value of what was selected of all plans, where this one is of a kind that comes first within `RANGE`."""
 
     @classmethod
     def of(cls, plans: EvaluatedPlans, objective: Objective) -> Selection:
@@ -78,14 +80,14 @@ class Selection:
             narrower = cls._among(plans, objective, narrow[0], kept) if kept.any() else selection
             has_room = plans.allocator_holds(narrower.row) or not plans.allocator_holds(selection.row)
             if kept[narrower.row] and has_room and narrower.value <= (1 + RANGE) * selection.value:
-                selection = narrower
+                selection = replace(narrower, widest=min(selection.widest, selection.value))
         few = [columns("virtual") == 1] * is_small_rig(plans.workload) + [columns("virtual") <= USUAL_VIRTUAL]
         fastest = min(selection.value, selection.most / (1 + TOLERANCE[objective]))
         for wanted in few:
             kept = selection.kept & wanted
             fewer = cls._among(plans, objective, narrow[0], kept) if kept.any() else selection
             if kept[fewer.row] and fewer.value <= (1 + RANGE) * fastest:
-                return fewer
+                return replace(fewer, widest=fastest)
         return selection
 
     @classmethod
@@ -161,13 +163,16 @@ class Selection:
             return "unknown", "no public run of a mixture under such a plan at that scale is known"
         if gain <= TOLERANCE[self.objective] and self.levels[row] < self.levels[other]:
             return "simplicity", f"it is simpler ({self._tolerance} is within the error)"
-        if gain > RANGE:
+        if gain > RANGE and (self.widest <= self.values[other] or self.value > (1 + RANGE) * self.widest):
             return None
         virtual = self.plans.priced.table.virtual
         if virtual[other] > virtual[row] and not is_data_parallel(partial(getattr, self.plans.priced.table))[row]:
             fewer = "fewer" if self.plans.priced.table.pp[row] > 1 else "plans without a pipeline"
             return "range", f"{virtual[other]} stages on each GPU do not gain more than {RANGE:.0%} over {fewer}"
         words = "up to 8 GPUs of one node" if self.plans.workload.training.trainable.adapter is None else "adapters"
+        if gain > RANGE:  # what that is compared with takes longer itself, by less than the error
+            near = f"the simplest plan within {TOLERANCE[self.objective]:.0%} of it"
+            return "range", f"data parallelism alone, which comes first for {words}, is within {RANGE:.0%} of {near}"
         return "range", f"data parallelism alone is within {RANGE:.0%} of it, which comes first for {words}"
 
     @property

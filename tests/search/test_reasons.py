@@ -35,6 +35,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"model": "qwen3-30b-a3b", "profile": "dgx-h100", "seq_length": 4096, "train": "lora:r=16"},
     {"model": "mixtral-8x7b", "profile": "dgx-a100", "num_nodes": 4, "seq_length": 4096, "global_batch_size": 256},
     {"model": "llama-3-70b", "profile": "dgx-h100", "num_nodes": 4, "seq_length": 8192, "global_batch_size": 256},
+    {"model": "llama-3.3-70b", "profile": "4xa100", "seq_length": 2048, "global_batch_size": 16, "train": "lora:r=16"},
 )
 
 
@@ -78,7 +79,7 @@ def test_a_reason_is_true_of_the_plan_that_it_names(workload: MakeWorkload, case
         if reason.cause == "offload":
             assert other.offload != "none"
         if reason.cause == "range":
-            assert 0.1 < reason.gain <= RANGE + 1e-6
+            assert 0.1 < reason.gain <= (1 + RANGE) * (1 + TOLERANCE["throughput"]) - 1 + 1e-6
             assert (best.plan.tp, best.plan.pp, best.plan.cp, best.plan.ep) == (1, 1, 1, 1)
 
 
@@ -176,7 +177,7 @@ def test_adapters_of_a_mixture_get_kinds_of_plans_that_trained_adapters(workload
 
 
 def test_a_plan_that_nobody_ran_names_the_fastest_of_a_kind_that_was_run(workload: MakeWorkload) -> None:
-    made = _adapted(workload("qwen3-235b-a22b", profile="8xh100", seq_length=2048, global_batch_size=16))
+    made = _adapted(workload("qwen3-235b-a22b", profile="8xh100", seq_length=4096, global_batch_size=16))
     remark = search(made, executor=executor_of(made)).remark
     assert remark is not None
     assert "under such a plan on about 8 GPUs is known, and of kinds that were run dp8 x ep8, ZeRO-1" in remark
@@ -193,7 +194,7 @@ def test_a_plan_that_is_faster_by_more_than_the_error_is_not_left_out_for_the_er
 
 
 def test_a_pipeline_that_is_left_out_for_shards_is_compared_with_plans_without_one(workload: MakeWorkload) -> None:
-    made = workload("qwen3-8b", profile="rtx-4090-x4", seq_length=4096, global_batch_size=16, train="lora:r=16")
+    made = workload("qwen3-4b", profile="rtx-4090-x4", seq_length=4096, global_batch_size=16)
     result = search(made)
     assert result.best.plan.pp == 1
     assert result.reason is not None

@@ -47,6 +47,8 @@ class BlockCosts(NamedTuple):
     """Sums of the bytes of those that do not."""
     expert_parameters: Floats
     """The parameters of routed experts that train, which `ep` divides too."""
+    frozen_expert_bytes: Floats
+    """Bytes of those of routed experts that do not train."""
     copied_parameters: Floats
     """The parameters of which autocast keeps a 16-bit copy."""
     saved_bytes: Floats
@@ -189,6 +191,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         "frozen_bytes": _by_kind(frozen),
         "largest_block_frozen_bytes": np.max(frozen, axis=0),
         "expert_parameters": _by_kind([_expert_parameters(kind, shardings) for kind in kinds]),
+        "frozen_expert_bytes": _by_kind([_frozen_bytes(kind, shardings, of_experts=True) for kind in kinds]),
         "copied_parameters": _by_kind([_copied_parameters(kind, shardings) for kind in kinds]),
         "saved_bytes": _by_kind(kept),
         "later_saved_bytes": _by_kind(later_kept),
@@ -261,9 +264,11 @@ def _expert_parameters(block: BlockSpec, shardings: Shardings) -> Floats:
     return _divided(experts, shardings.tp) / shardings.ep
 
 
-def _frozen_bytes(block: BlockSpec, shardings: Shardings) -> Floats:
+def _frozen_bytes(block: BlockSpec, shardings: Shardings, *, of_experts: bool = False) -> Floats:
     total = np.zeros_like(shardings.tp)
     for parameter in block.parameters:
+        if of_experts and not parameter.is_expert:
+            continue
         ranks = (1.0 if parameter.tp_dim is None else shardings.tp) * (shardings.ep if parameter.is_expert else 1.0)
         total += (parameter.frozen_bytes or 0.0) / ranks
     return total

@@ -113,6 +113,13 @@ def frozen_bytes(costs: BlockCosts, stage: StageBlocks) -> Floats:
     return stage.sum(costs, costs.frozen_bytes) + embedding + costs.head_frozen_bytes[costs.key] * stage.is_last
 
 
+def frozen_expert_bytes(table: PlanTable, costs: BlockCosts, stage: StageBlocks) -> Floats:
+    """Return the bytes of frozen experts that a rank holds and not all others of dp and cp: 0 without ep."""
+    if not (table.ep > 1).any():
+        return np.zeros(len(table))
+    return np.where(table.ep > 1, stage.sum(costs, costs.frozen_expert_bytes), 0.0)
+
+
 def exchanged_experts(table: PlanTable, costs: BlockCosts, stages: list[StageBlocks]) -> Floats:
     """Return the parameters of experts that a rank holds and not all others of dp and cp: 0 without ep."""
     if not (table.ep > 1).any():
@@ -139,16 +146,17 @@ def _transfers_s(
     # Ranks with equal shards then sum these (hybrid sharding; Zhao et al. 2023, PyTorch FSDP, section 3.2.2).
     reduce_s = units * (links.reduce_scatter_s(unit) + replicas.all_reduce_s(unit / table.shard_size))
     frozen = np.max([frozen_bytes(costs, stage) for stage in stages], axis=0) * is_zero_3
+    frozen_experts = np.max([frozen_expert_bytes(table, costs, stage) for stage in stages], axis=0) * is_zero_3
     gathered = parameters - experts
     if workload.training.fp8_gather:
         blocks = np.max([stage.sum(costs, costs.parameters) for stage in stages], axis=0) - experts
         gathered = gathered - blocks * (1.0 - workload.training.gathered_share)
-    gather_s = units * links.all_gather_s((gathered * unit_bytes + frozen) / units)
+    gather_s = units * links.all_gather_s((gathered * unit_bytes + frozen - frozen_experts) / units)
     all_reduce_s = links.all_reduce_s((parameters - experts) * gradient_bytes)
-    if experts.any():  # go over the ranks that hold the same ones
+    if experts.any() or frozen_experts.any():  # go over the ranks that hold the same ones
         _, alike = expert_links(workload, table)
         reduce_s = reduce_s + units * alike.reduce_scatter_s(experts * gradient_bytes / units)
-        gather_s = gather_s + units * alike.all_gather_s(experts * unit_bytes / units)
+        gather_s = gather_s + units * alike.all_gather_s((experts * unit_bytes + frozen_experts) / units)
         all_reduce_s = all_reduce_s + alike.all_reduce_s(experts * gradient_bytes)
     return reduce_s, gather_s, all_reduce_s
 
@@ -221,7 +229,7 @@ def _sends_elsewhere(workload: Workload, table: PlanTable, slot: SlotSeconds) ->
 
 
 def sharded_parameters(table: PlanTable, parameters: Floats, experts: Floats) -> Floats:
-    """Return the parameters whose optimizer state one rank has, of `parameters` that it holds, `experts` of them.
+    """Return the parameters whose shard one rank has, or their bytes, of `parameters` of its part, `experts` of them.
 
     ZeRO shards over all ranks of dp and cp, and experts over those that hold the same ones: `ep` times fewer.
     """

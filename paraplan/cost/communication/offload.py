@@ -32,16 +32,20 @@ def offload_step_s(workload: Workload, table: PlanTable, local_parameters: Float
     return np.asarray(copied + moved / (sockets * cluster.gpu.shared.host_socket_bytes_per_s))
 
 
-def offload_gather_s(workload: Workload, table: PlanTable, shard_parameters: Floats) -> Floats:
+def offload_gather_s(
+    workload: Workload, table: PlanTable, shard_parameters: Floats, frozen_shard_bytes: Floats
+) -> Floats:
     """Return the seconds in which offloaded shards of parameters and gradients pass PCIe in one step.
 
-    Shards are read from the host for each forward and each backward pass and gradients are written after each: FSDP
-    copies them beside compute as far as it gathers ahead, which is not counted.
+    `shard_parameters` train, others have `frozen_shard_bytes`. Shards are read from the host for each forward and
+    each backward pass and gradients are written after each: FSDP copies them beside compute as far as it gathers
+    ahead, which is not counted.
     """
     parameter_bytes, gradient_bytes = _moved_bytes(workload, table)
-    moved = shard_parameters * (2 * parameter_bytes + gradient_bytes) * table.num_microbatches
+    moved = shard_parameters * (2 * parameter_bytes + gradient_bytes) + 2 * frozen_shard_bytes
     is_there = table.offload == OffloadCode.PARAMETERS
-    return np.where(is_there, moved / workload.cluster.gpu.pcie_bandwidth_bytes_per_s, 0.0)
+    seconds = moved * table.num_microbatches / workload.cluster.gpu.pcie_bandwidth_bytes_per_s
+    return np.where(is_there, seconds, 0.0)
 
 
 def _moved_bytes(workload: Workload, table: PlanTable) -> tuple[float, Floats]:

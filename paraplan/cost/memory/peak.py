@@ -107,7 +107,7 @@ def host_bytes(rank: RankMemory) -> Floats:
     states = rank.state_bytes / rank.state_shards
     copies = (1 if has_masters else 2) * FP32 * rank.parameters / rank.state_shards
     waiting = rank.activation_bytes - rank.kept_bytes
-    frozen = np.where(rank.offloads_parameters, rank.frozen_bytes / rank.shards, 0.0)
+    frozen = np.where(rank.offloads_parameters, rank.frozen_shard_bytes, 0.0)
     return np.asarray(np.where(rank.table.offload == OffloadCode.NONE, 0.0, states + copies) + frozen + waiting)
 
 

@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 
 from paraplan.cost.blocks.costs import BlockCosts
+from paraplan.cost.communication.data_parallel import frozen_expert_bytes, sharded_parameters
 from paraplan.cost.framework import FrameworkProfile
 from paraplan.cost.memory.optimizers import OptimizerStates, optimizer_states
 from paraplan.cost.memory.overheads import gathered_frozen_bytes, optimizer_shards, root_frozen_bytes, shard_padding
@@ -25,9 +26,9 @@ class RankState:
     `chunks_in_flight` is `[V, N]`, the micro-batches of each virtual chunk whose activations a rank keeps, `in_flight`
     their mean, and `head_in_flight` those of the last chunk, where the head is.
     `parameters` and `root_parameters` count the stage's that train and those outside of blocks; `frozen_bytes` and
-    `root_frozen_bytes` are the bytes of those that do not. `state_bytes` is the whole
-    optimizer state, `state_shards` the ranks over which it is divided, and `padding` how much larger than an even
-    share the shards of the first rank are.
+    `root_frozen_bytes` are the bytes of those that do not, `frozen_shard_bytes` those of a rank's shard, where ZeRO
+    makes any. `state_bytes` is the whole optimizer state, `state_shards` the ranks over which it is divided, and
+    `padding` how much larger than an even share the shards of the first rank are.
     """
 
     workload: Workload
@@ -38,6 +39,7 @@ class RankState:
     parameters: Floats
     root_parameters: Floats
     frozen_bytes: Floats
+    frozen_shard_bytes: Floats
     root_frozen_bytes: Floats
     state_bytes: Floats
     shards: Floats
@@ -63,6 +65,7 @@ class RankState:
         shards = optimizer_shards(table, costs, stage, blocks + embedding + head)
         chunks = chunk_in_flight(table, stage)
         ends = root_frozen_bytes(costs, stage, is_tied)
+        frozen = np.asarray(stage.sum(costs, costs.frozen_bytes) + ends)
         return cls(
             workload=workload,
             table=table,
@@ -71,7 +74,8 @@ class RankState:
             states=states,
             parameters=np.asarray(blocks + embedding + head),
             root_parameters=np.asarray(embedding + head - costs.tower_parameters[key] * stage.is_first),
-            frozen_bytes=np.asarray(stage.sum(costs, costs.frozen_bytes) + ends),
+            frozen_bytes=frozen,
+            frozen_shard_bytes=sharded_parameters(table, frozen, frozen_expert_bytes(table, costs, stage)),
             root_frozen_bytes=ends,
             state_bytes=np.asarray(state_bytes + master * (blocks + embedding + head)),
             shards=shards,
@@ -129,8 +133,9 @@ class RankState:
         """Parameters that stay from step to step: whole, or the shards of FSDP and ZeRO-3 unless they are offloaded."""
         each = self.framework.storage.weight_bytes if self.is_mixed else FP32
         is_sharded = self.is_fsdp | (self.table.zero_stage == 3)
-        shard = np.where(self.offloads_parameters, 0.0, self.padding / self.shards)
-        own = (self.parameters * each + self.frozen_bytes) * np.where(is_sharded, shard, 1.0)
+        whole = self.parameters * each + self.frozen_bytes
+        shard = (self.parameters * each / self.shards + self.frozen_shard_bytes) * self.padding
+        own = np.where(is_sharded, np.where(self.offloads_parameters, 0.0, shard), whole)
         return np.asarray(own + self.reference_bytes)
 
     @cached_property
@@ -138,8 +143,9 @@ class RankState:
         """A reference model beside the one that trains, in the type that matmuls compute in; ZeRO-3 shards it too."""
         if not self.workload.training.copies_reference:
             return np.zeros(len(self.table))
-        whole = self.parameters * self.compute_bytes + self.frozen_bytes
-        return np.where(self.table.zero_stage == 3, whole / self.shards, whole)
+        trained = self.parameters * self.compute_bytes
+        shard = trained / self.shards + self.frozen_shard_bytes
+        return np.where(self.table.zero_stage == 3, shard, trained + self.frozen_bytes)
 
     @cached_property
     def offloads_parameters(self) -> Mask:
