@@ -260,15 +260,12 @@ def _parameters(block: BlockSpec, shardings: Shardings) -> Floats:
 
 
 def _expert_parameters(block: BlockSpec, shardings: Shardings) -> Floats:
-    experts = [parameter for parameter in block.parameters if parameter.trains and parameter.is_expert]
-    return _divided(experts, shardings.tp) / shardings.ep
+    return _divided([one for one in block.parameters if one.trains and one.is_expert], shardings.tp) / shardings.ep
 
 
 def _frozen_bytes(block: BlockSpec, shardings: Shardings, *, of_experts: bool = False) -> Floats:
     total = np.zeros_like(shardings.tp)
-    for parameter in block.parameters:
-        if of_experts and not parameter.is_expert:
-            continue
+    for parameter in (one for one in block.parameters if one.is_expert or not of_experts):
         ranks = (1.0 if parameter.tp_dim is None else shardings.tp) * (shardings.ep if parameter.is_expert else 1.0)
         total += (parameter.frozen_bytes or 0.0) / ranks
     return total
