@@ -169,6 +169,15 @@ def can_load(workload: Workload, column: Callable[[str], Ints]) -> Mask:
     return loads
 
 
+def some_way_loads(workload: Workload) -> bool:
+    """Return whether some plan may be loaded by the framework's way, on however many nodes.
+
+    No plan leaves a GPU more than that of one process does.
+    """
+    stages = np.array([0, 3])
+    return bool(can_load(workload, lambda name: stages if name == "zero_stage" else np.ones_like(stages)).any())
+
+
 def _is_sharded(workload: Workload, zero_stage: Ints) -> Mask:
     return np.asarray((zero_stage == 3) | (workload.framework.data_parallel.sharding.is_fsdp & (zero_stage > 0)))
 

@@ -11,7 +11,7 @@ import numpy as np
 from paraplan.cost.capacity import least_state_bytes
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import evaluate_plan, leaves_room
-from paraplan.cost.loading import can_load
+from paraplan.cost.loading import can_load, some_way_loads
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, PlanError
@@ -51,6 +51,8 @@ def some_plan_fits(
         fixed.offload == "none"
         and least_state_bytes(workload) > workload.cluster.num_gpus * workload.usable_memory_bytes
     ):
+        return False
+    if not some_way_loads(workload):
         return False
     try:
         for chunk in PlanSpace(workload, executor, fixed).chunks():

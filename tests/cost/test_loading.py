@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from paraplan.cost.estimate import estimate_plan
 from paraplan.cost.framework_files import FrameworkCatalog
-from paraplan.cost.loading import LoadingEstimate, loading_of
+from paraplan.cost.loading import LoadingEstimate, loading_of, some_way_loads
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
@@ -70,6 +71,15 @@ def test_transformers_4_keeps_quantized_shards_in_the_memory_of_the_host(framewo
     assert found.gpu_bytes < found.weights_bytes / 2
     replicas = loading_of(before, estimate_plan(before, ZERO_3.model_copy(update={"zero_stage": 1})))
     assert replicas is None or replicas.way != way
+
+
+def test_no_number_of_nodes_loads_what_has_no_room_whole() -> None:
+    fields = {"train": "lora:r=16", "base_weights": "nf4"}
+    whole = made("llama-2-70b", "fsdp", "2xrtx-3090", **fields)
+    many = replace(whole, cluster=whole.cluster.replace(num_nodes=64))
+    assert [some_way_loads(each) for each in (whole, many)] == [False, False]
+    assert some_way_loads(made("llama-2-70b", "fsdp", "2xrtx-3090", quantizer="transformers-4", **fields))
+    assert some_way_loads(made("llama-2-70b", "fsdp", "2xl40s", **fields))
 
 
 def test_a_release_below_16_bits_is_whole_on_each_gpu_where_it_is_dequantized() -> None:
