@@ -99,7 +99,9 @@ def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workl
             workload("llama-3-70b", num_nodes=2, seq_length=4096, global_batch_size=16), SearchRequest(fixed=fixed)
         )
     with pytest.raises(NoPlanFitsError) as caught:  # here one of them suffices, which has its own plan beside it
-        recommendation(workload(**LLAMA), SearchRequest(fixed=fixed))
+        recommendation(
+            workload("llama-3.2-3b", "4xrtx-4090", seq_length=1024, global_batch_size=8), SearchRequest(fixed=fixed)
+        )
     assert "without --tp 1 and" not in str(caught.value)
 
 

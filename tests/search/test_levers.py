@@ -178,14 +178,16 @@ def test_fewer_gpus_are_found_with_a_lever(workload: MakeWorkload) -> None:
     ("framework", "options"),
     [
         ("megatron-core", {"--loss liger", "--optimizer adamw_8bit", "--offload-activations"}),
-        ("torchtitan", {"--optimizer adamw_8bit"}),
+        pytest.param("torchtitan", {"--optimizer adamw_8bit"}, marks=pytest.mark.with_all),  # as above
         ("deepspeed-zero", {"--offload-activations"}),
     ],
 )
 def test_levers_that_a_framework_lacks_are_said_in_a_line(
     workload: MakeWorkload, framework: str, options: set[str]
 ) -> None:
-    made = _of_framework(workload("llama-3-8b", profile="8xh100", seq_length=2_000_000, global_batch_size=1), framework)
+    made = _of_framework(
+        workload("llama-3.2-1b", profile="1xh100", seq_length=2_000_000, global_batch_size=1), framework
+    )
     with pytest.raises(NothingFitsError) as caught:
         recommendation(made, SearchRequest(executor=executor_of(made)))
     lacking = _by_options(one for one in caught.value.offers if one.lacking is not None)
@@ -232,8 +234,8 @@ def test_levers_offered_together_are_the_least_that_fits(
 
 @settings(max_examples=3, deadline=None)
 @given(
-    model=st.sampled_from(["deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "llama-3-70b", "mixtral-8x7b"]),
-    profile=st.sampled_from(["8xa100", "8xh100", "4xrtx-4090", "2xrtx-5090"]),
+    model=st.sampled_from(["qwen3-30b-a3b", "gpt-oss-120b", "llama-3-70b", "mixtral-8x7b"]),
+    profile=st.sampled_from(["4xa100", "4xrtx-4090", "2xrtx-5090"]),
     seq_length=st.sampled_from([2048, 8192]),
 )
 def test_a_heavier_storage_is_never_said_to_need_fewer_gpus(model: str, profile: str, seq_length: int) -> None:
@@ -250,12 +252,15 @@ def test_a_heavier_storage_is_never_said_to_need_fewer_gpus(model: str, profile:
     assert counts == sorted(counts, reverse=True)
 
 
-def test_no_lever_is_offered_that_is_slower_than_the_plan(workload: MakeWorkload) -> None:
+def test_no_lever_is_offered_that_is_slower_than_the_plan_or_takes_more_than_its_own_may(
+    workload: MakeWorkload,
+) -> None:
     made = workload("llama-3-70b", profile="dgx-h100", num_nodes=2, seq_length=4096, global_batch_size=64)
     answer = recommendation(made, SearchRequest())
     offers = [one for one in answer.levers if one.fits]
     assert 0 < len(offers) <= 3
     assert all((one.slowdown or 0.0) <= 0.1 for one in offers)
+    assert all((one.peak_memory_bytes or 0) <= (one.usable_memory_bytes or 0) for one in offers)
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -316,16 +321,6 @@ def test_what_saves_gpus_is_joined_with_other_gpus(workload: MakeWorkload) -> No
     with pytest.raises(NothingFitsError) as caught:
         recommendation(made, SearchRequest())
     assert "--quantizer axolotl --profile 1xrtx-4090" in _by_options(one for one in caught.value.offers if one.fits)
-
-
-@pytest.mark.parametrize("fields", [{}, {"train": "lora:r=16"}])
-def test_a_lever_is_set_beside_the_memory_that_its_own_plan_may_use(
-    workload: MakeWorkload, fields: dict[str, str]
-) -> None:
-    made = workload("llama-3-8b", profile="4xrtx-4090", seq_length=4096, global_batch_size=16, **fields)
-    answer = recommendation(made, SearchRequest())
-    for offer in (one for one in answer.levers if one.fits):
-        assert (offer.peak_memory_bytes or 0) <= (offer.usable_memory_bytes or 0)
 
 
 def test_an_option_that_a_framework_lacks_is_refused(workload: MakeWorkload) -> None:
