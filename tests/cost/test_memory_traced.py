@@ -176,7 +176,8 @@ def compare(
     [
         {"micro_batch_size": 16, "num_microbatches": 2},
         {"dp": 4, "zero_stage": 3, "micro_batch_size": 16},
-        {"dp": 4, "micro_batch_size": 16},
+        # Replicas are below.
+        pytest.param({"dp": 4, "micro_batch_size": 16}, marks=pytest.mark.with_all),
     ],
 )
 def test_the_estimate_of_a_traced_model_is_what_the_runtime_holds(plan: dict[str, Any]) -> None:
@@ -219,7 +220,8 @@ def test_the_estimate_of_each_stage_is_what_the_runtime_holds(stage: int) -> Non
 @pytest.mark.parametrize(
     "plan",
     [
-        {"num_microbatches": 2},
+        # Micro-batches are above, and blocks that run again beside whole layers too.
+        pytest.param({"num_microbatches": 2}, marks=pytest.mark.with_all),
         {"tp": 2},  # blocks that run again on parts let go of them one by one
         {"cp": 4, "zero_stage": 3, "micro_batch_size": 32},
         {"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "none"},
@@ -273,7 +275,9 @@ def test_the_first_stage_of_a_mixture_of_experts_is_what_the_runtime_holds() -> 
     compare(spec, build, ParallelPlan.model_validate({**PIPELINE, "micro_batch_size": 8}), "bf16")
 
 
-@pytest.mark.parametrize("plan", [{"cp": 2}, {"dp": 8, "zero_stage": 3, "recompute": "full"}])
+@pytest.mark.parametrize(
+    "plan", [pytest.param({"cp": 2}, marks=pytest.mark.with_all), {"dp": 8, "zero_stage": 3, "recompute": "full"}]
+)
 def test_losses_in_chunks_hold_what_is_estimated(plan: dict[str, Any]) -> None:
     spec, build = of_config(LLAMA | {"vocab_size": 32768})
     compare(spec, build, ParallelPlan.model_validate({"micro_batch_size": 32} | plan), "bf16", loss="chunked")
