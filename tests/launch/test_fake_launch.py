@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from case_selection import with_all
 from factory_script import FACTORY
 from forked_launch import Ended, launch_forked
 from launching import Launch, StartForked, names_in, wait_until_dead
@@ -186,7 +187,7 @@ def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_p
     assert rank.total_bytes == pytest.approx(report.estimates[0].total_bytes, rel=0.2)
 
 
-@pytest.mark.parametrize("num_microbatches", [3, pytest.param(4, marks=pytest.mark.with_all), 8])  # all of three
+@pytest.mark.parametrize("num_microbatches", [*with_all([3, 4]), 8])  # all of three, or some of more
 def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
     num_microbatches: int, tmp_path: Path, fake: Fake
 ) -> None:
@@ -220,7 +221,11 @@ BATCH = 2 * (2 * 16 * 8)  # bytes of its tokens and targets
 
 @pytest.mark.parametrize(
     ("schedule", "virtual", "few", "many", "boundaries"),
-    [("1f1b", 1, 4, 8, 1), ("zero_bubble", 1, 4, 8, 1), ("interleaved_1f1b", 2, 6, 12, 3)],
+    [
+        pytest.param("1f1b", 1, 4, 8, 1, marks=pytest.mark.with_all),  # the others are 1F1B with something beside it
+        ("zero_bubble", 1, 4, 8, 1),
+        ("interleaved_1f1b", 2, 6, 12, 3),
+    ],
 )
 def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(
     schedule: ScheduleName, virtual: int, few: int, many: int, boundaries: int, tmp_path: Path, fake: Fake

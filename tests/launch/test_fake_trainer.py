@@ -82,6 +82,7 @@ def test_a_model_that_transformers_shards_is_followed(trace: Trace) -> None:
     assert sent["all-gather", "fsdp/efsdp"] == pytest.approx(8 * (ROUTED + OTHERS), rel=0.15)
 
 
+@pytest.mark.with_all  # replicas are below too, beside tp
 def test_replicas_of_shards_average_their_gradients(trace: Trace) -> None:
     rank = trace("fsdp_size=4", "dp_replicate_size=2")
     assert rank.optimizer_state_bytes == pytest.approx(8 * (ROUTED + OTHERS) / 4, rel=0.1)

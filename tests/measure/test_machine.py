@@ -35,7 +35,12 @@ def test_one_gpu_has_no_link_to_measure() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the children of a process in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    # An interrupt goes the way of SIGTERM: both are exceptions where the ranks are waited for.
+    [pytest.param(signal.SIGINT, marks=pytest.mark.with_all), signal.SIGTERM, signal.SIGKILL],
+    ids=lambda number: number.name,
+)
 def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, tmp_path: Path) -> None:
     asking = subprocess.Popen(
         [sys.executable, "-m", "paraplan", "topo", "--measure", "--ranks", "2", "--seconds", "300"],
