@@ -23,7 +23,7 @@ COMMANDS = {
     "recommended": ["recommend", *GPT2, *MACHINE, "--tokens", "1e9", "--price", "2", "--mtbf", "8h", "--explain"],
     "pipeline": ["estimate", *GPT2, "--profile", "dgx-h100", "--dp", "2", "--pp", "4", "--virtual-stages", "3"],
     "one-rank": ["estimate", *GPT2, "--profile", "dgx-h100"],
-    "nothing-fits": ["recommend", "llama-3-70b", *GPT2[1:], "--profile", "rtx-3090-x2"],
+    "nothing-fits": ["recommend", "llama-3-70b", *GPT2[1:], "--profile", "1xrtx-3090"],
 }
 STATUS = {"nothing-fits": 1}
 VOID = {"meta", "link", "br", "path", "line", "rect", "circle"}
