@@ -175,7 +175,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 
 
 @given(made=workloads(), plan=plans(), suits=st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_all_doors_agree_and_no_model_flops_utilization_is_above_1(
     made: Workload, plan: ParallelPlan, suits: bool
 ) -> None:
@@ -217,7 +217,7 @@ def test_the_command_line_agrees_on_plan_files(made: Workload, plan: ParallelPla
 
 
 @given(made=workloads())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_the_space_of_plans_holds_only_plans_that_suit(made: Workload) -> None:
     try:
         space = PlanSpace(made, executor=ANYTHING)
