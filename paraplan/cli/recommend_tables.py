@@ -32,7 +32,7 @@ _ROWS = 5
 """Plans of its table, where there is room for them; all of `--top` with -v."""
 _LEFT_OUT = ("Samples", "Loading", "", "Offload", "Mixed", "GPUs", "Lever", "Roomier", "Faster", "Why")
 """Labels of lines that the short answer leaves to -v where it would be too long, in this order; "" is what goes on. The
-first lever stays."""
+first lever stays, or the first change that is faster where there is none."""
 
 
 def print_answer(
@@ -87,7 +87,8 @@ def _print_short(
     for label in _LEFT_OUT:
         if _height(console, lines_table(lines), tables[-1]) < room:
             break
-        first = next((line for line in lines if line.label == label == "Lever"), None)
+        stays = "Faster" if not any(line.label == "Lever" for line in lines) else "Lever"
+        first = next((line for line in lines if line.label == label == stays), None)
         lines = [line for line in lines if line.label != label or line.tone in ("bad", "caution") or line is first]
     print_lines(console, lines)
     table = next((each for each in tables if _height(console, lines_table(lines), each) < room), tables[-1])
