@@ -163,10 +163,12 @@ class Selection:
             return "unknown", "no public run of a mixture under such a plan at that scale is known"
         if gain <= TOLERANCE[self.objective] and self.levels[row] < self.levels[other]:
             return "simplicity", f"it is simpler ({self._tolerance} is within the error)"
-        if gain > RANGE and (self.widest <= self.values[other] or self.value > (1 + RANGE) * self.widest):
-            return None
         virtual = self.plans.priced.table.virtual
-        if virtual[other] > virtual[row] and not is_data_parallel(partial(getattr, self.plans.priced.table))[row]:
+        spreads_data = is_data_parallel(partial(getattr, self.plans.priced.table))[row]
+        is_near = self.values[other] < self.widest and self.value <= (1 + RANGE) * self.widest
+        if gain > RANGE and not (spreads_data and is_near):
+            return None
+        if virtual[other] > virtual[row] and not spreads_data:
             fewer = "fewer" if self.plans.priced.table.pp[row] > 1 else "plans without a pipeline"
             return "range", f"{virtual[other]} stages on each GPU do not gain more than {RANGE:.0%} over {fewer}"
         words = "up to 8 GPUs of one node" if self.plans.workload.training.trainable.adapter is None else "adapters"
