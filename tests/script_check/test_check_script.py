@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from forked_checks import checked
+from rank_harness import RankHarness
 from typer.testing import CliRunner
 
 from paraplan.api.checking import check_script
 from paraplan.cli.main import app
 from paraplan.errors import UsageError
 from paraplan.script_check.plans import CheckRunError
-from paraplan.script_check.records import ScriptReport
 
 SCRIPT = """
 import sys
@@ -42,16 +43,14 @@ for inputs, targets in loader:
     optimizer.step()
 """
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return str(path)
-
-
-def checked(script: str, fault: str, num_steps: int = 1) -> ScriptReport:
-    return check_script(script, [fault], num_ranks=2, num_steps=num_steps)
 
 
 def test_a_right_script_is_equal_to_one_process_and_says_what_was_switched_off(script: str) -> None:
@@ -63,24 +62,26 @@ def test_a_right_script_is_equal_to_one_process_and_says_what_was_switched_off(s
     assert "batch statistics" in done.output
 
 
-def test_a_layer_that_is_scaled_is_named_with_its_factor(script: str) -> None:
-    found = checked(script, "scaled").difference
+def test_a_layer_that_is_scaled_is_named_with_its_factor(script: str, ranks: RankHarness) -> None:
+    found = checked(ranks, script, "scaled", num_steps=1).difference
     assert found is not None
     assert (found.kind, found.name, found.ranks, found.step) == ("scaled", "3.weight", (0, 1), 1)
     assert found.factor == pytest.approx(2.0)
 
 
-def test_ranks_that_read_the_same_rows_are_named_and_that_nothing_was_made_smaller(script: str) -> None:
+def test_ranks_that_read_the_same_rows_are_named_and_that_nothing_was_made_smaller(
+    script: str, ranks: RankHarness
+) -> None:
     pytest.importorskip("transformers")
-    report = check_script(script, ["same rows"], num_ranks=2, num_steps=1, shrink=True)
+    report = checked(ranks, script, "same rows", num_steps=1, shrink=True)
     assert report.difference is not None
     assert (report.difference.kind, report.difference.ranks) == ("same rows", (0, 1))
     assert sum("no model was made smaller" in note for note in report.notes) == 1
 
 
-def test_a_script_that_never_steps_and_one_that_is_not_there_say_so(script: str) -> None:
+def test_a_script_that_never_steps_and_one_that_is_not_there_say_so(script: str, ranks: RankHarness) -> None:
     with pytest.raises(CheckRunError, match="without a step of a torch optimizer"):
-        checked(script, "never")
+        checked(ranks, script, "never", num_steps=1)
     with pytest.raises(UsageError, match="there is no script nowhere"):
         check_script("nowhere.py")
     with pytest.raises(UsageError, match="one process with itself"):
