@@ -37,8 +37,6 @@ def launch_forked(ranks: RankHarness, folder: Path, *words: str, environment: Ma
 
 
 def _launch(folder: str, words: Sequence[str], environment: Mapping[str, str]) -> int:
-    from paraplan.launch.command import launch_here
-
     os.environ.update(environment)
     os.chdir(folder)
     multiprocessing.current_process().daemon = False  # ranks may have children: workers of data loaders,
@@ -49,10 +47,17 @@ def _launch(folder: str, words: Sequence[str], environment: Mapping[str, str]) -
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     try:
-        return _launch_fake(words) if "--fake" in words else launch_here(words)
+        return launch_words(words)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def launch_words(words: Sequence[str]) -> int:
+    """Launch as `words` say in this process; ranks of `--fake` are forked from it too. Return the exit status."""
+    from paraplan.launch.command import launch_here
+
+    return _launch_fake(words) if "--fake" in words else launch_here([*words])
 
 
 def _launch_fake(words: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from forked_launch import launch_words
 from nodes import Place
 from rank_harness import RankHarness
 
@@ -114,7 +115,6 @@ def _be_launcher(
     output: Path | None,
     place: Place | None,
 ) -> NoReturn:
-    from paraplan.launch.command import launch_here
     from paraplan.launch.ranks.forked import flush_streams
 
     if place is not None:
@@ -133,7 +133,7 @@ def _be_launcher(
         os.dup2(target, number)
     for target in {*targets}:
         os.close(target)
-    status = launch_here([*words])
+    status = launch_words(words)
     flush_streams()
     os._exit(status)
 

@@ -144,7 +144,7 @@ def fake(ranks: RankHarness, tmp_path: Path) -> Fake:
     return launch_fake
 
 
-def write(folder: Path, plan: ParallelPlan = PLAN, *, names_model: bool = True, num_blocks: int = 4) -> Path:
+def write(folder: Path, plan: ParallelPlan = PLAN, *, names_model: bool = True, num_blocks: int = 2) -> Path:
     """Write the script, and a plan of which there is an estimate where it names the model."""
     text = SCRIPT.replace("for _ in range(4)", f"for _ in range({num_blocks})")
     (folder / "train.py").write_text(text, encoding="utf-8")
@@ -163,14 +163,14 @@ def test_one_rank_of_each_stage_is_run_and_compared(tmp_path: Path, fake: Fake) 
     assert [rank.rank for rank in report.ranks] == [0, 4]
     block, ends = 2 * 64 * 256 + 256 + 64, (256 * 64, 64 * 256 + 256)
     for rank, estimate, end in zip(report.ranks, report.estimates, ends, strict=True):
-        assert rank.num_parameters == 4 * block + sum(ends)
+        assert rank.num_parameters == 2 * block + sum(ends)
         parts = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_state_bytes, rank.activation_bytes)
         assert sum(parts) + rank.workspace_bytes == rank.total_bytes
         assert rank.total_bytes == pytest.approx(estimate.total_bytes, rel=0.2)  # of a model whose tensors are tiny
         # What is sent: every gradient of the stage in fp32, and each micro-batch's boundary there or back.
         sent = {(one.operation, one.group): (one.count, one.total_bytes) for one in rank.collectives}
         assert sent["send", "pp"] == sent["receive", "pp"] == (2, 2 * 2 * 16 * 64 * 4)
-        assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (2 * block + end), abs=64)  # and the loss
+        assert sent["all-reduce", "dp"][1] == pytest.approx(4 * (block + end), abs=64)  # and the loss
 
 
 def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_path: Path, fake: Fake) -> None:
@@ -192,7 +192,7 @@ def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
     num_microbatches: int, tmp_path: Path, fake: Fake
 ) -> None:
     plan = ParallelPlan(dp=2, zero_stage=2, micro_batch_size=1, num_microbatches=num_microbatches)
-    write(tmp_path, plan, names_model=False, num_blocks=2)
+    write(tmp_path, plan, names_model=False)
     done = fake("2", "--plan", "plan.json", "--json", "train.py")
     assert done.returncode == 0, done.stderr
     (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
@@ -437,10 +437,11 @@ def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start_forked: Start
 
 
 def test_a_stream_and_recompute_in_part_run_without_the_other_ranks(tmp_path: Path, fake: Fake) -> None:
-    write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8), names_model=False)
+    write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8), names_model=False, num_blocks=1)
+    text = (tmp_path / "train.py").read_text(encoding="utf-8")
     activations = []
     for policy in ("None", "runtime.RecomputePolicy(keep='matmul')", "runtime.RecomputePolicy()"):
-        script = SCRIPT.replace("job.shard(data)", "job.shard(iter(data))")
+        script = text.replace("job.shard(data)", "job.shard(iter(data))")
         script = script.replace("max_grad_norm=1.0,", f"max_grad_norm=1.0, recompute={policy},")
         (tmp_path / "train.py").write_text(script, encoding="utf-8")
         done = fake("2", "--fake-rank", "1", "--plan", "plan.json", "--json", "train.py")

@@ -30,7 +30,7 @@ arguments = TrainingArguments(
 rows = [{"input_ids": torch.arange(16) + row, "labels": torch.arange(16) + row} for row in range(64)]
 Trainer(model=model, args=arguments, train_dataset=rows).train()
 """
-HIDDEN, INNER, EXPERTS, CHOSEN, BLOCKS, WORDS = 64, 64, 8, 2, 2, 256
+HIDDEN, INNER, EXPERTS, CHOSEN, BLOCKS, WORDS = 64, 64, 8, 2, 1, 256
 ROUTED = BLOCKS * EXPERTS * 3 * HIDDEN * INNER
 OTHERS = BLOCKS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * 32 + EXPERTS * HIDDEN + 2 * HIDDEN + 2 * 16) + HIDDEN
 OTHERS += 2 * WORDS * HIDDEN
@@ -39,9 +39,8 @@ TOKENS = 2 * 16
 Trace = Callable[..., FakeRankReport]
 
 
-@pytest.fixture
-def trace(ranks: RankHarness, tmp_path: Path) -> Trace:
-    """Return what traces a rank of a Trainer on a small mixture, under the sizes of a `DistributedConfig`."""
+def save_model(folder: str) -> None:
+    """Write a small mixture with random weights."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
@@ -57,7 +56,13 @@ def trace(ranks: RankHarness, tmp_path: Path) -> Trace:
         num_experts_per_tok=CHOSEN,
         max_position_embeddings=64,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.fixture
+def trace(ranks: RankHarness, tmp_path: Path) -> Trace:
+    """Return what traces a rank of a Trainer on a small mixture, under the sizes of a `DistributedConfig`."""
+    ranks.run_alone(save_model, str(tmp_path / "model"))
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
 
     def trace_rank(*sizes: str) -> FakeRankReport:
@@ -70,6 +75,7 @@ def trace(ranks: RankHarness, tmp_path: Path) -> Trace:
     return trace_rank
 
 
+@pytest.mark.with_all  # experts over both axes have such shards, and those over one what is beside them
 def test_a_model_that_transformers_shards_is_followed(trace: Trace) -> None:
     rank = trace("fsdp_size=8")
     assert rank.num_parameters == ROUTED + OTHERS
