@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def _launch(folder: str, words: Sequence[str], environment: Mapping[str, str]) -
     os.environ.update(environment)
     os.chdir(folder)
     multiprocessing.current_process().daemon = False  # ranks may have children: workers of data loaders,
-    multiprocessing.set_start_method(None, force=True)  # started as in a Python of their own
+    multiprocessing.set_start_method(None, force=True)  # started as in a Python of their own,
+    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # with what counts semaphores there
     sys.argv = ["paraplan", *words]  # as the launcher sees its own, which it keeps
     said = Path("said")
     said.mkdir(exist_ok=True)

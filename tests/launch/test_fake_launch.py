@@ -437,7 +437,7 @@ def test_an_ended_fake_launch_leaves_nothing(tmp_path: Path, start_forked: Start
 
 
 def test_a_stream_and_recompute_in_part_run_without_the_other_ranks(tmp_path: Path, fake: Fake) -> None:
-    write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8), names_model=False, num_blocks=1)
+    write(tmp_path, ParallelPlan(dp=2, zero_stage=3, micro_batch_size=8), names_model=False)
     text = (tmp_path / "train.py").read_text(encoding="utf-8")
     activations = []
     for policy in ("None", "runtime.RecomputePolicy(keep='matmul')", "runtime.RecomputePolicy()"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -123,17 +124,34 @@ def test_the_module_runs_as_torchs_does(tmp_path: Path, scratch: Path, script: W
     assert names_in(scratch) == []
 
 
-def test_a_launcher_without_standard_streams_starts_ranks_that_print_to_nowhere(
+def test_without_standard_streams_ranks_print_to_nowhere_and_have_no_descriptors_of_the_launchers_caller(
     tmp_path: Path, scratch: Path, script: WriteScript
 ) -> None:
-    train = script("import os; print('words'); os.mkdir(f'printed-{os.environ[\"RANK\"]}')")
-    done = subprocess.run(
-        ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *launcher_command("--nproc-per-node", 2, train)],
-        cwd=tmp_path,
-        env=launcher_environment(scratch),
-        timeout=PATIENCE_S * 2,
-        check=False,
+    train = script(
+        """
+        import os
+        import torch
+        print("words")
+        os.mkdir(f"printed-{os.environ['RANK']}")
+        with open(f"open{os.environ['RANK']}", "w") as file:
+            file.write(" ".join(sorted(os.listdir("/proc/self/fd"), key=int)))
+        """
     )
+    with (tmp_path / "open").open("w") as file:
+        os.dup2(file.fileno(), 77)
+        done = subprocess.run(
+            ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *launcher_command("--nproc-per-node", 2, train)],
+            cwd=tmp_path,
+            env=launcher_environment(scratch),
+            pass_fds=[77],
+            timeout=PATIENCE_S * 2,
+            check=False,
+        )
+        os.close(77)
     assert done.returncode == 0
+    for rank in range(2):
+        numbers = (tmp_path / f"open{rank}").read_text().split()
+        assert numbers[:3] == ["0", "1", "2"]
+        assert "77" not in numbers
     assert {path.name for path in tmp_path.glob("printed-*")} == {"printed-0", "printed-1"}
     assert {path.read_text() for path in tmp_path.glob("paraplan-runs/*/*/*/*/stdout.log")} == {"words\n"}

@@ -42,6 +42,8 @@ SHOW_RANK = """
         "environment": dict(os.environ), "argv": sys.argv, "path": sys.path, "file": __file__,
         "orig_argv": sys.orig_argv[1:], "name": __name__, "main": sys.modules["__main__"] is __main__,
         "has_torch": "torch" in sys.modules,
+        "is_torchs": "step_hooks" not in sys.modules["torch"].autograd.backward.__code__.co_filename
+        if "torch" in sys.modules else True,
         "streams": [
             [stream.name, stream.mode, stream.encoding, stream.errors, stream.line_buffering]
             for stream in (sys.stdin, sys.stdout, sys.stderr)
@@ -66,7 +68,7 @@ OWN_VARIABLES = {STATUS_PAGE_VARIABLE, MARKS_VARIABLE}
 
 
 def test_a_rank_sees_what_it_sees_under_torchrun(
-    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch
+    tmp_path: Path, scratch: Path, script: WriteScript, launch: Launch, start_forked: StartForked
 ) -> None:
     train = script(SHOW_RANK)
     words = ["--nproc-per-node=2", "--max-restarts=3", train.name]
@@ -82,8 +84,12 @@ def test_a_rank_sees_what_it_sees_under_torchrun(
     environments = [their.pop("environment") for their in theirs]
     for start_method, more, has_torch in START_METHODS:
         script(dedent(SHOW_RANK) + more)
-        ours = launch(f"--start-method={start_method}", *words, tmp_path / "theirs", "--x", "--")
-        assert ours.returncode == 0, ours.stderr
+        given = (f"--start-method={start_method}", *words, tmp_path / "theirs", "--x", "--")
+        if start_method == "spawn":
+            ours = launch(*given)
+            assert ours.returncode == 0, ours.stderr
+        else:  # the ranks are what starts an interpreter
+            assert start_forked(*given).wait(PATIENCE_S) == 0
         for their, known, our in zip(theirs, environments, read_ranks(tmp_path / "theirs", 2), strict=True):
             environment = our.pop("environment")
             assert our == their | {"has_torch": has_torch}
@@ -253,7 +259,7 @@ def read_words(stream: IO[str], number: int) -> list[str]:
 
 
 def test_ctrl_c_while_ranks_are_being_started_reaches_them_as_it_is(
-    tmp_path: Path, scratch: Path, launch: Launch
+    tmp_path: Path, scratch: Path, start_forked: StartForked
 ) -> None:
     rank = """
         trap 'echo SIGINT >> told; exit' INT
@@ -261,8 +267,9 @@ def test_ctrl_c_while_ranks_are_being_started_reaches_them_as_it_is(
         [ $RANK = 0 ] && read -r _ _ _ launcher _ < /proc/$PPID/stat && kill -INT $launcher
         while true; do sleep 0.05; done
     """
-    done = launch("--nproc-per-node", 8, "--no-python", "sh", "-c", rank)
-    assert done.returncode == 130, done.stderr
+    done = start_forked("--nproc-per-node", 8, "--no-python", "sh", "-c", rank)
+    _, said = done.communicate(PATIENCE_S)
+    assert done.returncode == 130, said
     assert set((tmp_path / "told").read_text().split()) == {"SIGINT"}
     assert names_in(scratch) == []
 
@@ -294,7 +301,7 @@ def test_ranks_that_ignore_signals_end_with_the_launcher_and_so_do_their_childre
     wait_until(lambda: not names_in(scratch))  # after SIGKILL the spawner cleans up by itself
 
 
-def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path, script: WriteScript, launch: Launch) -> None:
+def test_a_forked_rank_is_like_a_process_of_its_own(script: WriteScript, launch_forked: ForkedLaunch) -> None:
     train = script(
         """
         import os, pickle, random, sys, threading
@@ -322,7 +329,7 @@ def test_a_forked_rank_is_like_a_process_of_its_own(tmp_path: Path, script: Writ
         """
     )
     methods = ("fork", "spawn", *with_all(["forkserver"]))  # which finds the script's classes as spawn does
-    done = launch("--nproc-per-node", 2, train, *methods, OMP_NUM_THREADS="2")
+    done = launch_forked("--nproc-per-node", 2, train, *methods, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert "OMP_NUM_THREADS" not in done.stderr
     first, second = [line.split() for line in done.stdout.splitlines()]

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 from pathlib import Path
 
 import pytest
-from launching import Launch, WriteScript, launcher_command, launcher_environment
+from forked_launch import launch_words
+from launching import StartForked, WriteScript, launcher_command, launcher_environment
+from rank_harness import RankHarness
+from waiting import PATIENCE_S
 
 from paraplan.launch.preflight import Findings, check_limits, num_files
 from paraplan.launch.ranks.limits import Limit, Limits, advice_on_limits, raise_open_files
@@ -35,14 +39,22 @@ def launch_under(limit: str, train: Path, scratch: Path, *words: str) -> subproc
     )
 
 
+def launch_with_few_files(folder: str, words: list[str]) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    os.chdir(folder)
+    os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    return launch_words(words)
+
+
 def test_a_launch_with_too_few_open_files_says_how_many_it_needs_and_how_to_raise_them(
-    script: WriteScript, scratch: Path
+    script: WriteScript, tmp_path: Path, ranks: RankHarness
 ) -> None:
-    done = launch_under("-n 40", script("import torch"), scratch)
-    assert done.returncode == 1, done.stderr
-    assert "a process may have 40 open files (ulimit -n), and 8 ranks need 72" in done.stderr
-    assert "the hard limit is 40" in done.stderr
-    assert "Traceback" not in done.stderr
+    words = ["--nproc-per-node", "8", str(script("import torch"))]
+    assert ranks.run_alone(launch_with_few_files, str(tmp_path), words, is_fresh=True) == 1
+    said = (tmp_path / "said").read_text()
+    assert "a process may have 40 open files (ulimit -n), and 8 ranks need 72" in said
+    assert "the hard limit is 40" in said
+    assert "Traceback" not in said
 
 
 def test_a_user_with_too_few_processes_is_told_so_before_ranks_start(scratch: Path) -> None:
@@ -109,7 +121,7 @@ def test_a_launcher_opens_as_many_files_as_it_needs_where_it_may() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_rank_that_opens_too_many_files_is_told_the_limit(script: WriteScript, launch: Launch) -> None:
+def test_a_rank_that_opens_too_many_files_is_told_the_limit(script: WriteScript, start_forked: StartForked) -> None:
     train = script(
         """
         import os, resource
@@ -117,10 +129,11 @@ def test_a_rank_that_opens_too_many_files_is_told_the_limit(script: WriteScript,
         kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(200)]
         """
     )
-    done = launch("--nproc-per-node", 1, train)
+    done = start_forked("--nproc-per-node", 1, train)
+    _, said = done.communicate(PATIENCE_S)
     assert done.returncode == 1
-    assert "Too many open files" in done.stderr
-    assert "hint: a process may have " in done.stderr
+    assert "Too many open files" in said
+    assert "hint: a process may have " in said
 
 
 def test_errors_of_other_kinds_get_no_advice_on_limits() -> None:

@@ -98,26 +98,6 @@ def test_tools_that_enter_programs_as_they_start_get_programs(environment: dict[
     assert said is None if reason is None else str(said).startswith(reason)
 
 
-def test_ranks_do_not_inherit_the_descriptors_of_the_launchers_caller(
-    tmp_path: Path, scratch: Path, script: WriteScript
-) -> None:
-    train = script("import os\nimport torch\nprint(sorted(map(int, os.listdir('/proc/self/fd'))))")
-    with (tmp_path / "open").open("w") as file:
-        os.dup2(file.fileno(), 77)
-        done = subprocess.run(
-            launcher_command("--nproc-per-node", 1, "--no-logs", train),
-            cwd=tmp_path,
-            env=launcher_environment(scratch),
-            pass_fds=[77],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        os.close(77)
-    assert done.stdout.startswith("[0, 1, 2"), done.stdout
-    assert "77" not in done.stdout
-
-
 def test_run_folders_are_for_their_user_alone(launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path) -> None:
     done = launch_forked("--nproc-per-node", 1, script(""), "--api-key=k3y", "--token", "t0ken")
     assert done.returncode == 0, done.stderr
