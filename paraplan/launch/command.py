@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -18,8 +20,16 @@ from paraplan.launch.parser import parse_arguments
 from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawner import RankStart
 from paraplan.launch.request import check_script, forks_ranks, likely_ranks_per_node
-from paraplan.launch.script import own_interpreters_reason, read_traits, script_file, shadowed_modules
+from paraplan.launch.script import (
+    ScriptTraits,
+    imported_names,
+    own_interpreters_reason,
+    read_traits,
+    script_file,
+    shadowed_modules,
+)
 from paraplan.launch.spec import END_WITH_STDIN, ArgumentError, LaunchSpec
+from paraplan.launch.torch_private.texts import IMPORTED_BY_FIRST_STEP
 
 if TYPE_CHECKING:  # torch is imported by none of these names before its number of threads is known
     from paraplan.launch.ranks.spawning import SpawnerHandle
@@ -123,7 +133,7 @@ def _start(spec: LaunchSpec, line: str | None, *, ends_with_stdin: bool) -> int:
         del os.environ[_THREADS_VARIABLE]
     if spawner is None:
         shadowed = shadowed_modules(traits.folder, sys.modules)
-        spawner = _fork(preload_runtime=bool(traits.uses_runtime or spec.plan))
+        spawner = _fork(preload=_imported_by_ranks(spec, traits))
     if isinstance(spawner, RankStart):
         _run_rank(spawner)
     if fork and shadowed:
@@ -161,11 +171,22 @@ def _choose_import_threads(spec: LaunchSpec) -> bool:
     return True
 
 
-def _fork(*, preload_runtime: bool = False) -> SpawnerHandle | RankStart:
+def _imported_by_ranks(spec: LaunchSpec, traits: ScriptTraits) -> list[str]:
+    """Return the modules that ranks import first: the runtime, and those that a module of this package asks for."""
+    names = ["paraplan.runtime.job_start"] if traits.uses_runtime or spec.plan else []
+    if spec.module and spec.training_script.startswith("paraplan."):
+        found = importlib.util.find_spec(spec.training_script)
+        if found is not None and found.origin is not None:
+            names += [*imported_names(Path(found.origin)), IMPORTED_BY_FIRST_STEP]
+    return names
+
+
+def _fork(*, preload: Sequence[str] = ()) -> SpawnerHandle | RankStart:
     from paraplan.launch.ranks.spawning import fork_spawner
 
-    if preload_runtime:
-        importlib.import_module("paraplan.runtime.job_start")  # once here, where every rank would pay for it
+    for name in preload:  # once here, where every rank would pay for it
+        with contextlib.suppress(ImportError):  # a name that is none of a module; others the rank says
+            importlib.import_module(name)
     gc.freeze()  # a collection in a rank would touch, and so copy, every page that the fork shares
     return fork_spawner()
 
