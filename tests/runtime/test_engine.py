@@ -319,11 +319,10 @@ def test_compiled_blocks_train_as_plain_ones(ranks: RankHarness) -> None:
     # Shards and stages leave the code of a block as it is, of which a backward pass is compiled in the other cases.
     cases = [
         (plan_of(dp=2, zero_stage=3), "eager"),
-        (plan_of(tp=2), "aot_eager"),
         (plan_of(tp=2, sequence_parallel=True), "aot_eager"),
         (plan_of(cp=2), "aot_eager"),
         *with_all([(plan_of(dp=2, zero_stage=3), "aot_eager"), (plan_of(pp=2, pipeline_schedule="1f1b"), "aot_eager")]),
-        *with_all([(plan_of(dp=2, recompute="full"), "aot_eager")]),
+        *with_all([(plan_of(dp=2, recompute="full"), "aot_eager"), (plan_of(tp=2), "aot_eager")]),
     ]
     alone = [(plan_of(), None), (plan_of(recompute="full"), "aot_eager")]
     (expected, none), recomputed = ranks.run_alone(train_compiled, alone)

@@ -262,11 +262,12 @@ def train_on_a_stream(plan: ParallelPlan | None) -> list[float]:
 @pytest.mark.parametrize(
     "plan",
     [
-        ParallelPlan(dp=2, micro_batch_size=6),
-        ParallelPlan(dp=2, tp=2, micro_batch_size=6),
-        ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3),
+        pytest.param(ParallelPlan(dp=2, micro_batch_size=6), id="ddp", marks=pytest.mark.with_all),
+        pytest.param(ParallelPlan(dp=2, tp=2, micro_batch_size=6), id="ddp and split layers"),
+        pytest.param(
+            ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3), id="pipeline"
+        ),
     ],
-    ids=["ddp", "ddp and split layers", "pipeline"],
 )
 def test_a_stream_trains_under_a_plan_as_in_one_process(plan: ParallelPlan, ranks: RankHarness) -> None:
     alone = ranks.run_alone(train_on_a_stream, None)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
+from case_selection import with_all
 from rank_harness import RankHarness
 
 from paraplan.errors import ModelError, UsageError
@@ -31,9 +32,13 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_lora.py"
 KNOWN, NEW = "to train is to learn what the next byte will be. ", "most people adapt a model that others have trained. "
 SEQ_LENGTH, BATCH = 32, 8
 PLANS = [
-    ParallelPlan(dp=2, zero_stage=3, micro_batch_size=2, num_microbatches=2),
-    ParallelPlan(tp=2, micro_batch_size=8),
     ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=2),
+    *with_all(  # the script does the same under these; what a plan changes is in test_adapter_training
+        [
+            ParallelPlan(dp=2, zero_stage=3, micro_batch_size=2, num_microbatches=2),
+            ParallelPlan(tp=2, micro_batch_size=8),
+        ]
+    ),
 ]
 
 

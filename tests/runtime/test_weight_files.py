@@ -19,15 +19,15 @@ from paraplan.runtime.checkpoints.boxes import CheckpointError
 
 PLANS = {
     2: [
-        ParallelPlan(dp=2, micro_batch_size=6),
         ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6, offload="parameters"),
-        ParallelPlan(tp=2, micro_batch_size=12),
         ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, micro_batch_size=12),
         ParallelPlan(cp=2, zero_stage=1, micro_batch_size=12),
+        # Whole parameters are read by stages, and split ones beside shards.
+        *with_all([ParallelPlan(dp=2, micro_batch_size=6), ParallelPlan(tp=2, micro_batch_size=12)]),
     ],
     4: [
         ParallelPlan(tp=2, dp=2, zero_stage=3, micro_batch_size=6),
-        ParallelPlan(pp=2, dp=2, zero_stage=1, pipeline_schedule="gpipe", micro_batch_size=6),
+        *with_all([ParallelPlan(pp=2, dp=2, zero_stage=1, pipeline_schedule="gpipe", micro_batch_size=6)]),
     ],
 }
 

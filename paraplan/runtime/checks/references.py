@@ -259,11 +259,11 @@ class RunningReference:
         self._sources = self._stages_of(dict(self.model.named_parameters()), self._part.parameters)
         for name, (parameter, _) in self._residents.items():
             parameter.data = self._fetched(name, parameter)
-        buffers = dict(self.model.named_buffers())
-        stages = self._stages_of(buffers, self._part.buffers)
+        buffers, held = dict(self.model.named_buffers()), self._part.buffers
+        stages = self._stages_of(buffers, held)
         for name, buffer in buffers.items():
             if name in stages:
-                buffer.copy_(self._from_stage(stages[name], self._part.buffers.get(name), buffer))
+                buffer.copy_(self._from_stage(stages[name], held.get(name), buffer))
 
     def _filled(self, inner: Callable[..., Any], parameters: dict[str, nn.Parameter], *args: Any, **kwargs: Any) -> Any:
         """Run a block with its weights, for the backward pass until the next block runs again: what ran later is done.
