@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from case_selection import with_all
 from model_variants import VARIANTS, random_config
 from rank_harness import RankHarness
 
@@ -21,7 +22,7 @@ from paraplan.script_check.plan_rank import check
 from paraplan.script_check.small_model import build_small, check_batch
 
 PLANS = (ParallelPlan(dp=2), ParallelPlan(tp=2))
-ODD = ["deepseek-v3", "gemma-4-e4b-it", "nemotron-3-nano", "qwen3.5-0.8b"]
+ODD = ["deepseek-v3", "gemma-4-e4b-it", "nemotron-3-nano", *with_all(["qwen3.5-0.8b"])]
 """Files that leave groups of experts to the library, buffers with infinite bounds, layers named by letters alone, and
 states of a fused projection in a cache."""
 

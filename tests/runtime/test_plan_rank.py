@@ -55,7 +55,7 @@ def gaps_of(findings: list[RankFinding]) -> Iterator[Gap]:
 
 def test_plans_of_every_axis_are_equal(ranks: RankHarness, configs: dict[str, str]) -> None:
     equal = [request(configs[family], plan) for family, plan in zip(ARCHITECTURES, PLANS, strict=True)]
-    equal += [request(configs["qwen3"], TWO_MICRO_BATCHES, num_steps=1)]
+    equal += with_all([request(configs["qwen3"], TWO_MICRO_BATCHES, num_steps=1)])
     by_rank = ranks.run(check_all, equal, size=2, timeout_s=240.0)
     fine = list(zip(*by_rank, strict=True))
     for findings in fine:
