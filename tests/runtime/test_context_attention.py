@@ -176,11 +176,11 @@ CHUNKED = TrainingSpec(
     "plan",
     [
         ParallelPlan(cp=2, micro_batch_size=BATCH, recompute="full"),
-        ParallelPlan(dp=2, zero_stage=3, micro_batch_size=BATCH),  # of the same batch
         ParallelPlan(tp=2, micro_batch_size=BATCH, sequence_parallel=True),
-        ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=BATCH // 2),
-        *with_all(
+        *with_all(  # whole layers of whole sequences
             [
+                ParallelPlan(dp=2, zero_stage=3, micro_batch_size=BATCH),
+                ParallelPlan(pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=BATCH // 2),
                 ParallelPlan(tp=2, micro_batch_size=BATCH),
                 ParallelPlan(dp=2, micro_batch_size=BATCH),
                 ParallelPlan(cp=2, tp=2, micro_batch_size=BATCH, sequence_parallel=True),

@@ -116,7 +116,6 @@ SHORT_COUNTS = [19, 13]  # a last batch of 7, and one of 1, of which a rank has 
         [
             plan_of(dp=2),
             plan_of(dp=2, zero_stage=3, recompute="full"),
-            plan_of(pp=2, pipeline_schedule="1f1b"),
             plan_of(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, num_microbatches=6),
             plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=6),
             plan_of(tp=2),
@@ -127,13 +126,13 @@ SHORT_COUNTS = [19, 13]  # a last batch of 7, and one of 1, of which a rank has 
                     plan_of(dp=2, zero_stage=1),
                     plan_of(dp=2, zero_stage=2),
                     plan_of(pp=2, pipeline_schedule="gpipe"),
+                    plan_of(pp=2, pipeline_schedule="1f1b"),
                 ]
             ),
         ],
         [
             plan_of(dp=2, pp=2, pipeline_schedule="1f1b", zero_stage=1),
-            plan_of(dp=4),
-            *with_all([plan_of(dp=2, tp=2, zero_stage=3)]),  # two ranks have each of these
+            *with_all([plan_of(dp=4), plan_of(dp=2, tp=2, zero_stage=3)]),  # two ranks have each of these
         ],
     ],
     ids=lambda plans: f"{plans[0].world_size} ranks",
