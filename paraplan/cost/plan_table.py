@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from itertools import permutations
 from typing import Any, Self
 
@@ -179,34 +180,41 @@ class PlanTable:
 
     def plan(self, row: int) -> ParallelPlan:
         """Return one row as a record."""
-        return self._record({name: int(getattr(self, name)[row]) for name in COLUMNS})
+        return self._record(tuple(int(getattr(self, name)[row]) for name in COLUMNS))
 
     def plans(self) -> list[ParallelPlan]:
         """Return all rows as records."""
-        rows = zip(*(getattr(self, name).tolist() for name in COLUMNS), strict=True)
-        return [self._record(dict(zip(COLUMNS, row, strict=True))) for row in rows]
+        return [self._record(row) for row in zip(*(getattr(self, name).tolist() for name in COLUMNS), strict=True)]
 
-    def _record(self, row: dict[str, int]) -> ParallelPlan:
-        return ParallelPlan(
-            **{axis.name: row[axis.name] for axis in AXES},
-            zero_stage=row["zero_stage"],
-            zero_shards=row["shards"] or None,
-            devices_per_process=row["devices"],
-            sequence_parallel=bool(row["sequence_parallel"]),
-            micro_batch_size=row["micro_batch_size"],
-            num_microbatches=row["num_microbatches"],
-            pipeline_schedule=SCHEDULES[row["schedule"]],
-            virtual_pipeline_size=row["virtual"],
-            recompute=RECOMPUTES[row["recompute"]],
-            offload=OFFLOADS[row["offload"]],
-            stage_blocks=self._stage_blocks(row["split"], num_stages=row["pp"] * row["virtual"]),
-            rank_order=RANK_ORDERS[row["order"]],
-        )
+    def _record(self, values: tuple[int, ...]) -> ParallelPlan:
+        row = dict(zip(COLUMNS, values, strict=True))
+        return _plan_of(values, self._stage_blocks(row["split"], num_stages=row["pp"] * row["virtual"]))
 
     def _stage_blocks(self, split: int, *, num_stages: int) -> tuple[int, ...] | None:
         if not split:
             return None
         return tuple(int(count) for count in np.diff(self.splits[split, : num_stages + 1]))
+
+
+@lru_cache(maxsize=8192)  # a search asks about the same plans for each of many machines, and checks each field
+def _plan_of(values: tuple[int, ...], stage_blocks: tuple[int, ...] | None) -> ParallelPlan:
+    """Return a row of a table as a record; its `split` says nothing beside `stage_blocks`."""
+    row = dict(zip(COLUMNS, values, strict=True))
+    return ParallelPlan(
+        **{axis.name: row[axis.name] for axis in AXES},
+        zero_stage=row["zero_stage"],
+        zero_shards=row["shards"] or None,
+        devices_per_process=row["devices"],
+        sequence_parallel=bool(row["sequence_parallel"]),
+        micro_batch_size=row["micro_batch_size"],
+        num_microbatches=row["num_microbatches"],
+        pipeline_schedule=SCHEDULES[row["schedule"]],
+        virtual_pipeline_size=row["virtual"],
+        recompute=RECOMPUTES[row["recompute"]],
+        offload=OFFLOADS[row["offload"]],
+        stage_blocks=stage_blocks,
+        rank_order=RANK_ORDERS[row["order"]],
+    )
 
 
 def _splits(cuts: Sequence[tuple[int, ...] | None]) -> tuple[Ints, list[int]]:

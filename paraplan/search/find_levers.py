@@ -11,10 +11,11 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
 from paraplan.model.reader import bundled_models, read_model
 from paraplan.plan.executor import Executor
+from paraplan.progress import is_stopped
 from paraplan.search.cluster_sizes import part_of
 from paraplan.search.constraints import Constraints
 from paraplan.search.lever_trials import MOST_OFFERS, offer_of
-from paraplan.search.levers import Lever, levers
+from paraplan.search.levers import Lever, lacking, levers
 from paraplan.search.offers import LeverOffer
 from paraplan.search.what_fits import some_plan_fits
 from paraplan.units import gpus
@@ -45,25 +46,27 @@ def find_offers(
     `found` is what was found without a lever, and `best` its plan: None where nothing was. Each lever is priced there,
     where it says what the lever costs, and else where it finds something. What costs nothing is kept beside the next.
     """
-    offers, lacking = list[LeverOffer](), list[LeverOffer]()
+    offers, missing = list[LeverOffer](), list[LeverOffer]()
     most = None if found is None else _value(find, found)
     kept: Lever | None = None
     for alone in levers(asked, fixed, executor):
-        lever = kept.beside(alone) if kept else alone
+        lever, more = kept.beside(alone) if kept else alone, None
+        if lacking(lever, found or asked, executor) is None:
+            if len(offers) == MOST_OFFERS or is_stopped():
+                continue
+            try:
+                more = look(lever.workload(_left(find, asked, most)), lever.constraints(fixed))
+            except ParaplanError:  # nothing with it
+                continue
+            if more is None or (most is not None and _value(find, more) <= most + WORTH_FINDING * abs(most)):
+                continue
+        # What a lever costs takes a search, which one that finds nothing does without.
         tried = offer_of(lever, found or asked, executor=executor, fixed=fixed, without=best)
         if tried is None:
             continue
         offer = tried[0]
-        if offer.lacking is not None:
-            lacking.append(offer)
-            continue
-        if len(offers) == MOST_OFFERS:
-            continue
-        try:
-            more = look(lever.workload(_left(find, asked, most)), lever.constraints(fixed))
-        except ParaplanError:  # nothing with it either
-            continue
-        if more is None or (most is not None and _value(find, more) <= most + WORTH_FINDING * abs(most)):
+        if more is None:
+            missing.append(offer)
             continue
         if found is None:
             priced = offer_of(lever, more, executor=executor, fixed=fixed)
@@ -71,7 +74,7 @@ def find_offers(
         offers.append(offer.replace(found=_in_words(find, more)))
         most = _value(find, more)
         kept = lever if offer.is_free or found is None else kept
-    return (*offers, *lacking)
+    return (*offers, *missing)
 
 
 def _left(find: Find, asked: Workload, most: int | None) -> Workload:
