@@ -83,12 +83,13 @@ def assign_blocks(
     """
     num_blocks = len(block_costs)
     _check_counts(num_blocks, num_stages)
-    load = _stage_loads(block_costs, num_stages, first_extra=first_extra, last_extra=last_extra)
-    slowest = load[0][0]
-    for stage in range(1, num_stages):
-        slowest = np.maximum(slowest[:, None], load[stage]).min(axis=0)
+    loads = _stage_loads(block_costs, num_stages, first_extra=first_extra, last_extra=last_extra)
+    slowest = loads[0][0]
+    for load in loads[1:]:
+        slowest = np.maximum(slowest[:, None], load).min(axis=0)
     limit = slowest[num_blocks] * (1 + _RELATIVE_ROUNDING)
-    ends = _most_even_ends(np.where(load <= limit, load**2, np.inf))
+    squares = {id(load): np.where(load <= limit, load**2, np.inf) for load in loads[:2] + loads[-1:]}
+    ends = _most_even_ends([squares[id(load)] for load in loads])
     return tuple(int(end - start) for start, end in zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -100,24 +101,26 @@ def _check_counts(num_blocks: int, num_stages: int) -> None:
 
 def _stage_loads(
     block_costs: Sequence[float], num_stages: int, *, first_extra: float, last_extra: float
-) -> NDArray[np.float64]:
-    """Return `[stage, j, i]`: the cost of a stage that holds blocks j..i-1, infinite where it would hold none."""
+) -> list[NDArray[np.float64]]:
+    """Return `[j, i]` of each stage: its cost with blocks j..i-1, infinite where it would hold none.
+
+    Those between the first and the last are one array.
+    """
     running = np.concatenate([[0.0], np.cumsum(np.asarray(block_costs, dtype=np.float64))])
     load = running[None, :] - running[:, None]
     load[np.tril_indices(len(running))] = np.inf
-    loads = np.repeat(load[None], num_stages, axis=0)
-    loads[0] += first_extra
-    loads[-1] += last_extra
-    return loads
+    if num_stages == 1:
+        return [load + first_extra + last_extra]
+    return [load + first_extra, *[load] * (num_stages - 2), load + last_extra]
 
 
-def _most_even_ends(squares: NDArray[np.float64]) -> list[int]:
+def _most_even_ends(squares: Sequence[NDArray[np.float64]]) -> list[int]:
     """Return the end of each stage with the least sum of `squares`; of equals, those with later starts."""
-    num_stages, size = squares.shape[0], squares.shape[1]
+    size = len(squares[0])
     best = squares[0][0]
     starts: list[NDArray[np.intp]] = []
-    for stage in range(1, num_stages):
-        total = best[:, None] + squares[stage]
+    for square in squares[1:]:
+        total = best[:, None] + square
         # argmin takes the first of equals, so the rows are read from the last one back.
         starts.append(size - 1 - total[::-1].argmin(axis=0))
         best = total.min(axis=0)
