@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -28,6 +29,8 @@ class Deadline:
     objective: Objective
     executor: Executor
     fixed: Constraints
+    most_gpus: float = math.inf
+    """A number that is in time already: with more nothing is looked for."""
 
     @classmethod
     def of(
@@ -84,6 +87,8 @@ def _in_time(step_times: _StepTimes, deadline: Deadline) -> tuple[Cluster, str] 
         if is_in_time(cluster):
             return first_between(too_few, cluster, is_in_time)
         too_few = cluster.num_gpus
+        if too_few >= deadline.most_gpus:
+            break
     return None
 
 
@@ -92,11 +97,12 @@ def _numbers_of_gpus(workload: Workload) -> tuple[Cluster, ...]:
 
 
 class _StepTimes:
-    """Seconds of a step on numbers of GPUs, each searched once; infinite where no plan fits."""
+    """Seconds of a step on numbers of GPUs, each looked at once; infinite where no plan fits."""
 
     def __init__(self, workload: Workload, deadline: Deadline) -> None:
         self.workload, self.deadline = workload, deadline
         self.known: dict[int, float] = {}
+        self.known_least: dict[int, float] = {}
 
     def of(self, cluster: Cluster) -> float:
         """Return the step of the best plan. Raises `KeyboardInterrupt` where the search was stopped."""
@@ -106,8 +112,11 @@ class _StepTimes:
 
     def least_of(self, cluster: Cluster) -> float:
         """Return what no plan goes below."""
-        part = replace(self.workload, cluster=cluster)
-        return least_time_s(part, executor=self.deadline.executor, fixed=self.deadline.fixed)
+        if cluster.num_gpus not in self.known_least:
+            part = replace(self.workload, cluster=cluster)
+            least = least_time_s(part, executor=self.deadline.executor, fixed=self.deadline.fixed)
+            self.known_least[cluster.num_gpus] = least
+        return self.known_least[cluster.num_gpus]
 
     def _searched(self, cluster: Cluster) -> float:
         try:
@@ -127,7 +136,10 @@ class _StepTimes:
 
 def _too_slow(step_times: _StepTimes, deadline: Deadline) -> tuple[Workload, str | None]:
     workload, tokens = step_times.workload, deadline.tokens
-    best_s = min(map(step_times.of, _numbers_of_gpus(workload)))
+    best_s = float("inf")
+    for cluster in sorted(_numbers_of_gpus(workload), key=step_times.least_of):
+        if step_times.least_of(cluster) < best_s:
+            best_s = min(best_s, step_times.of(cluster))
     if best_s == float("inf"):
         return workload, None  # the search says what is lacking
     best = tokens / workload.training.tokens_per_step * best_s / _SECONDS_PER_DAY

@@ -47,10 +47,18 @@ def test_costs_are_the_same_however_tables_ask_for_them(workload: MakeWorkload) 
     assert len(apart.cache.blocks.rows) == len(together.cache.blocks.rows) == len(plans)
 
 
-def test_a_cost_model_keeps_its_costs_and_a_replaced_one_starts_anew(workload: MakeWorkload) -> None:
+def test_a_cost_model_shares_costs_of_blocks_with_those_in_which_they_are_the_same(workload: MakeWorkload) -> None:
     plain = workload("gpt2")
     model = CostModel.of_workload(plain)
     assert CostModel.of_workload(model) is model
     block_costs(model, PlanTable.of_plans([ParallelPlan()]))
-    assert len(model.cache.blocks.rows) == 1
-    assert not replace(model, training=plain.training).cache.blocks.rows
+    rows = model.cache.blocks.rows
+    assert len(rows) == 1
+    more, longer = (plain.training.replace(**{name: 128}) for name in ("global_batch_size", "seq_length"))
+    assert replace(model, cluster=plain.cluster.replace(num_nodes=2)).cache.blocks.rows is rows
+    assert replace(model, training=more).cache.blocks.rows is rows
+    other = workload("gpt2", "dgx-a100").cluster
+    changed = [replace(model, training=longer), replace(model, cluster=other), model.trained_as(longer)]
+    assert not any(one.cache.blocks.rows for one in changed)
+    assert not CostModel.of_workload(plain).cache.blocks.rows
+    assert replace(model, cluster=other).cache.group_speeds is not model.cache.group_speeds
