@@ -13,12 +13,12 @@ from paraplan.plan.training import TrainingSpec
 
 @dataclass(eq=False)
 class RelatedCosts:
-    """Costs of blocks of workloads that were made of one another: those of as many machines as one likes are the same."""
+    """Costs of blocks of workloads that were made of one another: the number of machines does not change them."""
 
     _known: list[tuple[Workload, BlockCostCache]] = field(default_factory=list)
 
     def of(self, workload: Workload) -> BlockCostCache:
-        """Return the costs that a workload shares with those before it which differ in number of GPUs or batch alone."""
+        """Return the costs that a workload shares with those before it that differ in GPUs or batch alone."""
         for other, costs in self._known:
             if _blocks_cost_alike(workload, other):
                 return costs
