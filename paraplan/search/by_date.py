@@ -29,8 +29,6 @@ class Deadline:
     objective: Objective
     executor: Executor
     fixed: Constraints
-    most_gpus: float = math.inf
-    """A number that is in time already: with more nothing is looked for."""
 
     @classmethod
     def of(
@@ -68,13 +66,17 @@ def by_date(workload: Workload, deadline: Deadline) -> tuple[Workload, str | Non
     return replace(workload, cluster=first), f"{words}; {format_count(tokens)} tokens take {taken:.3g} days"
 
 
-def workload_in_time(workload: Workload, deadline: Deadline) -> Workload | None:
-    """Return what `by_date` finds, None where no number of GPUs is in time."""
-    found = _in_time(_StepTimes(workload, deadline), deadline)
-    return None if found is None else replace(workload, cluster=found[0])
+def workload_in_time(workload: Workload, deadline: Deadline, *, found: Workload | None) -> Workload | None:
+    """Return what `by_date` finds, None where no number of GPUs is in time.
+
+    On more GPUs than those of what was `found` before nothing is looked for.
+    """
+    most_gpus = math.inf if found is None else found.cluster.num_gpus
+    fewest = _in_time(_StepTimes(workload, deadline), deadline, most_gpus=most_gpus)
+    return None if fewest is None else replace(workload, cluster=fewest[0])
 
 
-def _in_time(step_times: _StepTimes, deadline: Deadline) -> tuple[Cluster, str] | None:
+def _in_time(step_times: _StepTimes, deadline: Deadline, *, most_gpus: float = math.inf) -> tuple[Cluster, str] | None:
     """Return the fewest GPUs that are in time, and how many were tried in words."""
     workload = step_times.workload
     limit_s = deadline.days * _SECONDS_PER_DAY / (deadline.tokens / workload.training.tokens_per_step)
@@ -87,7 +89,7 @@ def _in_time(step_times: _StepTimes, deadline: Deadline) -> tuple[Cluster, str] 
         if is_in_time(cluster):
             return first_between(too_few, cluster, is_in_time)
         too_few = cluster.num_gpus
-        if too_few >= deadline.most_gpus:
+        if too_few >= most_gpus:
             break
     return None
 

@@ -206,10 +206,7 @@ def _find_levers(
         if question.find == "by-date":
             from paraplan.search.by_date import workload_in_time
 
-            deadline = _deadline(question, question.executor, fixed)
-            if found is not None:
-                deadline = replace(deadline, most_gpus=found.cluster.num_gpus)
-            return workload_in_time(workload, deadline)
+            return workload_in_time(workload, _deadline(question, question.executor, fixed), found=found)
         larger, words = _found(workload, replace(question, fixed=fixed), executor=question.executor)
         return None if words is None else larger
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.accuracy.history import History, effect_of_history, history_in_words
@@ -43,6 +43,7 @@ def plain(workload: MakeWorkload) -> Workload:
     return workload("gpt2-xl", profile="dgx-h100")
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(ratios=RATIOS)
 def test_the_order_of_runs_does_not_matter(plain: Workload, ratios: list[float]) -> None:
     plans = (PLAN, OTHER, FAR, PLAN, OTHER)

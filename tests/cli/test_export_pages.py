@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,11 @@ def test_the_commands_of_a_page_end_well_in_their_order(
         assert status == 0, f"{command}\n{output}"
 
 
+@cache
+def help_of(subcommand: str) -> str:
+    return CliRunner().invoke(app, [*subcommand.split(), "--help"], env={"COLUMNS": "200"}).stdout
+
+
 @pytest.mark.parametrize("name", TOPICS)
 def test_options_that_a_page_names_exist(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text()
@@ -63,7 +69,7 @@ def test_options_that_a_page_names_exist(name: str) -> None:
         if subcommand == "launch":  # it ends its process; a test of its own holds the table of its page
             text = (PAGES / "launch.md").read_text().split("<!-- options: begin -->")[1]
         else:
-            text = CliRunner().invoke(app, [*subcommand.split(), "--help"], env={"COLUMNS": "200"}).stdout
+            text = help_of(subcommand)
         assert [option for option in options if option not in text] == []
 
 

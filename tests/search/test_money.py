@@ -68,7 +68,7 @@ def test_machines_are_ranked_by_cost_where_all_prices_are_known_and_else_by_time
     assert first.cost == pytest.approx(first.cost_per_billion_tokens)
     assert "no plan fits" in (last.why_not or "")
     assert first.price_url is not None
-    unknown = [machines[1], workload("llama-3-8b", "4xl40s", seq_length=4096)]
+    unknown = [machines[0], workload("llama-3-8b", "4xl40s", seq_length=4096)]
     by_time = compare_machines(unknown, SearchRequest(), load_prices())
     assert not by_time.is_by_cost
     times = [offer.step_time_s for offer in by_time.machines if offer.step_time_s is not None]
