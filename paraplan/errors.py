@@ -14,7 +14,8 @@ class ParaplanError(Exception):
     """Something that the user can mend.
 
     `message` says what was wrong, the value seen and the limit; `hint` says what to do.
-    The command line prints both on stderr and ends with `exit_status`.
+    The command line prints both on stderr and ends with `exit_status`. As text, which is what Python shows of it,
+    options are the fields and arguments that Python has for them: `--tp 2` is `tp=2`.
     """
 
     exit_status = 2
@@ -25,7 +26,9 @@ class ParaplanError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}; hint: {self.hint}" if self.hint else self.message
+        from paraplan.python_words import in_python_words
+
+        return in_python_words(f"{self.message}; hint: {self.hint}" if self.hint else self.message)
 
 
 class UsageError(ParaplanError):

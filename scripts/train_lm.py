@@ -173,7 +173,7 @@ def train(arguments: argparse.Namespace) -> None:
     planned = job.file.training if job.file is not None else None
     seq_length = arguments.seq_len or (planned.seq_length if planned is not None else DEFAULT_SEQ_LENGTH)
     if not 0 < seq_length <= MAX_SEQ_LENGTH:
-        raise UsageError(f"--seq-len {seq_length} is outside 1..{MAX_SEQ_LENGTH}")
+        raise UsageError(f"a sequence of {seq_length} bytes is outside 1..{MAX_SEQ_LENGTH}")
     batch_size = arguments.batch or (job.plan.global_batch_size if job.file is not None else DEFAULT_BATCH)
 
     torch.manual_seed(arguments.seed)

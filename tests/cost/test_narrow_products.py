@@ -115,7 +115,7 @@ def test_a_load_of_experts_that_no_ranks_have_is_refused(load: float) -> None:
 
 def test_a_plan_in_8_bits_is_refused_by_all_that_starts_the_runtime() -> None:
     workload = Workload.of(MODEL, made("dgx-h100", "fp8").training, cluster_from_profile("dgx-h100"))
-    with pytest.raises(UnsupportedPlanError, match="--linear-precision fp8"):
+    with pytest.raises(UnsupportedPlanError, match="linear_precision='fp8'"):
         check_supported(PLAN, training=workload.training)
     checked = check_plan(workload, PLAN, tolerance=0.05)
     (found,) = (one for one in checked.findings if one.name == "supported")

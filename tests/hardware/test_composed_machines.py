@@ -103,7 +103,7 @@ def test_a_gpu_that_is_called_as_links_are_is_told_apart(name: str, gpu: str, li
 def test_every_command_takes_them_and_no_more_gpus_than_were_named() -> None:
     assert len(load_machine("2xh100").node.gpus) == len(load_machine("2xh100").node.links) + 1 == 2
     assert cluster_from_profile("4xh100", gpus_per_node=2).num_gpus == 2
-    with pytest.raises(ParaplanError, match=r"--gpus-per-node=8, but dgx-h100 has 4 GPUs"):
+    with pytest.raises(ParaplanError, match=r"gpus_per_node=8, but dgx-h100 has 4 GPUs"):
         cluster_from_profile("4xh100", gpus_per_node=8)
 
 

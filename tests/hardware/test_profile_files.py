@@ -116,9 +116,9 @@ def test_fewer_gpus_of_a_machine_are_its_first_ones() -> None:
 
 
 def test_more_gpus_than_a_machine_has_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"--gpus-per-node=9.*8 GPUs.*more nodes"):
+    with pytest.raises(UsageError, match=r"gpus_per_node=9.*8 GPUs.*more nodes"):
         cluster_from_profile("dgx-h100", gpus_per_node=9)
-    with pytest.raises(UsageError, match=r"--nodes=0"):
+    with pytest.raises(UsageError, match=r"num_nodes=0"):
         cluster_from_profile("dgx-h100", num_nodes=0)
 
 

@@ -40,7 +40,7 @@ def test_tools_that_offload_what_checkpointing_keeps_refuse_it_without(target: s
 
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - set(WITH_WORDS)))
 def test_what_frees_memory_is_not_left_out_in_silence(target: str) -> None:
-    with pytest.raises(UnsupportedPlanError, match=f"no --offload-activations for {target}"):
+    with pytest.raises(UnsupportedPlanError, match=f"no offloads_activations=True for {target}"):
         export_plan(subject("zero-2", **PURE), target, partial=True)
 
 

@@ -122,7 +122,7 @@ def test_tasks_beside_given_sequences_are_trls(task: str, first: str, words: str
     assert command.startswith(first)
     assert words in command
     for target in ("axolotl", "deepspeed", "slurm", "torchtune"):
-        with pytest.raises(UnsupportedPlanError, match=f"{target} has no words for --task") as caught:
+        with pytest.raises(UnsupportedPlanError, match=f"{target} has no words for task") as caught:
             export_plan(asked, target, partial=True)
         assert "--to trl" in str(caught.value.hint)
 

@@ -29,7 +29,7 @@ TRAIN = """
             return 1 << 20
         def __getitem__(self, index):
             if fault == "loader" and rank == 1 and index % 8 == 0:
-                time.sleep(0.08)
+                time.sleep(0.25)  # far more than what a busy machine takes from a step
             return torch.randn(32)
 
     model = nn.parallel.DistributedDataParallel(nn.Linear(32, 32))
@@ -37,7 +37,7 @@ TRAIN = """
     batches = iter(DataLoader(Batches(), batch_size=8))
     for step in range(steps):
         batch = next(batches)
-        time.sleep(0.05 if fault != "wait" or rank == 0 else 0.12)
+        time.sleep(0.05 if fault != "wait" or rank == 0 else 0.3)
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -49,7 +49,7 @@ TRAIN = """
 def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
     launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    done = launch_forked("--log-dir", "run", "--nproc-per-node", 2, *options, script(TRAIN), "loader", 60)
+    done = launch_forked("--log-dir", "run", "--nproc-per-node", 2, *options, script(TRAIN), "loader", 50)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "slower in its data loader since step" in line]
     assert len(lines) == 2, done.stderr
@@ -65,7 +65,7 @@ def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
 def test_what_a_script_waits_for_by_itself_is_told_from_its_loader(
     launch_forked: ForkedLaunch, script: WriteScript
 ) -> None:
-    done = launch_forked("--watch-steps", "--no-logs", "--nproc-per-node", 2, script(TRAIN), "wait", 60)
+    done = launch_forked("--watch-steps", "--no-logs", "--nproc-per-node", 2, script(TRAIN), "wait", 50)
     assert "rank 1 (" in done.stderr, done.stderr
     assert "waits for outside of collectives" in done.stderr
 

@@ -54,7 +54,7 @@ def test_pictures_of_one_size_attend_to_themselves_others_to_all_patches_of_a_se
 def test_tokens_of_pictures_that_do_not_fit_or_have_no_tower_are_refused() -> None:
     with pytest.raises(PlanError, match="more than the 1024 tokens of a sequence"):
         with_media(_model("gemma3"), {"image": 2000}, 1024)
-    with pytest.raises(PlanError, match="--audio-tokens 5"):
+    with pytest.raises(PlanError, match="audio_tokens=5"):
         with_media(_model("gemma3"), {"audio": 5}, 1024)
 
 

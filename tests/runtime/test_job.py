@@ -50,7 +50,7 @@ def test_a_plan_that_cannot_be_executed_is_refused_at_the_start() -> None:
     with pytest.raises(UnsupportedPlanError, match="offload=parameters, zero_stage=0"):
         runtime.init(ParallelPlan(offload="parameters"))
     narrow = TrainingSpec(global_batch_size=1, seq_length=8, precision="bf16", linear_precision="fp8")
-    with pytest.raises(UnsupportedPlanError, match="--linear-precision fp8: the runtime multiplies"):
+    with pytest.raises(UnsupportedPlanError, match="linear_precision='fp8': the runtime multiplies"):
         runtime.init(PlanFile(plan=ParallelPlan(), training=narrow))
 
 

@@ -100,7 +100,7 @@ def test_the_plan_file_gives_batch_and_sequence_length(ranks: RankHarness, text_
     training = TrainingSpec(global_batch_size=8, seq_length=2000, precision="fp32")
     path.write_text(PlanFile(plan=PLANS[0], training=training).to_json())
     arguments = (*SMALL, "--data", str(text_folder), "--steps", "1")
-    with pytest.raises(AssertionError, match=r"--seq-len 2000 is outside 1\.\.1024"):
+    with pytest.raises(AssertionError, match=r"a sequence of 2000 bytes is outside 1\.\.1024"):
         ranks.run(run_script, arguments, str(path), size=2)
 
 

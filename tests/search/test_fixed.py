@@ -88,13 +88,13 @@ def test_what_cannot_be_had_is_refused_with_what_would_do(
 
 
 def test_replicas_that_do_not_divide_the_batch_are_refused_with_those_that_do(workload: MakeWorkload) -> None:
-    with pytest.raises(PlanError, match="--dp 8: dp does not divide the global batch of 12; hint: use --dp 1, 2 or 4"):
+    with pytest.raises(PlanError, match="dp=8: dp does not divide the global batch of 12; hint: use dp=1, 2 or 4"):
         search(workload(global_batch_size=12), fixed=Constraints(dp=8))
 
 
 def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workload: MakeWorkload) -> None:
     fixed = Constraints(tp=1, pp=1, zero_stage=0, offload="none")
-    with pytest.raises(NoPlanFitsError, match="without --tp 1 and --zero 0: "):
+    with pytest.raises(NoPlanFitsError, match="without tp=1 and zero_stage=0: "):
         recommendation(
             workload("llama-3-70b", num_nodes=2, seq_length=4096, global_batch_size=16), SearchRequest(fixed=fixed)
         )
@@ -102,7 +102,7 @@ def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workl
         recommendation(
             workload("llama-3.2-3b", "4xrtx-4090", seq_length=1024, global_batch_size=8), SearchRequest(fixed=fixed)
         )
-    assert "without --tp 1 and" not in str(caught.value)
+    assert "without tp=1 and" not in str(caught.value)
 
 
 def test_cpu_processes_offload_nothing(workload: MakeWorkload) -> None:
@@ -110,5 +110,5 @@ def test_cpu_processes_offload_nothing(workload: MakeWorkload) -> None:
     found = search(made, num_candidates=100)
     assert {one.plan.offload for one in found.candidates} == {"none"}
     assert search(made, fixed=Constraints(offload="none")).candidates
-    with pytest.raises(PlanError, match=r"--offload optimizer: CPU processes have all on the host already"):
+    with pytest.raises(PlanError, match=r"offload='optimizer': CPU processes have all on the host already"):
         search(made, fixed=Constraints(offload="optimizer"))

@@ -325,7 +325,7 @@ def test_what_saves_gpus_is_joined_with_other_gpus(workload: MakeWorkload) -> No
 
 def test_an_option_that_a_framework_lacks_is_refused(workload: MakeWorkload) -> None:
     made = _of_framework(workload("llama-3-8b", profile="8xh100", loss="liger"), "megatron-core")
-    with pytest.raises(PlanError, match="--loss liger: it has no loss in chunks"):
+    with pytest.raises(PlanError, match="loss='liger': it has no loss in chunks"):
         executor_of(made)
 
 

@@ -1,0 +1,78 @@
+"""Errors of the Python interface name its fields and arguments, not options of the command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import typer.main
+
+import paraplan
+from paraplan import Constraints, ParallelPlan, ParaplanError, TrainingSpec
+from paraplan.cli.main import app
+from paraplan.python_words import _FLAGS, _NUMBERS, _TEXTS, in_python_words
+
+NAMES = _NUMBERS | _TEXTS | {option: words.partition("=")[0] for option, words in _FLAGS.items()}
+
+
+def test_every_option_is_one_and_has_a_name_in_python() -> None:
+    group = typer.main.get_command(app)
+    commands = [group.get_command(None, name) for name in ("recommend", "estimate")]  # type: ignore[attr-defined]
+    parameters = [one for command in commands for one in command.params]
+    options = {word for one in parameters for word in (*one.opts, *one.secondary_opts)}
+    assert {f"--{name}" for name in NAMES} <= options
+    records = (*TrainingSpec.model_fields, *ParallelPlan.model_fields, *vars(Constraints()))
+    functions = (paraplan.load_workload, paraplan.recommend)
+    known = {*records, *(name for one in functions for name in inspect.signature(one).parameters)}
+    assert set(NAMES.values()) <= known
+
+
+@pytest.mark.parametrize(
+    ("sentence", "words"),
+    [
+        ("use --tp 1, 2", "use tp=1, 2"),
+        ("or --global-batch 1,024, or fewer", "or global_batch_size=1_024, or fewer"),
+        ("give --seq-len", "give seq_length"),
+        ("give --profile NAME and --nodes N", "give profile='NAME' and num_nodes=N"),
+        ("--train 'lora:r=16,targets=q|v' prices that", "train='lora:r=16,targets=q|v' prices that"),
+        ("--train does not know 'qlora'", "train does not know 'qlora'"),
+        ("leave --link out, or use --link pcie", "leave link out, or use link='pcie'"),
+        ("--optimizer adamw_8bit: 16.8 GiB", "optimizer='adamw_8bit': 16.8 GiB"),
+        ("leave out --sequence-parallel", "leave out sequence_parallel=True"),
+        ("Megatron's --micro-batch-size 4", "Megatron's --micro-batch-size 4"),
+        ("paraplan recommend --tp 2 -o plan.json, or tp 4", "paraplan recommend --tp 2 -o plan.json, or tp 4"),
+        ("no option - none", "no option - none"),
+    ],
+)
+def test_options_are_fields_and_arguments(sentence: str, words: str) -> None:
+    assert in_python_words(sentence) == words
+
+
+def workload(**training: Any) -> paraplan.Workload:
+    return paraplan.load_workload("gpt2", "dgx-h100", seq_length=1024, global_batch_size=8, **training)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: paraplan.estimate(workload(), ParallelPlan(dp=8, micro_batch_size=3)),
+        lambda: paraplan.estimate(workload(), ParallelPlan(tp=5)),
+        lambda: paraplan.recommend(workload(), constraints=Constraints(tp=3)),
+        lambda: paraplan.recommend(workload(), constraints=Constraints(dp=8, micro_batch_size=2)),
+        lambda: workload(train="qlora"),
+        lambda: workload(task="dance"),
+        lambda: workload(link="telepathy"),
+        lambda: workload(precision="bf16", fp8_recipe="tensorwise"),
+        lambda: paraplan.load_workload("gpt2", "dgx-h1000"),
+        lambda: paraplan.load_cluster("dgx-h100", num_nodes=0),
+        lambda: paraplan.load_cluster("dgx-h100", gpus_per_node=9),
+        lambda: paraplan.recommend(paraplan.load_workload("llama-3-70b", "4xrtx-3090")),
+    ],
+)
+def test_errors_of_python_name_no_option_that_has_a_field(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ParaplanError) as caught:
+        wrong()
+    said = str(caught.value)
+    assert not [name for name in NAMES if f"--{name} " in said.replace(":", " ").replace(",", " ") + " "], said
