@@ -23,7 +23,7 @@ def load_factory(reference: str) -> Callable[[], Any]:
     needs arguments.
     """
     where, _, name = reference.rpartition(":")
-    module = _import(where)
+    module = _import(where, name)
     factory = getattr(module, name, None)
     if factory is None:
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -81,10 +81,16 @@ def _user_line(reference: str, error: BaseException) -> traceback.FrameSummary |
     return chosen[-1] if chosen else None
 
 
-def _import(where: str) -> ModuleType:
+def _import(where: str, name: str) -> ModuleType:
     if not where.endswith(".py"):
         try:
             return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{where}.".startswith(f"{error.name}."):  # one that it imports
+                raise explain(f"{where}:", "it was imported", error) from error
+            file = Path(*where.split(".")).with_suffix(".py")
+            hint = f"give {file}:{name}" if file.is_file() else "give file.py:factory, or a module that Python finds"
+            raise ModelError(f"there is no module {where}", hint=hint) from None
         except (Exception, SystemExit) as error:
             raise explain(f"{where}:", "it was imported", error) from error
     path = Path(where).expanduser().resolve()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -262,11 +263,20 @@ def test_a_script_that_fails_on_import_is_shown_with_its_line(tmp_path: Path) ->
     assert "__name__" in str(caught.value.hint)
 
 
-def test_a_missing_script_or_module_is_told(tmp_path: Path) -> None:
+def test_a_missing_script_or_module_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="there is no file"):
         read_model(f"{tmp_path}/absent.py:make")
-    with pytest.raises(ModelError, match="No module named 'absent_package'"):
+    with pytest.raises(ModelError, match=r"there is no module absent_package\.module; hint: give file\.py:factory"):
         read_model("absent_package.module:make")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "own.py").write_text("import absent_library\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [one for one in sys.path if one])
+    with pytest.raises(ModelError, match=r"hint: give parts/own\.py:make"):
+        read_model("parts.own:make")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match="No module named 'absent_library'"):
+        read_model("parts.own:make")
 
 
 @pytest.mark.parametrize("reference", ["qwen3-30b-a3b", "gpt-oss-20b", "gpt2"])
