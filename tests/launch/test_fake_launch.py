@@ -224,7 +224,7 @@ BATCH = 2 * (2 * 16 * 8)  # bytes of its tokens and targets
     [
         pytest.param("1f1b", 1, 4, 8, 1, marks=pytest.mark.with_all),  # the others are 1F1B with something beside it
         ("zero_bubble", 1, 4, 8, 1),
-        ("interleaved_1f1b", 2, 6, 12, 3),
+        pytest.param("interleaved_1f1b", 2, 6, 12, 3, marks=pytest.mark.with_all),
     ],
 )
 def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(

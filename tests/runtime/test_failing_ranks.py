@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_selection import with_all
 from rank_harness import RankHarness
 from test_first_step import PLANS, batch_of, plain, prepared, said_by, sgd
 from torch import nn
@@ -23,6 +24,7 @@ PLANS = PLANS | {
     "ddp": ParallelPlan(dp=2, micro_batch_size=2),
     "tp2 ddp2": ParallelPlan(tp=2, dp=2, micro_batch_size=2),
 }
+CASES = [*zip(PLANS, ("loss", "backward", "backward", "loss", "loss"), strict=True)]
 LONGEST_S = 15.0  # on a busy machine; a collective would wait for 600
 
 
@@ -82,7 +84,7 @@ def reads() -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "place"), [*zip(PLANS, ("loss", "backward") * 3, strict=False)])
+@pytest.mark.parametrize(("name", "place"), CASES[1::2] + with_all(CASES[::2]))
 def test_what_one_rank_raises_in_a_step_ends_the_others_at_once(ranks: RankHarness, name: str, place: str) -> None:
     for rank, (said, took_s, after) in enumerate(ranks.run(fails, PLANS[name], place, size=PLANS[name].world_size)):
         own, told = "ValueError: no such column", "UnsupportedPlanError: rank 1 ended engine.step after 2 steps: "
