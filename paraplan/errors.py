@@ -28,7 +28,12 @@ class ParaplanError(Exception):
     def __str__(self) -> str:
         from paraplan.python_words import in_python_words
 
-        return in_python_words(f"{self.message}; hint: {self.hint}" if self.hint else self.message)
+        return in_python_words(self.text)
+
+    @property
+    def text(self) -> str:
+        """Message and hint, with options as the command line has them."""
+        return f"{self.message}; hint: {self.hint}" if self.hint else self.message
 
 
 class UsageError(ParaplanError):

@@ -55,6 +55,10 @@ _WORDS = (
     r"|fsdp|transformers|trl|axolotl|deepspeed|torchtitan|unsloth|nemo-automodel|ms-swift|megatron-core|megatron-bridge"
 )
 """Values that are words of English too, or could be: after an option these are values, others go on with a sentence."""
+_COMMANDS = (
+    r"attach|calibrate|cancel|check|compare|config|demo|doctor|estimate|explain|export|import|jobs"
+    r"|launch|logs|mcp|profile|profiles|ps|recommend|stacks|status|submit|topo|validate|verify"
+)
 _VALUE = rf"(?:{_WORDS})(?![\w:=|-])|(?=[\w-]*[\d:=|])\w(?:[\w:=.+|,-]*[\w])?"
 
 
@@ -63,7 +67,7 @@ def _any_of(names: dict[str, str]) -> str:
 
 
 _OPTION = re.compile(
-    r"(?P<command>paraplan [a-z]+[^;,()]*)"
+    rf"(?P<command>paraplan (?:{_COMMANDS})\b[^;,()]*)"
     rf"|--(?P<flag>{_any_of(_FLAGS)})(?![\w-])"
     rf"|--(?P<number>{_any_of(_NUMBERS)})(?![\w-])(?:[ =](?P<count>\d[\d,_]*|[A-Z])(?![\w-]))?"
     rf"|--(?P<text>{_any_of(_TEXTS)})(?![\w-])(?:[ =](?P<quote>'?)(?P<value>{_VALUE})(?P=quote))?"

@@ -12,14 +12,15 @@ import typer.main
 import paraplan
 from paraplan import Constraints, ParallelPlan, ParaplanError, TrainingSpec
 from paraplan.cli.main import app
-from paraplan.python_words import _FLAGS, _NUMBERS, _TEXTS, in_python_words
+from paraplan.python_words import _COMMANDS, _FLAGS, _NUMBERS, _TEXTS, in_python_words
 
 NAMES = _NUMBERS | _TEXTS | {option: words.partition("=")[0] for option, words in _FLAGS.items()}
 
 
 def test_every_option_is_one_and_has_a_name_in_python() -> None:
-    group = typer.main.get_command(app)
-    commands = [group.get_command(None, name) for name in ("recommend", "estimate")]  # type: ignore[attr-defined]
+    group: Any = typer.main.get_command(app)
+    assert set(_COMMANDS.split("|")) == set(group.list_commands(None))
+    commands = [group.get_command(None, name) for name in ("recommend", "estimate")]
     parameters = [one for command in commands for one in command.params]
     options = {word for one in parameters for word in (*one.opts, *one.secondary_opts)}
     assert {f"--{name}" for name in NAMES} <= options
@@ -43,6 +44,7 @@ def test_every_option_is_one_and_has_a_name_in_python() -> None:
         ("leave out --sequence-parallel", "leave out sequence_parallel=True"),
         ("Megatron's --micro-batch-size 4", "Megatron's --micro-batch-size 4"),
         ("paraplan recommend --tp 2 -o plan.json, or tp 4", "paraplan recommend --tp 2 -o plan.json, or tp 4"),
+        ("paraplan writes no --offload-activations for ray", "paraplan writes no offloads_activations=True for ray"),
         ("no option - none", "no option - none"),
     ],
 )

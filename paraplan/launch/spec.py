@@ -26,7 +26,13 @@ The first line there is an object of JSON: the variables that it gets. A command
 
 
 class ArgumentError(UsageError, ValueError):
-    """An argument that cannot be used. A ValueError too: callers of torchrun's API expect one."""
+    """An argument that cannot be used. A ValueError too: callers of torchrun's API expect one.
+
+    Its options stay options, which Python gives a launch too.
+    """
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)

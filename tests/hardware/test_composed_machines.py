@@ -136,7 +136,7 @@ def test_pairs_over_bridges_are_named_and_read_back() -> None:
     [
         ("4xrtx-3090", "nvswitch", "bridges between cards alone"),
         ("4xt4", "nvlink-pairs", "has no NVLink"),
-        ("dgx-h100", "pcie", "--link goes with --gpu"),
+        ("dgx-h100", "pcie", "link goes with --gpu"),
         ("rtx-3090", None, "no machine profile is called"),
         ("8xfoo", None, "no machine profile is called"),
     ],

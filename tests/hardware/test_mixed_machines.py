@@ -33,7 +33,7 @@ def test_the_least_memory_counts_whichever_card_has_it() -> None:
 def test_an_unknown_kind_and_links_that_join_no_two_kinds_are_named() -> None:
     with pytest.raises(ProfileError, match="no gpu profile is called 'nothing'"):
         cluster_from_profile("rtx-3090+nothing")
-    with pytest.raises(UsageError, match="nvlink-pairs does not join GPUs of several kinds"):
+    with pytest.raises(UsageError, match="link='nvlink-pairs' does not join GPUs of several kinds"):
         cluster_from_profile("rtx-3090+a6000", link="nvlink-pairs")
 
 

@@ -46,7 +46,7 @@ def test_the_words_of_what_trains_say_it_again(
     [
         ("lora:r=0", "rank of 0"),
         ("lorra", "does not know 'lorra'"),
-        ("qlora:r=16", "does not know 'qlora:r=16'; hint: QLoRA is --train lora --base-weights nf4:double"),
+        ("qlora:r=16", "does not know 'qlora:r=16'; hint: QLoRA is train='lora' base_weights='nf4:double'"),
         ("lora:dropout=1.5", "does not know 'dropout=1.5'"),
         ("layers:last0", "does not know"),
         ("lora+dora", "adapters twice"),

@@ -156,9 +156,9 @@ def test_the_runtime_is_given_plans_that_spread_experts(workload: MakeWorkload, 
 @pytest.mark.parametrize(
     ("model", "ep", "message"),
     [
-        ("llama-3-8b", 4, "--ep 4: llama-3-8b has no experts"),
-        ("mixtral-8x7b", 16, "--ep 16: mixtral-8x7b has 8 experts to a layer"),
-        ("mixtral-8x7b", 3, "--ep 3: mixtral-8x7b has 8 experts to a layer"),
+        ("llama-3-8b", 4, "ep=4: llama-3-8b has no experts"),
+        ("mixtral-8x7b", 16, "ep=16: mixtral-8x7b has 8 experts to a layer"),
+        ("mixtral-8x7b", 3, "ep=3: mixtral-8x7b has 8 experts to a layer"),
     ],
 )
 def test_an_ep_that_cannot_be_had_is_an_error_with_what_would_do(

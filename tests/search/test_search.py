@@ -166,7 +166,7 @@ def test_where_nothing_fits_the_nearest_plan_and_what_it_lacks_are_named(workloa
         search(made, fixed=Constraints(offload="none"))
     nodes = fewest_nodes(made)
     assert nodes is not None
-    assert "--profile 4xrtx-3090: " in str(failure.value)  # a node is filled before there are more
+    assert "profile='4xrtx-3090': " in str(failure.value)  # a node is filled before there are more
     assert search(workload("llama-2-7b", profile="4xrtx-3090")).best.fits
     assert search(workload("llama-2-7b", profile="rtx-3090-x2", num_nodes=nodes)).best.fits
     with pytest.raises(NoPlanFitsError):
