@@ -67,7 +67,8 @@ def _any_of(names: dict[str, str]) -> str:
 
 
 _OPTION = re.compile(
-    rf"(?P<command>paraplan (?:{_COMMANDS})\b[^;,()]*)"
+    rf"(?P<other>paraplan (?:{_COMMANDS})\b[^;,()]*|'s --[\w-]+)"
+    r"|(?P<machines>--profile NAME(?: and)? --nodes N(?: --gpus-per-node G)?)"
     rf"|--(?P<flag>{_any_of(_FLAGS)})(?![\w-])"
     rf"|--(?P<number>{_any_of(_NUMBERS)})(?![\w-])(?:[ =](?P<count>\d[\d,_]*|[A-Z])(?![\w-]))?"
     rf"|--(?P<text>{_any_of(_TEXTS)})(?![\w-])(?:[ =](?P<quote>'?)(?P<value>{_VALUE})(?P=quote))?"
@@ -77,14 +78,16 @@ _OPTION = re.compile(
 def in_python_words(text: str) -> str:
     """Return a sentence with the options that Python has a name for by these.
 
-    Others stay as they are, and so do commands.
+    Others stay as they are, and so do commands and the options of other tools ("Megatron-LM's --task").
     """
     return _OPTION.sub(_words_of, text)
 
 
 def _words_of(found: re.Match[str]) -> str:
-    if found["command"]:
-        return found["command"]
+    if found["other"]:
+        return found["other"]
+    if found["machines"]:  # `import_plan` needs no more of them
+        return "num_gpus=N"
     if found["flag"]:
         return _FLAGS[found["flag"]]
     if found["number"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ def test_every_option_is_one_and_has_a_name_in_python() -> None:
         ("use --tp 1, 2", "use tp=1, 2"),
         ("or --global-batch 1,024, or fewer", "or global_batch_size=1_024, or fewer"),
         ("give --seq-len", "give seq_length"),
-        ("give --profile NAME and --nodes N", "give profile='NAME' and num_nodes=N"),
+        ("give --profile NAME and --nodes N", "give num_gpus=N"),
+        ("give --profile NAME, or --nodes N", "give profile='NAME', or num_nodes=N"),
+        ("Megatron-LM's --task MSDP-EVAL-F1 trains nothing", "Megatron-LM's --task MSDP-EVAL-F1 trains nothing"),
         ("--train 'lora:r=16,targets=q|v' prices that", "train='lora:r=16,targets=q|v' prices that"),
         ("--train does not know 'qlora'", "train does not know 'qlora'"),
         ("leave --link out, or use --link pcie", "leave link out, or use link='pcie'"),
@@ -78,3 +81,12 @@ def test_errors_of_python_name_no_option_that_has_a_field(wrong: Callable[[], ob
         wrong()
     said = str(caught.value)
     assert not [name for name in NAMES if f"--{name} " in said.replace(":", " ").replace(",", " ") + " "], said
+
+
+def test_a_file_that_does_not_say_its_machines_is_read_with_what_the_hint_says(tmp_path: Path) -> None:
+    path = tmp_path / "pretrain.sh"
+    words = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 1"
+    path.write_text(f"python pretrain_gpt.py --tensor-model-parallel-size 2 --global-batch-size 8 {words}\n")
+    with pytest.raises(ParaplanError, match="num_gpus=N"):
+        paraplan.import_plan(path)
+    assert paraplan.import_plan(path, num_gpus=4).plan.world_size == 4

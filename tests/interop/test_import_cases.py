@@ -241,7 +241,7 @@ def test_megatrons_programs_that_generate_are_refused(read: Any) -> None:
     text = "torchrun tools/run_text_generation_server.py --micro-batch-size 1 --num-layers 2 --seq-length 64\n"
     with pytest.raises(PlanError, match=r"run_text_generation_server\.py trains nothing"):
         read(text, "serve.sh", num_gpus=2)
-    with pytest.raises(PlanError, match="task='MSDP-EVAL-F1' trains nothing"):
+    with pytest.raises(PlanError, match="Megatron-LM's --task MSDP-EVAL-F1 trains nothing"):
         read("python tasks/msdp/main.py --task MSDP-EVAL-F1 --micro-batch-size 4\n", "eval.sh", num_gpus=1)
 
 

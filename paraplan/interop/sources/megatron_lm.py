@@ -242,7 +242,8 @@ def _options(command: Command, source: str) -> dict[str, object]:
             hint="give the language model's own degrees as --tensor-model-parallel-size and its kin",
         )
     if _EVALUATES.search(str(options.get("task"))):
-        raise PlanError(f"{source}: --task {options['task']} trains nothing", hint="give a script that trains")
+        task = options["task"]
+        raise PlanError(f"{source}: Megatron-LM's --task {task} trains nothing", hint="give a script that trains")
     for name in [name for name in options if name.startswith("no_")]:  # argparse.BooleanOptionalAction
         if name not in key_table("megatron-lm").known and name[3:] in key_table("megatron-lm").known:
             options[name[3:]] = False
