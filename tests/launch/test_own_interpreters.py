@@ -20,7 +20,7 @@ def test_a_module_beside_the_script_with_the_name_of_an_imported_one_is_the_user
     (tmp_path / "tqdm.py").write_text("WHOSE = 'mine'\n")
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets" / "__init__.py").write_text("WHOSE = 'mine too'\n")
-    train = script("import tqdm, secrets\nprint(tqdm.WHOSE, secrets.WHOSE)")
+    train = script("import os, secrets, tqdm\nos.write(1, f'{tqdm.WHOSE} {secrets.WHOSE}\\n'.encode())")
     done = launch_forked("--nproc-per-node", 2, train)
     assert done.stdout.splitlines() == ["mine mine too"] * 2, done.stderr
     assert done.stderr.count("each rank starts an interpreter of its own") == 1
