@@ -26,7 +26,7 @@ from paraplan.runtime.structure.model_structure import ModelStructure
 
 HIDDEN, BATCH = 16, 4
 PLAN = ParallelPlan(tp=2, micro_batch_size=BATCH)
-ROUND = ["gpt2", "gpt_oss", "bloom", "phi3", *with_all(["llama", "qwen2_moe", "bert"])]
+ROUND = ["gpt2", "gpt_oss", *with_all(["bloom", "phi3", "llama", "qwen2_moe", "bert"])]
 
 
 class Attention(nn.Module):

@@ -131,8 +131,8 @@ MIXES = [
 
 @pytest.mark.ranks
 def test_adapters_train_as_in_one_process_beside_split_layers_and_split_tokens(ranks: RankHarness) -> None:
-    cases = [(TOKENS_SPLIT, "fused"), (SPLIT, "uneven"), (TOKENS_SPLIT, "grouped")]
-    cases += with_all([(SPLIT, "fused"), (TOKENS_SPLIT, "uneven"), (SPLIT, "grouped")])
+    cases = [(TOKENS_SPLIT, "fused"), (SPLIT, "uneven")]
+    cases += with_all([(TOKENS_SPLIT, "grouped"), (SPLIT, "fused"), (TOKENS_SPLIT, "uneven"), (SPLIT, "grouped")])
     assert_right(ranks, cases, size=2)
 
 
@@ -145,14 +145,15 @@ def test_adapters_train_as_in_one_process_where_axes_meet(ranks: RankHarness) ->
 @pytest.mark.ranks
 def test_adapters_of_peft_train_as_in_one_process(ranks: RankHarness) -> None:
     pytest.importorskip("peft")
-    cases = [(SPLIT, "llama, as peft chooses"), (TOKENS_SPLIT, "gpt2")]
+    cases = [(SPLIT, "gpt2")]
     cases += [(TOKENS_SPLIT, "dora")]  # whose scales need whole weights
     cases += with_all(
         [
+            (SPLIT, "llama, as peft chooses"),
             (TOKENS_SPLIT, "llama"),
             (SPLIT, "llama"),
             (TOKENS_SPLIT, "llama, as peft chooses"),
-            (SPLIT, "gpt2"),
+            (TOKENS_SPLIT, "gpt2"),
             (SPLIT, "dora"),
         ]
     )

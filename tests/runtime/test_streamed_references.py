@@ -118,7 +118,7 @@ def chosen() -> tuple[set[str], set[str]]:
 def given_up() -> list[float]:
     """Return the losses of steps whose check has too little memory in a forward pass, and in the backward pass."""
     losses = []
-    for call in (1, 2, 3, 4, 5):
+    for call in with_all([1, 2, 3, 4, 5]) or (1, 4):
         with memory_for(plain(), whole=False):
             engine = prepared(PLANS["zero1"], partial(scarce, call))
         losses.append(float(engine.step(*batch_of(PLANS["zero1"]))))
@@ -128,10 +128,10 @@ def given_up() -> list[float]:
 @pytest.mark.ranks
 def test_a_model_of_which_no_copy_fits_is_checked_by_one_block_at_a_time(ranks: RankHarness) -> None:
     words = "UnsupportedPlanError: this model does not train under '"
-    cases = [(name, "wrong") for name in ("tp2", "pp2", "zero3, recompute")]
-    # Which is right too: a tie is of one rank, of two stages, and of shards.
-    cases += [(name, "tied") for name in ("pp2", "zero3, recompute")]
-    # What blocks draw and write is put back in one way: seen in passes of split layers, of stages, and of shards.
+    cases = [(name, "wrong") for name in ("tp2", "zero3, recompute")]
+    # Which is right too: a tie is of two stages.
+    cases += [("pp2", "tied")]
+    # What blocks draw and write is put back in one way: seen in passes of stages, and of split layers.
     cases += [("zero bubble", "dropout"), ("tp2", "counting")]
     every = [
         (name, kind) for name in PLANS for kind in MAKES if kind != "counting" or name in ("tp2", "zero3, recompute")

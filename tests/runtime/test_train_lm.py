@@ -26,10 +26,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_lm.py"
 SMALL = ("--hidden", "32", "--layers", "3", "--heads", "2", "--eval-batches", "2", "--log-every", "10", "--lr", "0.01")
 
 PLANS = [
-    ParallelPlan(dp=2, zero_stage=3, micro_batch_size=2, num_microbatches=2),
     ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=2, num_microbatches=4),
     *with_all(  # the script does the same under these; what a plan changes is in test_plan_equality
         [
+            ParallelPlan(dp=2, zero_stage=3, micro_batch_size=2, num_microbatches=2),
             ParallelPlan(dp=2, micro_batch_size=2, num_microbatches=2),
             ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=8, recompute="full"),
             ParallelPlan(dp=2, zero_stage=1, micro_batch_size=4),

@@ -80,7 +80,7 @@ def test_unmodified_models_compute_the_same_with_split_layers(ranks: RankHarness
     # Others are split with their tokens, below, or as one of these: fused and separate projections, groups of heads,
     # norms of queries, biases, parallel branches, rotary, learned and sloped positions, tied and scaled logits, stacked
     # experts, shared ones, latent attention that its own plan leaves whole.
-    families = ["llama", "gemma2", "gpt_neox", "gpt2", "mpt", "qwen2_moe", "llama4_text", "deepseek_v3", "bert"]
+    families = ["gemma2", "gpt2", "mpt", "qwen2_moe", "deepseek_v3", "bert"]  # the rest of these are bundled or alike
     families += with_all([family for family in FAMILIES if family not in families])
     plan = ParallelPlan(tp=2, micro_batch_size=BATCH)
     for found in assert_equal(families, plan, ranks):
@@ -91,8 +91,8 @@ def test_unmodified_models_compute_the_same_with_split_layers(ranks: RankHarness
 
 def test_unmodified_models_compute_the_same_with_split_tokens(ranks: RankHarness) -> None:
     plan = ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=BATCH, recompute="full")
-    families = ["qwen3", "falcon", "gpt_oss"]  # norms of heads, parallel branches, experts and sinks
-    families += with_all(["olmo2", "gpt2", "deepseek_v3", "llama", "gemma2", "gpt_neox", "qwen2_moe"])
+    families = ["falcon", "gpt_oss"]  # parallel branches, experts and sinks
+    families += with_all(["qwen3", "olmo2", "gpt2", "deepseek_v3", "llama", "gemma2", "gpt_neox", "qwen2_moe"])
     assert_equal(families, plan, ranks)
 
 
@@ -120,8 +120,8 @@ def test_unmodified_models_compute_the_same_with_some_tokens_on_each_rank(ranks:
         assert_equal([family], ParallelPlan(cp=4, **options), ranks)
     assert_equal(two, ParallelPlan(cp=2, **options), ranks)
     plan = ParallelPlan(cp=2, tp=2, sequence_parallel=True, recompute="full", **options)
-    beside = ["phi3"]  # experts stand there in test_plan_equality
-    assert_equal([*beside, *with_all([one for one in families if one not in beside])], plan, ranks)
+    if beside := with_all(families):  # own models stand there in test_plan_equality
+        assert_equal(beside, plan, ranks)
     plan = ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=BATCH // 2)
     for family in with_all(["gpt2", "mixtral", "llama", "qwen2"]):  # own models stand there in test_plan_equality
         assert_equal([family], plan, ranks)
