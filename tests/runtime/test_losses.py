@@ -688,7 +688,7 @@ DIVIDED = (
 
 def losses_on_ranks(sharded: Sequence[str]) -> tuple[dict[str, Any], list[Any], dict[str, str]]:
     losses = {}
-    for name in DIVIDED:
+    for name in with_all(DIVIDED) or (*sharded, "read_count", "with_z_loss"):
         for count, masked in ((1, 2), (2, 0)) if with_all(DIVIDED) else ((1, 2) if name in sharded else (2, 0),):
             losses[f"{name} {count} {masked}"] = divided(name, cut_into(count, dp=2), masked)
     for name in sharded:
@@ -698,12 +698,14 @@ def losses_on_ranks(sharded: Sequence[str]) -> tuple[dict[str, Any], list[Any], 
     plan = cut_into(1, dp=2)
     strict = {"batch_coupling": "refuse"}
     refused = {
-        name: refusal(prepared(loss, plan, **strict), share_of(batch_of(2), plan)) for name, loss in COMPARING.items()
+        name: refusal(prepared(loss, plan, **strict), share_of(batch_of(2), plan))
+        for name, loss in COMPARING.items()
+        if name == "contrastive" or with_all([name])  # micro-batches are refused with each, above
     }
     refused["stages"] = refusal(prepared(balance, TWO_STAGES, **strict), batch_of(2))
     of_stages = [*BY_GRADIENTS.items()][:1] + with_all([*BY_GRADIENTS.items()][1:])
     for place, divided_by in enumerate((plan, cut_into(1, dp=2, zero_stage=3), TWO_STAGES)):
-        for name, loss in [*BY_GRADIENTS.items()] if place == 0 else of_stages:
+        for name, loss in of_stages if place else with_all([*BY_GRADIENTS.items()]):
             batch = share_of(batch_of(2), divided_by)
             refused[f"{name} {place}"] = refusal(prepared(loss, divided_by, **strict), batch)
     return losses, metrics, refused

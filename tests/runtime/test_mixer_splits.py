@@ -88,7 +88,7 @@ def _of_family(family: str, plan: ParallelPlan) -> tuple[float, str, set[str]]:
 @pytest.mark.parametrize(
     ("family", "sequence_parallel"),
     # Tokens are gathered before a mixer, whatever it is.
-    [("mamba", False), ("mamba2", True), *with_all([("mamba", True), ("mamba2", False)])],
+    [("mamba2", True), *with_all([("mamba", False), ("mamba", True), ("mamba2", False)])],
 )
 def test_state_space_models_are_split_by_channels(ranks: RankHarness, family: str, sequence_parallel: bool) -> None:
     plan = ParallelPlan(tp=2, sequence_parallel=sequence_parallel, micro_batch_size=BATCH)

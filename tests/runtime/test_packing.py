@@ -239,7 +239,7 @@ def one_process(ranks: RankHarness) -> list[Trained]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("plans", "size"), [(TWO_RANKS, 2), (FOUR_RANKS, 4)], ids=["two", "four"])
+@pytest.mark.parametrize(("plans", "size"), [(TWO_RANKS, 2), *with_all([(FOUR_RANKS, 4)])])
 def test_packed_rows_train_as_in_one_process(
     ranks: RankHarness, one_process: list[Trained], plans: list[ParallelPlan], size: int
 ) -> None:

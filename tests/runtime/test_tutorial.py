@@ -44,7 +44,7 @@ def small_model(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # of peft and transformers
 def test_its_commands_lead_to_weights_that_know_the_text(ranks: RankHarness, tmp_path: Path) -> None:
     small_model(tmp_path / "model")
-    (tmp_path / "notes.txt").write_text(SENTENCE * 200)
+    (tmp_path / "notes.txt").write_text(SENTENCE * 140)
     for name, content in re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(content.replace("lr=2e-4", "lr=2e-2"))  # for a model that knows nothing yet
     commands = re.findall(rf"^ {{4}}(.*{HUB_ID}.*)$", PAGE, flags=re.MULTILINE)
