@@ -47,8 +47,8 @@ def pairs_of(kind: str) -> list[Case]:
     return [*itertools.islice(pairs(), 1 if is_one else PAIRS_OF_A_KIND)]
 
 
-# Few cases share their ranks, whose first steps take longer than later ones. Stages and shards are in one below.
-FEW = ["split layers", "split sequences"]
+# Few cases share their ranks, whose first steps take longer than later ones. Split tokens, stages and shards are in one below.
+FEW = ["split layers"]
 
 
 @pytest.mark.parametrize("kinds", with_all([[kind] for kind in KINDS]) or [FEW], ids=", ".join)
