@@ -47,7 +47,7 @@ def pairs_of(kind: str) -> list[Case]:
     return [*itertools.islice(pairs(), 1 if is_one else PAIRS_OF_A_KIND)]
 
 
-# Few cases share their ranks, whose first steps take longer than later ones. Split tokens, stages and shards are in one below.
+# Few cases share their ranks, whose first steps take longer than later ones. Split tokens and stages are in one below.
 FEW = ["split layers"]
 
 
