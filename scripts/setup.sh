@@ -69,13 +69,13 @@ install_asked_torch() {
     has_asked_torch && return
     echo "Installing torch $PARAPLAN_TORCH ..." >&2
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-        python -m pip install --quiet "torch==$PARAPLAN_TORCH" || fail "cannot install torch $PARAPLAN_TORCH"
+        python -m pip install --quiet --no-compile "torch==$PARAPLAN_TORCH" || fail "cannot install torch $PARAPLAN_TORCH"
         return
     fi
     # A version in full may be among pip's own sources; uv knows where PyTorch keeps its CPU builds.
     case $PARAPLAN_TORCH in
     *\*) ;;
-    *) python -m pip install --quiet "torch==$PARAPLAN_TORCH+cpu" 2>/dev/null && return ;;
+    *) python -m pip install --quiet --no-compile "torch==$PARAPLAN_TORCH+cpu" 2>/dev/null && return ;;
     esac
     python -m pip install --quiet uv && python -m uv pip install --quiet --torch-backend=cpu "torch==$PARAPLAN_TORCH" ||
         fail "cannot install the CPU build of torch $PARAPLAN_TORCH; is download.pytorch.org reachable?"
@@ -88,7 +88,7 @@ install_torch() {
     fi
     if python -c 'import torch' >/dev/null 2>&1; then return; fi
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-        patiently "Installing torch for this machine's NVIDIA driver" python -m pip install --quiet 'torch>=2.11' || fail "cannot install torch"
+        patiently "Installing torch for this machine's NVIDIA driver" python -m pip install --quiet --no-compile 'torch>=2.11' || fail "cannot install torch"
         return
     fi
     patiently "Installing the CPU build of torch (no NVIDIA driver here)" install_cpu_torch || fail "cannot install torch"
@@ -96,9 +96,9 @@ install_torch() {
 
 install_cpu_torch() {
     # First from pip's own sources, then through uv, which knows where PyTorch keeps its CPU builds.
-    python -m pip install --quiet 'torch==2.13.0+cpu' 2>/dev/null && return
+    python -m pip install --quiet --no-compile 'torch==2.13.0+cpu' 2>/dev/null && return
     python -m pip install --quiet uv && python -m uv pip install --quiet --torch-backend=cpu 'torch>=2.11' && return
-    python -m pip install --quiet 'torch==2.13.0'
+    python -m pip install --quiet --no-compile 'torch==2.13.0'
 }
 
 install_paraplan() {
@@ -106,15 +106,27 @@ install_paraplan() {
     local extra=$1 stamp
     stamp=$(python -c 'import sys; print(sys.prefix)')/.paraplan-$extra
     if [ -e "$stamp" ] && [ "$stamp" -nt "$root/pyproject.toml" ] && [ "$(cat "$stamp")" = "$root" ]; then return; fi
-    patiently "Installing paraplan" python -m pip install --quiet --editable "$root[$extra]" || fail "cannot install paraplan"
+    patiently "Installing paraplan" python -m pip install --quiet --no-compile --editable "$root[$extra]" || fail "cannot install paraplan"
+    compile_what_ranks_import "$extra"
     echo "$root" >"$stamp"
+}
+
+compile_what_ranks_import() {
+    # pip would compile all that it installs, of which most is never imported. What this imports is kept compiled, also
+    # where PYTHONDONTWRITEBYTECODE is set: there every rank would compile it anew.
+    env -u PYTHONDONTWRITEBYTECODE python -c "
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.pipelining
+import paraplan.launch.command, paraplan.runtime.job_start, paraplan.runtime.pipeline.assembly
+if '$1' == 'dev':
+    import hypothesis, peft, torch._inductor.cudagraph_trees, transformers.trainer
+" >/dev/null 2>&1 || true # what cannot be imported is said where it is needed
 }
 
 prepare() {
     activate_environment
     install_torch
     install_paraplan "$1"
-    # pip compiles what it installs, but not an editable install, which Python compiles in every process where
-    # PYTHONDONTWRITEBYTECODE is set: a fifth of the time in which a plan is found.
+    # All of paraplan, which Python would compile in every process where PYTHONDONTWRITEBYTECODE is set: a fifth of the
+    # time in which a plan is found.
     python -m compileall -q "$root/paraplan"
 }
