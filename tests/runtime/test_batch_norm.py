@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from case_selection import with_all
 from rank_harness import RankHarness
 from torch import nn
 
@@ -181,7 +182,7 @@ def refusal(model: nn.Module, plan: ParallelPlan, **options: Any) -> str:
 
 def on_ranks(folder: str) -> tuple[dict[str, Trained], dict[str, str], list[Any]]:
     gathers = {"batch_coupling": "gather"}
-    by_plan = {name: trained(name, TWO, **gathers) for name in MODELS}
+    by_plan = {name: trained(name, TWO, **gathers) for name in with_all(MODELS) or ("momentum none", "1d", "frozen")}
     by_plan["2d zero3"] = trained("2d", TWO.replace(zero_stage=3), **gathers)
     by_plan["blocks recompute"] = trained("blocks", TWO.replace(recompute="full"), **gathers)
     said = {

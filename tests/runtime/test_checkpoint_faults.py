@@ -80,7 +80,7 @@ def save_beside_training(plan: ParallelPlan, folder: str) -> tuple[list[float], 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", TWO_RANKS)
+@pytest.mark.parametrize("kind", with_all(TWO_RANKS) or [*TWO_RANKS][:1])
 def test_a_checkpoint_written_beside_the_training_is_of_the_moment_when_it_was_asked_for(
     kind: str, ranks: RankHarness, tmp_path: Path
 ) -> None:

@@ -308,6 +308,7 @@ def _losses_of_lengths(plan: ParallelPlan | None) -> list[float]:
     return losses
 
 
+@pytest.mark.with_all  # stages take other lengths in test_job, and ranks with some tokens other shapes in test_packing
 def test_sequences_of_other_lengths_pass_through_stages_that_have_some_of_their_tokens(ranks: RankHarness) -> None:
     plan = ParallelPlan(cp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=2, micro_batch_size=2)
     expected = ranks.run_alone(_losses_of_lengths, None)

@@ -115,7 +115,7 @@ def verify(folder: str) -> dict[str, str]:
     replicas = ParallelPlan(dp=2, micro_batch_size=2)
     said["replicas auto"] = first_step(replicas, ranked)
     said["replicas full"] = first_step(replicas, ranked, verify="full")
-    for name in ("tp2", "zero3", *with_all(["pp2"])):
+    for name in ("tp2", *with_all(["zero3", "pp2"])):
         plan = PLANS[name]
         engine = prepared(plan)
         with torch.no_grad():
@@ -137,7 +137,7 @@ def test_a_plan_under_which_a_model_trains_as_another_one_is_refused_on_every_ra
 ) -> None:
     words = "UnsupportedPlanError: this model does not train under '"
     for said in ranks.run(verify, str(tmp_path), size=2):
-        assert len(said) >= 15
+        assert len(said) >= 12
         for case, found in said.items():
             if case.endswith("ranked, loaded"):
                 assert found.startswith(words), case

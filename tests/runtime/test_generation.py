@@ -116,7 +116,7 @@ def spoken_by_transformers(plan: ParallelPlan) -> Any:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", ["zero 3", "split sequences", "split tokens", "pipeline"])
+@pytest.mark.parametrize("case", ["zero 3", "pipeline", *with_all(["split sequences", "split tokens"])])
 def test_generate_of_transformers_gives_the_tokens_of_one_process(case: str, ranks: RankHarness) -> None:
     pytest.importorskip("transformers")
     plan = PLANS[case]

@@ -97,7 +97,7 @@ def all_of_it(folder: str) -> dict[str, list[float]]:
     return {
         f"{name}, {plan}": trained(PLANS[plan], make, f"{folder}/{name} {plan}")
         for name, make in OPTIMIZERS.items()
-        for plan in (PLANS if name == "by axis" or with_all(PLANS) else ["tp2"])
+        for plan in with_all(PLANS) or ["tp2" if name == "rprop" else "zero3"]  # one that splits tensors, and shards
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from case_selection import with_all
 from rank_harness import RankHarness
 from torch import nn
 from training_cases import TOKENS, VOCABULARY, Decoder, loss_fn
@@ -55,7 +56,7 @@ def in_halves(plans: list[ParallelPlan]) -> list[tuple[list[float], dict[str, to
 
 PLANS = [
     ParallelPlan(dp=2, micro_batch_size=2, num_microbatches=2),
-    ParallelPlan(dp=2, micro_batch_size=4, zero_stage=3),
+    *with_all([ParallelPlan(dp=2, micro_batch_size=4, zero_stage=3)]),
     ParallelPlan(tp=2, micro_batch_size=4, num_microbatches=2),
 ]
 

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from case_selection import with_all
 from rank_harness import RankHarness
 from torch import nn
 from training_cases import HIDDEN, TOKENS, AttentionLayer, Decoder, TokenPairs, Transformer, loss_fn
@@ -192,7 +193,9 @@ def _trained_with_dropout(plan: ParallelPlan) -> tuple[list[float], dict[str, to
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("plan", [TWO_PARTS, TOKENS_SPLIT.replace(recompute="full")], ids=ParallelPlan.describe)
+@pytest.mark.parametrize(
+    "plan", [TOKENS_SPLIT.replace(recompute="full"), *with_all([TWO_PARTS])], ids=ParallelPlan.describe
+)
 def test_whole_parameters_stay_equal_on_all_ranks_under_dropout(plan: ParallelPlan, ranks: RankHarness) -> None:
     (losses, parameters), (other_losses, other_parameters) = ranks.run(_trained_with_dropout, plan, size=2)
     assert losses == other_losses

@@ -135,6 +135,7 @@ def one_process_losses(
     return losses
 
 
+@pytest.mark.with_all  # the tutorial trains adapters until they know a text
 def test_a_model_learns_another_text_by_its_adapters(
     ranks: RankHarness, base: Path, text_folder: Path, tmp_path: Path
 ) -> None:

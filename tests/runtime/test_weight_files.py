@@ -22,11 +22,11 @@ PLANS = {
         ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6, offload="parameters"),
         ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, micro_batch_size=12),
         ParallelPlan(cp=2, zero_stage=1, micro_batch_size=12),
-        # Whole parameters are read by stages, and split ones beside shards.
-        *with_all([ParallelPlan(dp=2, micro_batch_size=6), ParallelPlan(tp=2, micro_batch_size=12)]),
+        ParallelPlan(tp=2, micro_batch_size=12),
+        *with_all([ParallelPlan(dp=2, micro_batch_size=6)]),  # whole parameters are read by stages
     ],
     4: [
-        ParallelPlan(tp=2, dp=2, zero_stage=3, micro_batch_size=6),
+        *with_all([ParallelPlan(tp=2, dp=2, zero_stage=3, micro_batch_size=6)]),
         *with_all([ParallelPlan(pp=2, dp=2, zero_stage=1, pipeline_schedule="gpipe", micro_batch_size=6)]),
     ],
 }
@@ -75,6 +75,8 @@ def test_ranks_read_their_parts_of_a_model_that_none_of_them_has_built(ranks: Ra
         others = [("two blocks", plan) for plan in plans if plan.num_stages <= 2]
         others += [("tied", plan) for plan in plans if plan.cp == 1]
         cases += with_all([case for case in others if case not in cases])
+        if not cases:
+            continue
         for found in ranks.run(_trained_from_file, folder, cases, size=size, timeout_s=240.0):
             for (name, plan), seen in zip(cases, found, strict=True):
                 assert seen == pytest.approx(expected[name], rel=1e-5), (name, plan.describe())
