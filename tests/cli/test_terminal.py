@@ -121,7 +121,7 @@ def test_broken_lines_hold_the_same_words(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["recommend", "--help"], ["profiles", "list", "--help"], ["help", "topo"], ["--help"]]
+    "words", [["recommend", "--help"], *with_all([["profiles", "list", "--help"], ["help", "topo"]]), ["--help"]]
 )
 def test_help_is_drawn_on_a_terminal(words: list[str]) -> None:
     text = on_terminal(words, columns=100)
