@@ -368,9 +368,7 @@ def test_a_plan_for_another_framework_says_so_and_is_not_launched(tmp_path: Path
 
 def test_the_plan_file_names_the_gpus_of_the_local_ranks(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    run(
-        "recommend", "gpt2-xl", "--profile", "rtx-3090-x4-crossed", "--global-batch", "64", "--tp", "2", "-o", str(path)
-    )
+    run("recommend", "gpt2-xl", "--profile", "rtx-3090-x4-crossed", "--global-batch", "64", "-o", str(path))
     placement = PlanFile.from_json(path.read_text(), source=str(path)).placement
     assert placement is not None
     assert sorted(placement.local_gpus) == [0, 1, 2, 3]
