@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
+
+from source_trees import nodes_of, tree_of
 
 PACKAGE = Path(__file__).parent.parent / "paraplan"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -73,16 +74,6 @@ ONE_WAY_INSIDE = (
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "common", "misc"}
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return [*ast.walk(parsed(path))]
 
 
 def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
@@ -206,7 +197,7 @@ def long_or_vague_parts(path: Path) -> Iterator[str]:
 
 
 def undescribed_names(path: Path) -> Iterator[str]:
-    tree = parsed(path)
+    tree = tree_of(path)
     if not ast.get_docstring(tree):
         yield f"{path} has no docstring"
     private = {

@@ -73,7 +73,7 @@ def workload(**training: Any) -> paraplan.Workload:
         lambda: paraplan.load_workload("gpt2", "dgx-h1000"),
         lambda: paraplan.load_cluster("dgx-h100", num_nodes=0),
         lambda: paraplan.load_cluster("dgx-h100", gpus_per_node=9),
-        lambda: paraplan.recommend(paraplan.load_workload("llama-3-70b", "4xrtx-3090")),
+        lambda: paraplan.recommend(paraplan.load_workload("llama-3-8b", "1xrtx-3060")),
     ],
 )
 def test_errors_of_python_name_no_option_that_has_a_field(wrong: Callable[[], object]) -> None:

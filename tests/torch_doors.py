@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from source_trees import nodes_of
+
 PACKAGE = Path(__file__).parent.parent / "paraplan"
 DOORS = (
     *(PACKAGE / "model/trace_torch_private.py", PACKAGE / "runtime/torch_private.py"),
@@ -39,16 +41,10 @@ ALLOWED = {
 
 
 @cache
-def parsed(path: Path) -> list[ast.AST]:
-    """Return all nodes of a file."""
-    return [*ast.walk(ast.parse(path.read_text()))]
-
-
-@cache
 def private_names_of_doors() -> set[str]:
     """Return the private names that the doors use: of modules, attributes, overridden methods, and in texts."""
     found: set[str] = set()
-    for node in (node for door in DOORS for node in parsed(door)):
+    for node in (node for door in DOORS for node in nodes_of(door)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             found |= {part for alias in node.names for part in f"{node.module}.{alias.name}".split(".")}
         elif isinstance(node, ast.Attribute):
@@ -75,22 +71,27 @@ def private_uses(path: Path) -> Iterator[str]:
 
 
 def _found(path: Path) -> Iterator[tuple[int, str, str]]:
-    nodes, own = parsed(path), _defined_in(path)
+    nodes, own = nodes_of(path), _defined_in(path)
     from_torch = _imported_from_torch(nodes)
     for node in nodes:
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Attribute):
+            if _PRIVATE.fullmatch(node.attr):
+                yield from _of_attribute(node, own, from_torch)
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and _names_torch(node.value, own):
+                yield node.lineno, node.value, f"names {node.value!r}"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             for full in _imports_of(node):
                 if full.split(".")[0] == "torch" and any(_PRIVATE.fullmatch(part) for part in full.split(".")):
                     yield node.lineno, full, f"imports {full}"
-        elif isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
-            yield from _of_attribute(node, own, from_torch)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            is_known = node.value in private_names_of_doors() and node.value not in own
-            if is_known or node.value.startswith(("torch._", "torch.distributed._")):
-                yield node.lineno, node.value, f"names {node.value!r}"
-        for chain in filter(None, map(_chain, _replaced_by(node))):
-            if chain[0] in from_torch:
-                yield getattr(node, "lineno", 0), ".".join(chain), f"replaces {'.'.join(chain)}, or a part of it"
+        elif isinstance(node, ast.Call | ast.stmt):
+            for chain in filter(None, map(_chain, _replaced_by(node))):
+                if chain[0] in from_torch:
+                    yield node.lineno, ".".join(chain), f"replaces {'.'.join(chain)}, or a part of it"
+
+
+def _names_torch(text: str, own: set[str]) -> bool:
+    return (text in private_names_of_doors() and text not in own) or text.startswith(("torch._", "torch.distributed._"))
 
 
 def _of_attribute(node: ast.Attribute, own: set[str], from_torch: set[str]) -> Iterator[tuple[int, str, str]]:
@@ -122,11 +123,11 @@ def _defined_in_package() -> set[str]:
 def _defined_in(path: Path) -> set[str]:
     """Return the private names that a file gives to functions, classes, fields and attributes of `self`."""
     found: set[str] = set()
-    for node in parsed(path):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            for target in (part for whole in _targets(node) for part in ast.walk(whole)):
+            for target in (part for whole in _targets(node) for part in _parts(whole)):
                 if isinstance(target, ast.Name):
                     found.add(target.id)
                 elif isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store):
@@ -138,6 +139,10 @@ def _targets(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Assign | ast.Delete):
         return node.targets
     return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+def _parts(target: ast.expr) -> Iterator[ast.AST]:
+    return iter((target,)) if isinstance(target, ast.Name) else ast.walk(target)
 
 
 def _imported_from_torch(nodes: list[ast.AST]) -> set[str]:

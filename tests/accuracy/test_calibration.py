@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 from small_run import run
@@ -109,9 +110,14 @@ def off_where_tensor_parallel(made: Workload) -> list[CalibrationRun]:
     return [CalibrationRun(made, plan, step_s(made, plan) * (1.2 if plan.tp > 1 else 1.0)) for plan in PLANS]
 
 
+@lru_cache(maxsize=1)
+def fitted_to_tensor_parallel(made: Workload) -> Calibration:
+    return calibrate(off_where_tensor_parallel(made), source="made up")
+
+
 def test_plans_that_are_alike_share_what_no_constant_explains(workload: MakeWorkload) -> None:
     made = workload("gpt2-xl", profile="dgx-a100")
-    fitted = calibrate(off_where_tensor_parallel(made), source="made up")
+    fitted = fitted_to_tensor_parallel(made)
     corrected, plain = fitted.applied_to(made), replace(fitted.applied_to(made), correction=None)
     alike, unlike = ParallelPlan(dp=2, tp=4, num_microbatches=16), ParallelPlan(dp=8, pp=1, num_microbatches=4)
     more = [step_s(corrected, plan) / step_s(plain, plan) for plan in (alike, unlike)]
@@ -121,7 +127,7 @@ def test_plans_that_are_alike_share_what_no_constant_explains(workload: MakeWork
 
 
 def test_another_kind_of_gpu_is_not_corrected(workload: MakeWorkload) -> None:
-    fitted = calibrate(off_where_tensor_parallel(workload("gpt2-xl", profile="dgx-a100")), source="made up")
+    fitted = fitted_to_tensor_parallel(workload("gpt2-xl", profile="dgx-a100"))
     other = workload("gpt2-xl", profile="dgx-h100")
     plain = replace(fitted.applied_to(other), correction=None)
     for plan in PLANS:
@@ -130,7 +136,7 @@ def test_another_kind_of_gpu_is_not_corrected(workload: MakeWorkload) -> None:
 
 def test_parts_of_a_corrected_step_sum_and_the_search_bounds_hold(workload: MakeWorkload) -> None:
     made = workload("gpt2-xl", profile="dgx-a100")
-    corrected = calibrate(off_where_tensor_parallel(made), source="made up").applied_to(made)
+    corrected = fitted_to_tensor_parallel(made).applied_to(made)
     table = PlanTable.of_plans(list(PLANS))
     times = step_times(corrected, table).step_time_s
     assert (least_step_s(corrected, table) <= times * (1 + 1e-9)).all()
@@ -139,7 +145,7 @@ def test_parts_of_a_corrected_step_sum_and_the_search_bounds_hold(workload: Make
 
 def test_a_timeline_is_as_long_as_the_corrected_step(workload: MakeWorkload) -> None:
     made = workload("gpt2-xl", profile="dgx-a100")
-    corrected = calibrate(off_where_tensor_parallel(made), source="made up").applied_to(made)
+    corrected = fitted_to_tensor_parallel(made).applied_to(made)
     plan = ParallelPlan(dp=2, tp=2, pp=2, pipeline_schedule="1f1b", num_microbatches=16)
     ends = []
     for one in (made, corrected):
@@ -151,7 +157,8 @@ def test_a_timeline_is_as_long_as_the_corrected_step(workload: MakeWorkload) -> 
 
 def test_a_file_of_an_earlier_release_corrects_nothing(workload: MakeWorkload) -> None:
     made = workload("gpt2-xl", profile="dgx-a100")
-    fitted = calibrate(runs_of(made, {"matmul": 0.9}), source="made up")
+    fitted = fitted_to_tensor_parallel(made)
+    assert fitted.correction is not None
     earlier = read_calibration(fitted.model_copy(update={"correction": None}).to_json(), source="file")
     assert earlier.correction is None
     assert earlier.applied_to(made).correction is None
@@ -168,7 +175,7 @@ def test_a_file_of_an_earlier_release_corrects_nothing(workload: MakeWorkload) -
     ],
 )
 def test_a_correction_that_is_none_is_one_clear_error(workload: MakeWorkload, runs: list[dict[str, object]]) -> None:
-    fitted = calibrate(runs_of(workload("gpt2-xl", profile="dgx-a100"), {}), source="made up")
+    fitted = fitted_to_tensor_parallel(workload("gpt2-xl", profile="dgx-a100"))
     text = json.dumps(
         json.loads(fitted.to_json())
         | {"correction": {"shared": load_shared_errors().step_time.model_dump(), "runs": runs}}

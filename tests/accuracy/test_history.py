@@ -55,6 +55,7 @@ def test_the_order_of_runs_does_not_matter(plain: Workload, ratios: list[float])
     assert effects[0].step_time_width == pytest.approx(effects[1].step_time_width, rel=1e-9)
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(ratio=st.floats(0.2, 5.0), count=st.integers(1, 6))
 def test_more_runs_that_agree_narrow_the_range_and_come_nearer_to_what_they_say(
     plain: Workload, ratio: float, count: int
@@ -82,6 +83,7 @@ def test_runs_as_predicted_change_nothing_but_the_range(plain: Workload) -> None
     assert "corrected by 3 runs here: x1.00; range from those" in narrow.in_words
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(ratio=st.floats(0.5, 2.0), scale=st.floats(0.5, 2.0))
 def test_factors_are_powers_of_what_was_measured(plain: Workload, ratio: float, scale: float) -> None:
     effects = [effect_of_history(corrected(plain, kept(plain, PLAN, each)), OTHER) for each in (ratio, ratio**scale)]

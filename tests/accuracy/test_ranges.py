@@ -119,7 +119,7 @@ def test_the_risk_of_running_out_grows_with_the_memory_that_is_taken(workload: M
     assert roomy < 0.05 < tight < 0.5
 
 
-@settings(max_examples=settings().max_examples // 3)
+@settings(max_examples=settings().max_examples // 6)
 @given(when_full=st.floats(-2.0, 1.0), slope=st.floats(3.0, 12.0), highest=st.floats(0.8, 1.0))
 def test_a_risk_is_that_of_the_runs_it_was_made_from(when_full: float, slope: float, highest: float) -> None:
     random = np.random.default_rng(5)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+from case_selection import with_all
 from small_run import run
 
 from paraplan.accuracy.factors import CalibrationRun, FactorName, RunPrices, scaled
@@ -28,7 +29,7 @@ PLANS = (
 
 @pytest.mark.parametrize(
     "name",  # some that all plans have, and some that one of them has
-    [*(pytest.param(one, marks=pytest.mark.with_all) for one in ("matmul", "recompute")), "network", "bubble"],
+    [*with_all(["matmul", "recompute", "network"]), "bubble"],
 )
 def test_the_factor_that_a_source_differs_in_is_named(workload: MakeWorkload, name: FactorName) -> None:
     made = workload("llama-3-8b", profile="dgx-a100", num_nodes=2, seq_length=4096)
@@ -73,7 +74,7 @@ def test_the_part_of_a_peak_that_is_too_small_is_named() -> None:
 
 
 def test_sources_stand_apart_and_long_ones_are_looked_at_in_part() -> None:
-    runs = [run(id=str(row), source="long", measured_step_time_s=1.0) for row in range(5)]
+    runs = [run(id=str(row), source="long", measured_step_time_s=1.0) for row in range(3)]
     runs += [run(id="short", source="short", measured_step_time_s=1.0, measured_peak_mem_gib=10.0)]
     found = source_factors(runs, BundledData(), most_runs=2)
     assert [(one.source, one.quantity, one.runs) for one in found] == [

@@ -44,7 +44,7 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def right(num_layers=80, hidden_size=512):
+def right(num_layers=80, hidden_size=64):
     return Model(num_layers, hidden_size, False)
 
 

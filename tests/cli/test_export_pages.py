@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def test_the_commands_of_a_page_end_well_in_their_order(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankHarness
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "vl_convert", None)  # tests of reports draw their charts
     page = (PAGES / f"{name}.md").read_text()
     Path("train.py").touch()
     for path, content in FILES.findall(page):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from case_selection import with_all
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
@@ -81,7 +82,6 @@ def answer(tmp_path: Path) -> Any:
     [
         # Experts stay in 16 bits: 55.6 GiB of weights, of which bitsandbytes stores the rest in four.
         (QLORA, "qwen3-30b-a3b", "1xrtx-4090", "one process", (57, 62), False),
-        (FACTORY_QLORA, "qwen3-30b-a3b", "1xrtx-4090", "one process", (57, 62), False),
         (QLORA + "quantize_moe_experts: true\n", "qwen3-30b-a3b", "1xrtx-4090", "one process", (17, 21), True),
         (
             AXOLOTL.replace("steps: 2", "steps: 1") + EP + EIGHT_BITS,
@@ -93,11 +93,16 @@ def answer(tmp_path: Path) -> Any:
         ),
         (AXOLOTL + CP + FUSED, "llama-3-8b", "8xh100", "cp8, ZeRO-3", (15, 31), True),
         (AXOLOTL + DPO, "qwen3-8b", "8xh100", "dp8, ZeRO-3", (22, 36), True),
-        (AXOLOTL + FUSED + FSDP2, "qwen3-32b", "8xh100", "dp8, ZeRO-3", (40, 56), True),
         (AXOLOTL + CUT + EIGHT_BITS + "adapter: lora\nlora_r: 8\n", "gpt-oss-20b", "1xa6000", "one", (39, 44), True),
-        (FACTORY + "finetuning_type: lora\n", "gpt-oss-120b", "8xh100", "dp8, DDP", (215, 235), False),
         # 2 bytes a weight, gradients alike, a momentum of 4 and no second moment: 8 B parameters.
         (FACTORY + "finetuning_type: full\nuse_muon: true\n", "qwen3-8b", "8xh100", "dp8, DDP", (95, 125), False),
+        *with_all(  # what others above have in other combinations
+            [
+                (FACTORY_QLORA, "qwen3-30b-a3b", "1xrtx-4090", "one process", (57, 62), False),
+                (AXOLOTL + FUSED + FSDP2, "qwen3-32b", "8xh100", "dp8, ZeRO-3", (40, 56), True),
+                (FACTORY + "finetuning_type: lora\n", "gpt-oss-120b", "8xh100", "dp8, DDP", (215, 235), False),
+            ]
+        ),
     ],
 )
 def test_files_are_priced_as_their_tools_run_them(
@@ -144,7 +149,7 @@ def test_adapters_of_a_model_with_linear_attention_are_read_by_the_files_type(an
 def test_a_tool_that_has_the_allocator_grow_its_segments_is_priced_so(
     answer: Any, text: str, num_gpus: int, grows: bool
 ) -> None:
-    found = answer(text, "llama-3.2-1b", f"{num_gpus}xh100", "--seq-len", "64")
+    found = answer(text, "gpt2", f"{num_gpus}xh100", "--seq-len", "64")
     assert found["training"].get("stack", {}).get("expandable_segments", False) is grows
 
 
@@ -152,7 +157,7 @@ def test_the_environment_of_a_script_comes_before_its_tools_default(answer: Any)
     swift = "NPROC_PER_NODE=2 swift sft --model m --tuner_type full --max_length 64\n"
     told = "PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' \\\n" + swift
     segments = [
-        answer(text, "llama-3.2-1b", "2xh100")["training"].get("stack", {}).get("expandable_segments", False)
+        answer(text, "gpt2", "2xh100")["training"].get("stack", {}).get("expandable_segments", False)
         for text in (swift, told, told.replace("True", "False"))
     ]
     assert segments == [False, True, False]

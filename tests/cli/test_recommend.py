@@ -22,9 +22,11 @@ from paraplan.search.constraints import Constraints
 
 LLAMA = ["llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096"]
 RECOMMEND = ["recommend", *LLAMA, "--global-batch", "64"]
+PLAIN = ["--tp", "1", "--pp", "1", "--cp", "1"]
+"""Less to search, where any plan will do."""
 
 LARGEST = ["--find", "largest-model", "--profile", "dgx-b200", "--nodes", "128", "--seq-len", "1k"]
-LARGEST += ["--tp", "8", "--pp", "8", "--zero", "1", "--recompute", "full"]
+LARGEST += ["--tp", "8", "--pp", "8", "--cp", "1", "--zero", "1", "--recompute", "full", "--micro-batch", "1"]
 """No model is larger than what this trains: what is found on smaller machines costs a search for every model."""
 
 
@@ -90,10 +92,10 @@ def test_memory_can_be_kept_free_and_a_roomier_plan_is_named_where_it_is_full(mo
 
 
 def test_what_a_plan_wastes_is_said_with_its_cause() -> None:
-    few = ["recommend", "llama-3-405b", "--profile", "dgx-h100", "--nodes", "256", "--seq-len", "8192"]
-    words = " ".join(run(*few, "--global-batch", "32", "--cp", "1", "--tp", "8", "--pp", "16")[1].split())
+    few = ["recommend", "llama-3-70b", "--profile", "dgx-h100", "--nodes", "32", "--seq-len", "8192"]
+    words = " ".join(run(*few, "--global-batch", "32", "--cp", "1", "--tp", "4", "--pp", "16")[1].split())
     assert "Caution" in words
-    assert "of the step is waiting in the pipeline (32 sequences for 2048 GPUs)" in words
+    assert "of the step is waiting in the pipeline (32 sequences for 256 GPUs)" in words
     odd = ["recommend", "gpt2", "--profile", "dgx-h100", "--gpus-per-node", "6", "--seq-len", "512"]
     words = " ".join(run(*odd, "--global-batch", "64")[1].split())
     assert "6 GPUs do not divide 64 sequences; a global batch of 60 or 66 allows plain data parallelism" in words
@@ -147,11 +149,6 @@ def test_a_model_from_a_factory_gets_a_plan(tmp_path: Path) -> None:
         (["llama-3-8b", "--profile", "dgx-h100", "-o", "/no/such/folder/plan.json"], "cannot write", 2),
         (["llama-3-8b", "--profile", "1xrtx-3060", "--offload", "none"], "no plan fits", 1),
         (["gpt2", "--profile", "dgx-1-v100", "--precision", "bf16"], "no bf16 arithmetic", 2),
-        (
-            ["gpt2", "--profile", "aws-g4dn-12xlarge", "--precision", "bf16"],
-            "use --precision fp16 or --precision fp32",
-            2,
-        ),
         (["gpt2", "--profile", "dgx-1-p100", "--precision", "bf16"], "use --precision fp16 or --precision fp32", 2),
         (["llama-3-8b", "--profile", "dgx-h100", "--tp", "3"], "use --tp 1, 2, 4 or 8", 2),
         (["gpt2", "--profile", "dgx-h100", "--seq-len", "1025"], "1024 learned positions", 2),
@@ -227,8 +224,9 @@ def test_a_plan_for_another_framework_is_estimated_by_its_profile(tmp_path: Path
 
 
 def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> None:
-    small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
-    answer = json.loads(known(*small, "--json")[1])
+    job = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
+    small = [*job, *PLAIN]
+    answer = json.loads(run(*small, "--json")[1])
     assert answer["plan"]["offload"] == "optimizer"
     (warning,) = answer["warnings"]
     assert warning.endswith("It would fit with 16 GPUs (--nodes 2) or --optimizer adamw_8bit")
@@ -238,7 +236,7 @@ def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> 
     assert json.loads(run(*small, "--offload", "optimizer", "--json")[1])["warnings"] == []
     # The fewest GPUs are those that need no offload only where there are as many.
     few = ["--cp", "1", "--tp", "1", "--zero", "3"]
-    fewest = json.loads(run(*small, *few, "--find", "fewest-gpus", "--json")[1])
+    fewest = json.loads(run(*job, *few, "--find", "fewest-gpus", "--json")[1])
     assert fewest["plan"]["offload"] != "none"
 
 
@@ -246,7 +244,8 @@ def test_a_simpler_plan_says_what_it_costs_and_the_fastest_is_to_be_had() -> Non
     job = ["recommend", "llama-3-8b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
     answer = json.loads(known(*job, "--json")[1])
     assert answer["fastest"]["step"]["step_time_s"] < answer["estimate"]["step"]["step_time_s"]
-    text = run(*job, "--tp", "1", "--cp", "1", "--top", "1", "--explain")[1]  # of which both are: less to search
+    both = ["--tp", "1", "--cp", "1", "--micro-batch", "1"]  # less to search
+    text = run(*job, *both, "--top", "1", "--explain")[1]
     table = text.partition("fastest first")[2].partition("Ruled out")[0]
     assert table.count("GiB") == 3  # the fastest, the recommended one, which is plain FSDP, and DDP, which is too large
     words = " ".join(text.split())
@@ -258,7 +257,8 @@ def test_a_simpler_plan_says_what_it_costs_and_the_fastest_is_to_be_had() -> Non
 
 def test_plans_that_differ_in_cp_for_dp_alone_are_counted_in_a_line() -> None:
     small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
-    shown, answer = run(*small, "-v")[1], json.loads(known(*small, "--json")[1])
+    small += ["--pp", "1"]  # less to search
+    shown, answer = run(*small, "-v")[1], json.loads(run(*small, "--json")[1])
     table = shown.partition("fastest first")[2].partition("Ruled out")[0]
     hidden = int(table.partition(" similar plan")[0].split()[-1])
     # The recommended plan may be of the same kind as a faster one, which alone is a candidate then.
@@ -320,34 +320,37 @@ def test_the_front_of_memory_and_speed_trades_one_for_the_other() -> None:
 
 def test_an_earlier_plan_is_compared_after_gpus_were_lost(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    run(*RECOMMEND, "-o", str(path))
-    fewer = json.loads(run(*RECOMMEND, "--gpus-per-node", "4", "--like", str(path), "--json")[1])["comparison"]
+    few = [*RECOMMEND, "--tp", "1", "--cp", "1", "--micro-batch", "1"]
+    run(*few, "-o", str(path))
+    fewer = json.loads(run(*few, "--gpus-per-node", "4", "--like", str(path), "--json")[1])["comparison"]
     assert any("4 lost" in sentence for sentence in fewer["because"])
     assert fewer["changes"]
     assert fewer["here_step_s"] is None
     assert fewer["then_step_s"] > 0
-    same = json.loads(run(*RECOMMEND, "--like", str(path), "--json")[1])["comparison"]
+    same = json.loads(run(*few, "--like", str(path), "--json")[1])["comparison"]
     assert same["changes"] == []
     assert same["here_step_s"] == pytest.approx(same["then_step_s"])
     slow = ["--dp", "8", "--zero", "1", "--offload", "optimizer"]
-    assert run(*RECOMMEND, *slow, "-o", str(path))[0] == 0
-    faster = json.loads(run(*RECOMMEND, "--like", str(path), "--json")[1])["comparison"]
+    assert run(*few, *slow, "-o", str(path))[0] == 0
+    faster = json.loads(run(*few, "--like", str(path), "--json")[1])["comparison"]
     saved = 1 - faster["now_step_s"] / faster["here_step_s"]
     assert 0 < saved < 1
     assert faster["because"][-1].endswith(f"{saved:.1%} less time")
-    other = run("recommend", "gpt2", "--profile", "dgx-h100", "--global-batch", "64", "--like", str(path), "--json")
+    other = run(
+        "recommend", "gpt2", "--profile", "dgx-h100", "--global-batch", "64", *PLAIN, "--like", str(path), "--json"
+    )
     assert "the old plan is for llama-3-8b, not gpt2" in json.loads(other[1])["comparison"]["because"]
 
 
 def test_tokens_and_a_price_give_time_and_cost() -> None:
-    found = json.loads(run(*RECOMMEND, "--tokens", "1e9", "--price", "2", "--json")[1])
+    found = json.loads(run(*RECOMMEND, *PLAIN, "--tokens", "1e9", "--price", "2", "--json")[1])
     budget, step_s = found["budget"], found["estimate"]["step"]["step_time_s"]
     assert budget["seconds"] == pytest.approx(1e9 / (64 * 4096) * step_s)
     assert budget["cost"] == pytest.approx(2 * 8 * budget["seconds"] / 3600)
 
 
 def test_the_cheapest_number_of_gpus_is_among_the_offers() -> None:
-    found = json.loads(run(*RECOMMEND, "--objective", "cost", "--price", "2", "--json")[1])
+    found = json.loads(run(*RECOMMEND, *PLAIN, "--objective", "cost", "--price", "2", "--json")[1])
     assert found["budget"]["tokens"] == 1e9  # what a price is told for where no tokens are
     costs = {offer["num_gpus"]: offer["cost_per_billion_tokens"] for offer in found["offers"]}
     plan = found["plan"]
@@ -373,7 +376,7 @@ def test_the_plan_file_names_the_gpus_of_the_local_ranks(tmp_path: Path) -> None
 
 
 def test_the_fewest_gpus_are_found_and_planned_for() -> None:
-    found = json.loads(run(*RECOMMEND, "--find", "fewest-gpus", "--json")[1])
+    found = json.loads(run(*RECOMMEND, *PLAIN, "--find", "fewest-gpus", "--json")[1])
     plan = found["plan"]
     gpus = plan["dp"] * plan["tp"] * plan["pp"] * plan["cp"]
     assert gpus < 8
@@ -382,13 +385,13 @@ def test_the_fewest_gpus_are_found_and_planned_for() -> None:
 
 def test_gpus_are_found_that_end_in_time_or_it_is_said_how_long_the_best_takes() -> None:
     asked = ["recommend", "gpt2", "--profile", "rtx-3090-x2", "--find", "by-date"]
-    few = ["--tp", "1", "--pp", "1", "--cp", "1", "--recompute", "none", "--offload", "none"]
-    wanted = [*asked, "--tokens", "10B", "--global-batch", "64", *few, "--days"]
-    found = json.loads(run(*wanted, "2", "--json")[1])
+    few = [*PLAIN, "--micro-batch", "1", "--recompute", "none", "--offload", "none"]
+    wanted = [*asked, "--tokens", "10B", "--global-batch", "8", *few, "--days"]
+    found = json.loads(run(*wanted, "4", "--json")[1])
     plan = found["plan"]
     gpus = plan["dp"] * plan["tp"] * plan["pp"] * plan["cp"]
     assert f"days or less: {gpus}" in found["found"]
-    assert found["budget"]["seconds"] <= 2 * 86_400
+    assert found["budget"]["seconds"] <= 4 * 86_400
     status, _, stderr = run(*wanted, "0.001")
     assert status == 1
     assert "no number of GPUs tried trains on 10.0 B tokens in 0.001 days" in stderr
@@ -436,7 +439,7 @@ def test_a_plan_that_does_not_suit_the_model_is_refused(degrees: list[str], mess
 
 
 def test_a_time_between_failures_gives_an_interval_of_checkpoints_and_a_goodput(tmp_path: Path) -> None:
-    small = ["recommend", "gpt2", "--profile", "8xh100", "--seq-len", "128", "--global-batch", "8", "--pp", "1"]
+    small = ["recommend", "gpt2", "--profile", "8xh100", "--seq-len", "128", "--global-batch", "8", *PLAIN]
     status, stdout, _ = run(*small, "--mtbf", "3h")
     assert status == 0
     assert "Expected goodput" in stdout
@@ -488,7 +491,17 @@ def test_plans_of_pairs_keep_them_together(batch: str) -> None:
 
 
 def test_several_machines_make_a_table_json_and_a_page(tmp_path: Path) -> None:
-    asked = ["recommend", "gpt2", "--profile", "8xh100,dgx-a100, rtx-3090-x2", "--global-batch", "64", "--tokens", "1B"]
+    asked = [
+        "recommend",
+        "gpt2",
+        "--profile",
+        "8xh100,dgx-a100, rtx-3090-x2",
+        "--global-batch",
+        "64",
+        "--tokens",
+        "1B",
+        *PLAIN,
+    ]
     page = tmp_path / "machines.html"
     status, stdout, _ = run(*asked, "--html", str(page))
     assert status == 0
@@ -501,8 +514,11 @@ def test_several_machines_make_a_table_json_and_a_page(tmp_path: Path) -> None:
     assert "recommend compares them" in run("estimate", "gpt2", "--profile", "8xh100,dgx-a100")[2]
 
 
-def test_a_budget_is_counted_in_a_known_price_or_the_users_or_refused(tmp_path: Path) -> None:
-    asked = ["recommend", "gpt2", "--global-batch", "64", "--budget", "100", "--tp", "1", "--pp", "1", "--cp", "1"]
+def test_a_budget_is_counted_in_a_known_price_or_the_users_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)  # not installed: a page is written sooner without charts
+    asked = ["recommend", "gpt2", "--global-batch", "64", "--budget", "100", *PLAIN]
     known_one = json.loads(run(*asked, "--profile", "8xh100", "--json")[1])
     assert known_one["price_source"].endswith("USD")
     page = tmp_path / "report.html"
@@ -525,7 +541,7 @@ def test_gpus_without_bf16_train_in_fp16_and_it_is_said_in_a_line(command: list[
 
 @pytest.mark.parametrize("columns", ["80", "100"])
 def test_machines_are_compared_in_figures_that_stand_in_columns(columns: str) -> None:
-    options = ["--profile", "8xh100,4xrtx-4090", "--global-batch", "64", "--seq-len", "1024", "--tokens", "1B"]
+    options = ["--profile", "8xh100,4xrtx-4090", "--global-batch", "64", "--seq-len", "1024", "--tokens", "1B", *PLAIN]
     result = CliRunner().invoke(app, ["recommend", "gpt2", *options], env={"COLUMNS": columns})
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -542,7 +558,7 @@ def test_anywhere_compares_rented_machines_and_says_how_each_is_submitted(tmp_pa
     lone = {"instance": "RTX 4090", "gpu": "rtx-4090", "num_gpus": 1, "on_demand_per_hour": 0.3}
     lone |= {"date": "2026-11-09", "source": "a page"}
     (tmp_path / "aws.json").write_text(json.dumps({"provider": "AWS", "currency": "USD", "offers": [aws, lone]}))
-    words = ["recommend", "gpt2", "--anywhere", "--seq-len", "1k", "--global-batch", "64", "--nodes", "1"]
+    words = ["recommend", "gpt2", "--anywhere", "--seq-len", "1k", "--global-batch", "64", "--nodes", "1", *PLAIN]
     words += ["--prices", str(tmp_path / "aws.json")]
     status, out, _ = run(*words, "--tokens", "1e9", "-o", str(tmp_path / "plans"))
     assert status == 0

@@ -23,7 +23,7 @@ GPT2 = ["gpt2", "--seq-len", "1024", "--global-batch", "64"]
 COMMANDS = {
     "pipeline": ["estimate", *GPT2, "--profile", "dgx-h100", "--dp", "2", "--pp", "4", "-v"],
     "too-large": ["estimate", "gpt2-xl", *GPT2[1:], "--profile", "rtx-3090-x2", "--dp", "2"],
-    "recommend": ["recommend", *GPT2, "--profile", "rtx-3090-x2", "--explain", "--pareto"],
+    "recommend": ["recommend", *GPT2, "--profile", "rtx-3090-x2", "--explain", "--pareto", "--tp", "1"],
     "topo": ["topo", "--profile", "dgx-h100"],
     "tree": ["topo", "--profile", "dgx-h100", "--tree"],
 }
@@ -121,7 +121,7 @@ def test_broken_lines_hold_the_same_words(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["recommend", "--help"], ["profiles", "list", "--help"], ["help", "topo"], ["--help"]]
+    "words", [["recommend", "--help"], *with_all([["profiles", "list", "--help"], ["help", "topo"]]), ["--help"]]
 )
 def test_help_is_drawn_on_a_terminal(words: list[str]) -> None:
     text = on_terminal(words, columns=100)

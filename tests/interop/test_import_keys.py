@@ -166,7 +166,7 @@ def _top_level(table: KeyTable) -> list[str]:
 
 
 @pytest.mark.parametrize("tool", BASES)
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_key_is_read_or_without_effect_or_in_a_note(tool: str, data: st.DataObject, tmp_path: Path) -> None:
     table = key_table(tool)

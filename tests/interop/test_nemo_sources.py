@@ -164,7 +164,7 @@ TRAININGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much])
 @given(plan=PLANS, training=TRAININGS)
 def test_what_is_written_for_automodel_is_read_back(read: Any, plan: dict[str, Any], training: dict[str, Any]) -> None:
     schedule = "1f1b" if plan["pp"] > 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from case_selection import with_all
 
 import paraplan
 from paraplan.api.recommendations import Recommendation
@@ -55,7 +56,11 @@ def test_the_targets_are_those_that_the_profiles_name() -> None:
     assert [load_framework(name).export_target for name in NAMED_ALIKE] == list(NAMED_ALIKE)
 
 
-@pytest.mark.parametrize("framework", NAMED_ALIKE)
+@pytest.mark.parametrize(
+    # Others are asked for experts below, or in the words of megatron-core above.
+    "framework",
+    ["megatron-bridge", "torchtune", "trl", *with_all(["megatron-lm", "axolotl", "transformers", "nemo-automodel"])],
+)
 def test_what_is_ranked_for_a_target_by_its_name_is_exported_to_it(framework: str) -> None:
     precision = "bf16-pure" if framework == "torchtune" else "bf16"
     training = paraplan.TrainingSpec(global_batch_size=64, seq_length=4096, precision=precision)
@@ -68,7 +73,9 @@ def test_what_is_ranked_for_a_target_by_its_name_is_exported_to_it(framework: st
         assert paraplan.export(file.replace(plan=plan), framework).text
 
 
-@pytest.mark.parametrize("framework", ["transformers", "torchtitan", "deepspeed", "axolotl", "nemo-automodel"])
+@pytest.mark.parametrize(
+    "framework", ["transformers", "torchtitan", "axolotl", "nemo-automodel", *with_all(["deepspeed"])]
+)
 def test_who_has_expert_parallelism_is_recommended_it_and_exported_to(framework: str) -> None:
     training = paraplan.TrainingSpec(global_batch_size=64, seq_length=2048)
     cluster = paraplan.load_cluster("dgx-h100", num_nodes=4)

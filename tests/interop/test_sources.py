@@ -333,7 +333,7 @@ def plans(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from(("bf16", "fp16", "fp32")))
 def test_what_a_target_can_express_is_read_back_as_the_same_plan(fields: dict[str, object], precision: str) -> None:
     try:
@@ -380,7 +380,7 @@ ACCELERATE_KEYS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(DEEPSPEED_KEYS, VALUES), st.dictionaries(ACCELERATE_KEYS, VALUES), st.text(max_size=40))
 def test_whatever_is_read_is_a_setup_or_a_users_error(
     ds: dict[str, object], config: dict[str, object], arguments: str

@@ -149,7 +149,7 @@ def test_characters_that_are_no_xml_are_left_out() -> None:
 
 
 @given(nodes())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_machine_is_drawn_as_well_formed_xml(node: NodeTopology) -> None:
     shown = texts(node)
     assert all(shown.count(f"GPU {gpu.index}") >= 1 for gpu in node.gpus)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from case_selection import with_all
 
 from paraplan.cost.estimate import peak_memory, step_times, why_unsuitable
 from paraplan.cost.framework import FrameworkProfile
@@ -51,7 +52,7 @@ def mixture(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize(("profile", "nodes", "batch"), [("rtx-3090-x2", 2, 4), ("aws-g5-12xlarge", 2, 8)])
+@pytest.mark.parametrize(("profile", "nodes", "batch"), [("rtx-3090-x2", 2, 4), *with_all([("aws-g5-12xlarge", 2, 8)])])
 def test_the_search_over_experts_loses_nothing_that_brute_force_finds(
     workload: MakeWorkload, mixture: str, profile: str, nodes: int, batch: int
 ) -> None:

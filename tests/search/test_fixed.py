@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from case_selection import with_all
 
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
@@ -19,11 +20,17 @@ LLAMA = {"model": "llama-3-8b", "seq_length": 8192, "global_batch_size": 64}
 @pytest.mark.parametrize(
     "fixed",
     [
-        Constraints(tp=4),
-        Constraints(pp=2, schedule="interleaved_1f1b"),
-        Constraints(zero_stage=3, recompute="full", offload="optimizer"),
-        Constraints(dp=2, cp=4, micro_batch_size=2),
-        Constraints(tp=2, sequence_parallel=False),
+        Constraints(pp=2, schedule="interleaved_1f1b", recompute="full", offload="optimizer"),
+        Constraints(dp=2, cp=2, tp=2, zero_stage=3, micro_batch_size=2, sequence_parallel=False),
+        *with_all(
+            [
+                Constraints(tp=4),
+                Constraints(pp=2, schedule="interleaved_1f1b"),
+                Constraints(zero_stage=3, recompute="full", offload="optimizer"),
+                Constraints(dp=2, cp=4, micro_batch_size=2),
+                Constraints(tp=2, sequence_parallel=False),
+            ]
+        ),
     ],
 )
 def test_a_fixed_space_is_what_is_left_of_the_whole_one(workload: MakeWorkload, fixed: Constraints) -> None:
@@ -93,7 +100,8 @@ def test_replicas_that_do_not_divide_the_batch_are_refused_with_those_that_do(wo
 
 
 def test_where_only_what_is_fixed_does_not_fit_the_hint_is_to_leave_it_out(workload: MakeWorkload) -> None:
-    fixed = Constraints(tp=1, pp=1, zero_stage=0, offload="none")
+    few = {"recompute": "full", "micro_batch_size": 1}  # of what is free only what fits soonest
+    fixed = Constraints(tp=1, pp=1, cp=1, zero_stage=0, offload="none", **few)  # type: ignore[arg-type]
     with pytest.raises(NoPlanFitsError, match="without tp=1 and zero_stage=0: "):
         recommendation(
             workload("llama-3-70b", num_nodes=2, seq_length=4096, global_batch_size=16), SearchRequest(fixed=fixed)

@@ -121,7 +121,7 @@ def test_the_fewest_gpus_with_little_room_say_how_many_leave_more(workload: Make
 
 def test_the_longest_sequence_with_little_room_says_how_many_tokens_leave_more(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", seq_length=4096, global_batch_size=8)
-    fixed = Constraints(tp=1, pp=1, zero_stage=3, offload="none", recompute="none")
+    fixed = Constraints(tp=1, pp=1, cp=1, zero_stage=3, offload="none", recompute="none", micro_batch_size=1)
     answer = recommendation(made, SearchRequest(find="longest-sequence", fixed=fixed))
     assert not leaves_room(answer.workload, answer.result.best)
     roomy = re.search(r"; (\d+) tokens leave room", answer.found or "")
@@ -133,7 +133,7 @@ def test_the_longest_sequence_with_little_room_says_how_many_tokens_leave_more(w
 
 def test_gpus_counted_without_offload_get_a_plan_without_it(workload: MakeWorkload) -> None:
     made = workload("qwen2.5-14b", profile="8xa100", seq_length=4096, global_batch_size=16)
-    answer = recommendation(made, SearchRequest(find="fewest-gpus"))
+    answer = recommendation(made, SearchRequest(find="fewest-gpus", fixed=Constraints(tp=1, pp=1, cp=1)))
     assert answer.result.best.plan.offload == "none"
     assert "without offload: 4 of 8" in (answer.found or "")
     assert re.search("with offload [12] do, at the pace of the host", answer.found or "")

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
+from case_selection import with_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,11 +26,17 @@ from paraplan.search.lever_trials import LeverTrials, explained, offer_of
 from paraplan.search.levers import levers
 from paraplan.search.offers import LeverOffer
 from paraplan.search.own_options import ChosenOptions
-from paraplan.search.recommendation import Find, SearchRequest, recommendation
+from paraplan.search.recommendation import Find, Recommendation, SearchRequest, recommendation
 from paraplan.search.search import search
 
 GIB = 2**30
 MakeWorkload = Callable[..., Workload]
+
+
+@cache
+def _answer(made: Workload) -> Recommendation:
+    """Return what is recommended where nothing is fixed, which several tests look at."""
+    return recommendation(made, SearchRequest())
 
 
 def _by_options(offers: Iterable[LeverOffer]) -> dict[str, LeverOffer]:
@@ -72,9 +80,7 @@ def test_options_for_long_sequences_are_chosen_where_nothing_fits_without(worklo
 
 
 def test_levers_stand_beside_a_plan_with_offload_and_none_beside_one_with_room(workload: MakeWorkload) -> None:
-    offloaded = recommendation(
-        workload("llama-3-8b", profile="rtx-4090-x2", seq_length=2048, global_batch_size=16), SearchRequest()
-    )
+    offloaded = _answer(workload("llama-3-8b", profile="rtx-4090-x2", seq_length=2048, global_batch_size=16))
     assert offloaded.result.best.plan.offload != "none"
     assert any(one.fits and one.slowdown is not None and one.slowdown < 0 for one in offloaded.levers)
     fitting = recommendation(workload("gpt2", profile="dgx-h100", seq_length=1024), SearchRequest())
@@ -103,7 +109,8 @@ def test_levers_come_in_one_order_and_machines_last(workload: MakeWorkload) -> N
     ("model", "profile", "options", "most_gib"),
     [
         ("gpt-oss-20b", "1xrtx-4090", "--base-weights nf4:double --quantizer axolotl", 21.8),
-        ("llama-3-8b", "1xrtx-3060", "--base-weights nf4:double", 10.4),
+        # The one above is offered what this one is, and what is its own.
+        *with_all([("llama-3-8b", "1xrtx-3060", "--base-weights nf4:double", 10.4)]),
     ],
 )
 def test_adapters_that_do_not_fit_are_offered_weights_in_4_bits(
@@ -148,7 +155,7 @@ def test_levers_that_are_not_enough_alone_are_tried_together(workload: MakeWorkl
 
 @pytest.mark.parametrize(
     ("find", "lever", "word"),
-    [("longest-sequence", "--loss liger", "tokens"), ("largest-batch", "--loss liger", "sequences")],
+    [("largest-batch", "--loss liger", "sequences"), *with_all([("longest-sequence", "--loss liger", "tokens")])],
 )
 def test_what_a_free_lever_finds_stands_before_everything(
     workload: MakeWorkload, find: Find, lever: str, word: str
@@ -178,8 +185,8 @@ def test_fewer_gpus_are_found_with_a_lever(workload: MakeWorkload) -> None:
     ("framework", "options"),
     [
         ("megatron-core", {"--loss liger", "--optimizer adamw_8bit", "--offload-activations"}),
-        pytest.param("torchtitan", {"--optimizer adamw_8bit"}, marks=pytest.mark.with_all),  # as above
-        ("deepspeed-zero", {"--offload-activations"}),
+        # Each lacks a part of what the first one lacks.
+        *with_all([("torchtitan", {"--optimizer adamw_8bit"}), ("deepspeed-zero", {"--offload-activations"})]),
     ],
 )
 def test_levers_that_a_framework_lacks_are_said_in_a_line(
@@ -211,10 +218,14 @@ def test_a_lever_that_is_not_enough_is_kept_while_shorter_sequences_are_sought(w
 @pytest.mark.parametrize(
     ("model", "profile", "seq_length", "fields"),
     [
-        ("llama-3-8b", "1xrtx-3060", 6144, {"train": "lora:r=16"}),
         ("llama-3-8b", "1xrtx-4090", 8192, {}),
         ("qwen2.5-14b", "1xrtx-4090", 16384, {"train": "lora:r=16"}),
-        ("qwen3-30b-a3b", "1xrtx-3090", 8192, {"train": "lora:r=16"}),
+        *with_all(
+            [
+                ("llama-3-8b", "1xrtx-3060", 6144, {"train": "lora:r=16"}),
+                ("qwen3-30b-a3b", "1xrtx-3090", 8192, {"train": "lora:r=16"}),
+            ]
+        ),
     ],
 )
 def test_levers_offered_together_are_the_least_that_fits(
@@ -232,7 +243,7 @@ def test_levers_offered_together_are_the_least_that_fits(
             assert tried is None or not tried[0].fits, (offer.options, part.options)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2 + len(with_all("more")), deadline=None)
 @given(
     model=st.sampled_from(["qwen3-30b-a3b", "gpt-oss-120b", "llama-3-70b", "mixtral-8x7b"]),
     profile=st.sampled_from(["4xa100", "4xrtx-4090", "2xrtx-5090"]),
@@ -252,11 +263,14 @@ def test_a_heavier_storage_is_never_said_to_need_fewer_gpus(model: str, profile:
     assert counts == sorted(counts, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("model", "profile", "nodes", "length", "batch"),
+    [("llama-3-8b", "rtx-4090-x2", 1, 2048, 16), *with_all([("llama-3-70b", "dgx-h100", 2, 4096, 64)])],
+)
 def test_no_lever_is_offered_that_is_slower_than_the_plan_or_takes_more_than_its_own_may(
-    workload: MakeWorkload,
+    workload: MakeWorkload, model: str, profile: str, nodes: int, length: int, batch: int
 ) -> None:
-    made = workload("llama-3-70b", profile="dgx-h100", num_nodes=2, seq_length=4096, global_batch_size=64)
-    answer = recommendation(made, SearchRequest())
+    answer = _answer(workload(model, profile=profile, num_nodes=nodes, seq_length=length, global_batch_size=batch))
     offers = [one for one in answer.levers if one.fits]
     assert 0 < len(offers) <= 3
     assert all((one.slowdown or 0.0) <= 0.1 for one in offers)
@@ -278,8 +292,8 @@ def test_a_plan_that_loads_is_chosen_before_one_that_does_not(workload: MakeWork
 @pytest.mark.parametrize(
     ("model", "profile", "first"),
     [
-        ("qwen3-30b-a3b", "2xrtx-5090", "--quantizer axolotl"),
         ("llama-2-70b", "2xrtx-3090", "--framework fsdp --quantizer transformers-4"),
+        *with_all([("qwen3-30b-a3b", "2xrtx-5090", "--quantizer axolotl")]),
     ],
 )
 def test_what_no_way_loads_is_refused_with_what_loads_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -11,34 +12,37 @@ from paraplan.errors import NoPlanFitsError
 from paraplan.hardware.prices import load_prices, machines_for_rent
 from paraplan.plan.executor import OWN_RUNTIME
 from paraplan.plan.goodput import FailureRate
-from paraplan.search.constraints import FREE
+from paraplan.search.constraints import Constraints
 from paraplan.search.machine_comparison import compare_machines
 from paraplan.search.money import affords
 from paraplan.search.recommendation import SearchRequest, recommendation
 
 MakeWorkload = Callable[..., Workload]
+PLAIN = Constraints(tp=1, pp=1, cp=1)
+"""Less to search, where any plan will do."""
 
 
 def test_money_buys_the_tokens_that_cost_it(workload: MakeWorkload) -> None:
     made = workload("llama-3.2-1b")
-    found = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0)).bought
+    found = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0, fixed=PLAIN)).bought
     assert found is not None
     assert found.gpu_hours == 500
     assert found.is_compute_optimal
     assert found.wanted_tokens == pytest.approx(20 * made.model.parameters.total)
-    again = recommendation(made, SearchRequest(tokens=found.tokens, price_per_gpu_hour=2.0)).budget
+    again = recommendation(made, SearchRequest(tokens=found.tokens, price_per_gpu_hour=2.0, fixed=PLAIN)).budget
     assert again is not None
     assert again.cost == pytest.approx(1000)
-    asked = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0, tokens=2 * found.tokens)).bought
+    more = SearchRequest(money=1000, price_per_gpu_hour=2.0, tokens=2 * found.tokens, fixed=PLAIN)
+    asked = recommendation(made, more).bought
     assert asked is not None
     assert asked.wanted_cost == pytest.approx(2000)
 
 
 def test_failures_leave_fewer_tokens_for_the_money(workload: MakeWorkload) -> None:
     made = workload("llama-3.2-1b")
-    asked = SearchRequest(money=1000, price_per_gpu_hour=2.0)
+    asked = SearchRequest(money=1000, price_per_gpu_hour=2.0, fixed=PLAIN)
     whole = recommendation(made, asked).bought
-    failing = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0, failures=FailureRate.parse("2h")))
+    failing = recommendation(made, replace(asked, failures=FailureRate.parse("2h")))
     assert whole is not None
     assert failing.bought is not None
     assert failing.goodput is not None
@@ -47,11 +51,11 @@ def test_failures_leave_fewer_tokens_for_the_money(workload: MakeWorkload) -> No
 
 def test_more_money_affords_what_less_does(workload: MakeWorkload) -> None:
     made = workload("llama-3.2-1b")
-    cost = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0)).bought
+    cost = recommendation(made, SearchRequest(money=1000, price_per_gpu_hour=2.0, fixed=PLAIN)).bought
     assert cost is not None
 
     def is_paid(money: float) -> bool:
-        return affords(made, money=money, price_per_gpu_hour=2.0, tokens=None, executor=OWN_RUNTIME, fixed=FREE)
+        return affords(made, money=money, price_per_gpu_hour=2.0, tokens=None, executor=OWN_RUNTIME, fixed=PLAIN)
 
     assert is_paid(1.01 * cost.wanted_cost)
     assert not is_paid(0.99 * cost.wanted_cost)
@@ -60,7 +64,7 @@ def test_more_money_affords_what_less_does(workload: MakeWorkload) -> None:
 
 def test_machines_are_ranked_by_cost_where_all_prices_are_known_and_else_by_time(workload: MakeWorkload) -> None:
     machines = [workload("llama-3-8b", name, seq_length=4096) for name in ("dgx-a100", "rtx-3090-x2", "dgx-h100")]
-    found = compare_machines(machines, SearchRequest(tokens=1e9), load_prices())
+    found = compare_machines(machines, SearchRequest(tokens=1e9, fixed=PLAIN), load_prices())
     assert found.is_by_cost
     assert [offer.fits for offer in found.machines] == [True, True, False]
     first, second, last = found.machines
@@ -69,11 +73,11 @@ def test_machines_are_ranked_by_cost_where_all_prices_are_known_and_else_by_time
     assert "no plan fits" in (last.why_not or "")
     assert first.price_url is not None
     unknown = [machines[0], workload("llama-3-8b", "4xl40s", seq_length=4096)]
-    by_time = compare_machines(unknown, SearchRequest(), load_prices())
+    by_time = compare_machines(unknown, SearchRequest(fixed=PLAIN), load_prices())
     assert not by_time.is_by_cost
     times = [offer.step_time_s for offer in by_time.machines if offer.step_time_s is not None]
     assert times == sorted(times)
-    own = compare_machines(unknown, SearchRequest(price_per_gpu_hour=1.0), load_prices())
+    own = compare_machines(unknown, SearchRequest(price_per_gpu_hour=1.0, fixed=PLAIN), load_prices())
     assert {offer.price_source for offer in own.machines if offer.fits} == {"--price"}
 
 
@@ -83,7 +87,7 @@ def test_of_machines_anywhere_the_cheapest_size_in_time_and_the_fastest_are_kept
     assert [size for name, size in rented if name == "8xh100-pcie-80gb"] == [1], "nobody says how several are connected"
     wanted = [("dgx-a100", 1), ("aws-p5-48xlarge", 1), ("aws-p5-48xlarge", 4)]
     machines = [workload("llama-3-8b", name, num_nodes=size, seq_length=4096) for name, size in wanted]
-    found = compare_machines(machines, SearchRequest(tokens=1e9), load_prices())
+    found = compare_machines(machines, SearchRequest(tokens=1e9, fixed=PLAIN), load_prices())
     kept = found.cheapest_in_time(days=None, most=1)
     assert [(offer.profile, offer.num_nodes) for offer in kept.machines] == [("dgx-a100", 1), ("aws-p5-48xlarge", 4)]
     slowest, fastest = (offer.seconds or 0.0 for offer in kept.machines)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from case_selection import with_all
 
 from paraplan.api.executors import executor_of
 from paraplan.cost.estimate import estimate_plan
@@ -40,7 +41,9 @@ def test_options_are_priced_with_the_plan_as_it_is_on_many_gpus(workload: MakeWo
     ("model", "profile", "fields"),
     [
         ("qwen3-8b", "4xrtx-4090", {"train": "lora:r=16", "seq_length": 8192}),
-        ("gemma-3-27b", "2xrtx-3090", {"train": "lora:r=16", "base_weights": "nf4:double", "seq_length": 4096}),
+        *with_all(
+            [("gemma-3-27b", "2xrtx-3090", {"train": "lora:r=16", "base_weights": "nf4:double", "seq_length": 4096})]
+        ),
     ],
 )
 def test_a_free_option_that_saves_much_memory_gets_a_plan_in_the_room_that_it_leaves(
