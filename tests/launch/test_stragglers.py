@@ -49,7 +49,7 @@ TRAIN = """
 def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
     launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    done = launch_forked("--log-dir", "run", "--nproc-per-node", 2, *options, script(TRAIN), "loader", 50)
+    done = launch_forked("--log-dir", "run", "--nproc-per-node", 2, *options, script(TRAIN), "loader", 36)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "slower in its data loader since step" in line]
     assert len(lines) == 2, done.stderr
@@ -65,13 +65,13 @@ def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
 def test_what_a_script_waits_for_by_itself_is_told_from_its_loader(
     launch_forked: ForkedLaunch, script: WriteScript
 ) -> None:
-    done = launch_forked("--watch-steps", "--no-logs", "--nproc-per-node", 2, script(TRAIN), "wait", 50)
+    done = launch_forked("--watch-steps", "--no-logs", "--nproc-per-node", 2, script(TRAIN), "wait", 36)
     assert "rank 1 (" in done.stderr, done.stderr
     assert "waits for outside of collectives" in done.stderr
 
 
 def test_equal_ranks_are_not_named(launch_forked: ForkedLaunch, script: WriteScript) -> None:
-    done = launch_forked("--watch-steps", "--no-logs", "--nproc-per-node", 2, script(TRAIN), "none", 40)
+    done = launch_forked("--watch-steps", "--no-logs", "--nproc-per-node", 2, script(TRAIN), "none", 30)
     assert done.returncode == 0
     assert "since step" not in done.stderr
 

@@ -29,6 +29,18 @@ LIKE_OTHERS = {
     *("mistral", "smollm3", "seed_oss", "hunyuan_v1_dense", "ministral", "ministral3", "glm4", "exaone4", "cohere2"),
     *("qwen2", "qwen3", "olmo3", "glm4_moe", "solar_open", "minimax_m2", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"),
     *("hy_v3", "flex_olmo", "exaone_moe", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "youtu", "roberta"),
+    *(
+        "gemma",
+        "granite",
+        "glm",
+        "ernie4_5",
+        "mixtral",
+        "qwen3_next",
+        "qwen3_5_text",
+        "deepseek_v2",
+        "stablelm",
+        "gptj",
+    ),
 }
 """Families whose blocks keep and compute what those of others do, with the fields that say so: with `--all` alone."""
 
