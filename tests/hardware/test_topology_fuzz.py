@@ -54,7 +54,7 @@ def documents() -> list[str]:
 
 
 def truncations(text: str) -> Iterator[str]:
-    """Yield a text cut after each line and, through all its lines, at each tenth column: of large ones some of these."""
+    """Yield a text cut after each line and, through all its lines, at each tenth column; large ones less often."""
     lines = text.split("\n")
     some = 3 if "GPU4" in text and not with_all([text]) else 1
     for count in range(0, len(lines), some):
