@@ -110,13 +110,24 @@ def test_doctor_measures_ranks_of_one_node_and_writes_a_report(tmp_path: Path, s
     assert all(pair["is_right"] for pair in values["pairs"])
 
 
+@pytest.mark.with_all  # words of the launcher are refused by it, as in test_launch_parser
+def test_doctor_refuses_words_that_the_launcher_refuses(tmp_path: Path, scratch: Path) -> None:
+    done = subprocess.run(
+        [*launcher_command()[:-1], "doctor", "--nproc", "x"],
+        cwd=tmp_path,
+        env=launcher_environment(scratch),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["--nproc", "x"], "error: "),
-        (["train.py"], "error: paraplan doctor runs no script"),
-        (["--seconds", "inf"], ""),
-    ],
+    [(["train.py"], "error: paraplan doctor runs no script"), (["--seconds", "inf"], "")],
 )
 def test_doctor_refuses_scripts_and_options_that_nobody_has(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

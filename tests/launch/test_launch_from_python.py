@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,17 +111,21 @@ def test_accelerates_own_launcher_launches_through_it(run: RunProgram, script: W
     assert sorted(done.stdout.splitlines()) == ["0 2 bf16 --x 1 True", "1 2 bf16 --x 1 True"], done.stderr
 
 
-def test_the_module_runs_as_torchs_does(tmp_path: Path, scratch: Path, script: WriteScript) -> None:
+def test_the_module_runs_as_torchs_does(run: RunProgram, scratch: Path, script: WriteScript) -> None:
     script("import os, sys; os.write(1, f'{__name__} {sys.argv[1:]}\\n'.encode()); sys.exit(3)", "train.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "paraplan.launch.run", "--no-python", sys.executable, "train.py", "word"],
-        cwd=tmp_path,
-        env=launcher_environment(scratch),
-        capture_output=True,
-        text=True,
-        check=False,
+    program = script(
+        """
+        import runpy, sys
+        sys.argv[1:] = ["--no-python", sys.executable, "train.py", "word"]
+        try:
+            runpy.run_module("paraplan.launch.run", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            print(end.code)
+        """,
+        "program.py",
     )
-    assert (done.returncode, done.stdout) == (3, "__main__ ['word']\n"), done.stderr
+    done = run(program)
+    assert done.stdout == "__main__ ['word']\n3\n", done.stderr
     assert "rank 0 failed" in done.stderr
     assert names_in(scratch) == []
 

@@ -145,7 +145,7 @@ def test_the_rank_that_failed_is_named_though_another_ended_before_it(
 @pytest.mark.parametrize(
     ("ending", "status", "words"),
     [
-        ("sys.exit(7)", 7, "the script ended itself with exit code 7"),
+        pytest.param("sys.exit(7)", 7, "the script ended itself with exit code 7", marks=pytest.mark.with_all),
         ("sys.exit('no data')", 1, "the script ended itself with exit code 1: no data"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
     ],

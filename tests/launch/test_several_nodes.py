@@ -197,7 +197,7 @@ def main(folder, num_steps=None):
         if is_told(folder) or engine.num_steps == num_steps:
             break
         if num_steps is None:  # not of the one to compare with, which nothing interrupts
-            time.sleep(0.3)
+            time.sleep(0.5)
             engine.save(folder / "checkpoint")
 
 
