@@ -115,12 +115,12 @@ def test_the_module_runs_as_torchs_does(run: RunProgram, scratch: Path, script: 
     script("import os, sys; os.write(1, f'{__name__} {sys.argv[1:]}\\n'.encode()); sys.exit(3)", "train.py")
     program = script(
         """
-        import runpy, sys
+        import os, runpy, sys
         sys.argv[1:] = ["--no-python", sys.executable, "train.py", "word"]
-        try:
+        process = os.fork()  # the module ends its process
+        if not process:
             runpy.run_module("paraplan.launch.run", run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            print(end.code)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
         """,
         "program.py",
     )
