@@ -37,22 +37,44 @@ def launch_forked(ranks: RankHarness, folder: Path, *words: str, environment: Ma
     return Ended(status, stdout.read_text(), stderr.read_text())
 
 
+def run_program_forked(ranks: RankHarness, program: Path, *, environment: Mapping[str, str]) -> Ended:
+    """Return how `python PROGRAM` ends in its folder, with this environment, where the program ends well."""
+    ranks.run_alone(_run_program, str(program), dict(environment), is_fresh=True)
+    stdout, stderr = (program.parent / "said" / name for name in ("stdout", "stderr"))
+    return Ended(0, stdout.read_text(), stderr.read_text())
+
+
+def _run_program(program: str, environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    tempfile.tempdir = None  # it is looked up anew: the folder is another one here
+    _be_program(str(Path(program).parent), [program], environment)
+    sys.path.insert(0, str(Path(program).parent))
+    runpy.run_path(program, run_name="__main__")
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
 def _launch(folder: str, words: Sequence[str], environment: Mapping[str, str]) -> int:
-    os.environ.update(environment)
-    os.chdir(folder)
-    multiprocessing.current_process().daemon = False  # ranks may have children: workers of data loaders,
-    multiprocessing.set_start_method(None, force=True)  # started as in a Python of their own,
-    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # with what counts semaphores there
-    sys.argv = ["paraplan", *words]  # as the launcher sees its own, which it keeps
-    said = Path("said")
-    said.mkdir(exist_ok=True)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    _be_program(folder, ["paraplan", *words], environment)
     try:
         return launch_words(words)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _be_program(folder: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Be a program of these words, whose streams are files in the folder `said`."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    multiprocessing.current_process().daemon = False  # ranks may have children: workers of data loaders,
+    multiprocessing.set_start_method(None, force=True)  # started as in a Python of their own,
+    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # with what counts semaphores there
+    sys.argv = [*argv]  # as the launcher sees its own, which it keeps
+    said = Path("said")
+    said.mkdir(exist_ok=True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
 
 
 def launch_words(words: Sequence[str]) -> int:

@@ -128,7 +128,7 @@ def test_it_stands_in_json_beside_the_step() -> None:
     assert {"gpu_bytes", "host_bytes_per_node", "weights_bytes", "in_words"} <= set(report)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     framework=st.sampled_from(FrameworkCatalog().names()),
     model=st.sampled_from(["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt2"]),

@@ -109,7 +109,7 @@ def parts(estimate: PlanEstimate) -> list[list[int]]:
 
 
 @given(plan=plans())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_parts_are_not_negative_and_sum_to_the_total(workload: MakeWorkload, plan: ParallelPlan) -> None:
     estimate = evaluate_plan(workload(), plan)
     for row, values in zip(estimate.memory, parts(estimate), strict=True):
@@ -118,7 +118,7 @@ def test_parts_are_not_negative_and_sum_to_the_total(workload: MakeWorkload, pla
 
 
 @given(plan=plans())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_more_data_parallel_ranks_never_need_more_memory(workload: MakeWorkload, plan: ParallelPlan) -> None:
     if plan.dp == 1:
         return
@@ -128,7 +128,7 @@ def test_more_data_parallel_ranks_never_need_more_memory(workload: MakeWorkload,
 
 
 @given(plan=plans())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_more_recompute_never_keeps_more_activations(workload: MakeWorkload, plan: ParallelPlan) -> None:
     kept = [
         max(row.activation_bytes for row in evaluate_plan(workload(), plan.replace(recompute=name)).memory)
@@ -138,7 +138,7 @@ def test_more_recompute_never_keeps_more_activations(workload: MakeWorkload, pla
 
 
 @given(rows=st.lists(plans(), min_size=1, max_size=12))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_a_table_prices_each_plan_as_it_is_priced_alone(workload: MakeWorkload, rows: list[ParallelPlan]) -> None:
     together = peak_memory(workload(), PlanTable.of_plans(rows))
     alone = [evaluate_plan(workload(), plan).peak_memory_bytes for plan in rows]

@@ -86,7 +86,6 @@ def narrow_config(name: str, layers: int, folder: Path) -> Path:
 
 ARITHMETIC = [("bf16", "sdpa"), ("bf16-pure", "sdpa"), ("bf16", "eager"), ("fp32", "eager")]
 RUN = {
-    ("gpt2", "bf16", "sdpa"),
     ("gpt2", "fp32", "eager"),
     ("qwen3-0.6b", "bf16-pure", "sdpa"),
     ("qwen3-0.6b", "bf16", "eager"),
@@ -109,7 +108,7 @@ def test_a_block_moves_what_its_operators_read_and_write(
 ) -> None:
     training = TrainingSpec(global_batch_size=BATCH, seq_length=LENGTH, precision=precision, attention=attention)
     found: list[Mapping[str, int]] = []
-    for layers in (1, 3):
+    for layers in (1, 2):
         counted.clear()
         build = library_factory(
             load_config(narrow_config(name, layers, tmp_path)), attention="eager" if attention == "eager" else "sdpa"
@@ -122,7 +121,7 @@ def test_a_block_moves_what_its_operators_read_and_write(
     # Autocast's copies of weights, and what makes fp32 gradients of theirs, are counted by weight.
     casts = 6 * sum(matmul.k * matmul.n for matmul in block.matmuls) if precision == "bf16" else 0
     for phase in ("forward", "backward"):
-        each = (found[1][phase] - found[0][phase]) / 4 - casts  # two layers more, in two steps
+        each = (found[1][phase] - found[0][phase]) / 2 - casts  # a layer more, in two steps
         traffic = module_traffic(block, training, shardings, backward=phase == "backward")
         assert float(traffic.plain[0] + traffic.mixed[0]) == pytest.approx(each, rel=0.11), phase
 

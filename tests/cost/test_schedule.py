@@ -112,7 +112,7 @@ def simulated_s(pipeline: Pipelines) -> float:
     ).end_s
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pipelines())
 def test_the_form_that_is_searched_with_is_within_a_percent_of_the_simulation(pipeline: Pipelines) -> None:
     expected_s = simulated_s(pipeline)

@@ -48,7 +48,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
 
 
 @given(plan=plans())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_exposed_parts_sum_to_the_step(workload: MakeWorkload, plan: ParallelPlan) -> None:
     step = evaluate_plan(workload(), plan).step
     assert min(getattr(step, name) for name in EXPOSED) >= 0
@@ -56,7 +56,7 @@ def test_exposed_parts_sum_to_the_step(workload: MakeWorkload, plan: ParallelPla
 
 
 @given(rows=st.lists(plans(), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_a_table_times_each_plan_as_it_is_timed_alone(workload: MakeWorkload, rows: list[ParallelPlan]) -> None:
     together = step_times(workload(), PlanTable.of_plans(rows)).step_time_s
     alone = [evaluate_plan(workload(), plan).step.step_time_s for plan in rows]
@@ -64,7 +64,7 @@ def test_a_table_times_each_plan_as_it_is_timed_alone(workload: MakeWorkload, ro
 
 
 @given(rows=st.lists(plans(), min_size=1, max_size=8), pp=st.sampled_from([1, 2, 4]))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_plans_of_as_many_stages_are_evaluated_at_once_as_each_is_alone(
     workload: MakeWorkload, rows: list[ParallelPlan], pp: int
 ) -> None:
@@ -97,7 +97,7 @@ def test_the_bubble_of_equal_stages_is_p_minus_1_slots(workload: MakeWorkload) -
     micro_batch=st.sampled_from([1, 8]),
     settings_of_stack=st.sampled_from([{}, {"cuda_graphs": "full", "compiled_loss": True}]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_no_step_does_more_than_the_peak_of_its_numbers(
     machine: str,
     framework: str,

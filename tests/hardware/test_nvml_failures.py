@@ -94,13 +94,13 @@ def test_a_plain_machine_is_read_without_warnings_and_nvml_is_shut_down() -> Non
     assert library.shut_down
 
 
-@pytest.mark.parametrize("code", [2, 4, 10, 13, 16, 17, 999, 12345])
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_any_question_may_fail_in_any_way(question: str, code: int) -> None:
-    node = read_nvml(Library(failures={question: code}), source="test")
-    assert len(node.gpus) == 2
-    absent_is_normal = question in ("nvmlDeviceGetEccMode", "nvmlDeviceGetP2PStatus") and code == 13
-    assert bool(node.warnings) != absent_is_normal
+def test_any_question_may_fail_in_any_way(question: str) -> None:
+    for code in (2, 4, 10, 13, 16, 17, 999, 12345):
+        node = read_nvml(Library(failures={question: code}), source="test")
+        assert len(node.gpus) == 2, code
+        absent_is_normal = question in ("nvmlDeviceGetEccMode", "nvmlDeviceGetP2PStatus") and code == 13
+        assert bool(node.warnings) != absent_is_normal, code
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from case_selection import with_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -301,7 +302,7 @@ def paths_of(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str 
 
 
 @given(st.sampled_from(paths_of(WHOLE)[1:]), JSON_VALUES)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_value_in_any_place_is_read_or_refused_in_words(
     tmp_path: Path, path: tuple[str | int, ...], value: object
 ) -> None:
@@ -320,7 +321,7 @@ def test_any_value_in_any_place_is_read_or_refused_in_words(
 
 def test_every_gpu_is_found_by_the_names_that_drivers_report() -> None:
     for gpu in list_gpus():
-        for name in gpu.driver_names:
+        for name in gpu.driver_names if with_all([gpu]) else gpu.driver_names[:1]:
             assert find_gpu(name, memory_total_bytes=gpu.memory_bytes) == gpu
     assert find_gpu("NVIDIA Nothing 9000") is None
 

@@ -54,11 +54,12 @@ def documents() -> list[str]:
 
 
 def truncations(text: str) -> Iterator[str]:
-    """Yield a text cut after each line and, through all its lines, at each tenth column."""
+    """Yield a text cut after each line and, through all its lines, at each tenth column; large ones less often."""
     lines = text.split("\n")
-    for count in range(len(lines)):
+    some = 3 if "GPU4" in text and not with_all([text]) else 1
+    for count in range(0, len(lines), some):
         yield "\n".join(lines[:count])
-    for column in range(0, max(map(len, lines)), 10):
+    for column in range(0, max(map(len, lines)), 10 * some):
         yield "\n".join(line[:column] for line in lines)
 
 
@@ -97,8 +98,8 @@ def num_mutations(text: str) -> int:
     """Return how often a text is damaged: the tables of large machines less often, each takes 5 ms to read."""
     times = 24 if with_all([text]) else 1
     if "GPU0" not in text:
-        return 50 * times
-    return (30 if "GPU4" not in text else 10) * times
+        return 40 * times
+    return (20 if "GPU4" not in text else 4) * times
 
 
 def read_or_refuse(text: str) -> NodeTopology | None:
@@ -132,24 +133,24 @@ def test_truncated_and_damaged_texts_are_read_in_part_or_refused_and_quickly() -
         read += read_or_refuse(text) is not None
         slowest_s = max(slowest_s, time.process_time() - start_s)
         count += 1
-    assert count >= (10_000 if with_all(texts) else 700)
+    assert count >= (9_000 if with_all(texts) else 400)
     assert read > count // 4
     assert slowest_s < 30.0
 
 
 def test_reading_again_and_again_keeps_no_memory() -> None:
     texts = [text for document in documents() for text in truncations(document)]
-    for text in texts[::8]:
+    for text in texts[::12]:
         read_or_refuse(text)
     tracemalloc.start()
-    for text in texts[1::8]:
+    for text in texts[1::12]:
         read_or_refuse(text)
     kept_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept_bytes < 2**20
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=400))
 def test_any_bytes_are_refused_or_read(data: bytes) -> None:
     read_or_refuse(decode_text(data))
@@ -161,7 +162,7 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(WORDS, max_size=60), st.sampled_from(["", " ", "\t"]))
 def test_any_heap_of_known_words_is_refused_or_read(words: list[str], between: str) -> None:
     read_or_refuse(between.join(words))
@@ -175,14 +176,14 @@ JSON_VALUES = st.recursive(
 REPORT_FIELDS = ["gpus", "links", "nics", "source", "warnings", "hostname", "peer_access", "numa_groups", "extra"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(REPORT_FIELDS), JSON_VALUES)
 def test_a_report_with_any_value_in_any_field_is_refused_or_read(field: str, value: object) -> None:
     report = read_topology(bridged_pairs().with_tabs(), source="x").to_report()
     read_or_refuse(json.dumps(report | {field: value}))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.dictionaries(st.sampled_from(["gpu", "bdf", "links", "link_type", "weight", "hops"]), JSON_VALUES),
@@ -196,23 +197,23 @@ def test_any_list_of_amd_gpus_is_refused_or_read(entries: list[dict[str, object]
 @pytest.mark.parametrize(
     "text",
     [
-        "GPU0 " * 500_000,
-        "GPU0\tX\t" + "NV18\t" * 500_000,
-        "\n".join(f"GPU{number}\tX" for number in range(100_000)),
-        "|" * 1_000_000,
-        "\x1b[" * 500_000,
-        "#" * 1_000_000,
-        "GPU0 X " + "0-1," * 300_000,
-        "<" * 1_000_000,
-        "<pci " + 'a="b" ' * 100_000,
-        "<system>" + "<cpu>" * 1_000_000,
-        "[" * 1_000_000,
-        "mlx5_" + "a_" * 500_000 + "\tX",
+        "GPU0 " * 150_000,
+        "GPU0\tX\t" + "NV18\t" * 150_000,
+        "\n".join(f"GPU{number}\tX" for number in range(10_000)),
+        "|" * 300_000,
+        "\x1b[" * 150_000,
+        "#" * 300_000,
+        "GPU0 X " + "0-1," * 100_000,
+        "<" * 300_000,
+        "<pci " + 'a="b" ' * 30_000,
+        "<system>" + "<cpu>" * 300_000,
+        "[" * 300_000,
+        "mlx5_" + "a_" * 150_000 + "\tX",
         "GPU0 GPU1 " + "a" * 4000 + "\nGPU0 X SYS\nGPU1 SYS X",
-        "(Topology) Numa " + "GPU[0] : " * 200_000,
+        "(Topology) Numa " + "GPU[0] : " * 60_000,
     ],
 )
 def test_texts_made_to_be_slow_are_not(text: str) -> None:
     start_s = time.process_time()
     read_or_refuse(text)
-    assert time.process_time() - start_s < 60.0
+    assert time.process_time() - start_s < 15.0

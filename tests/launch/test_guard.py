@@ -134,7 +134,7 @@ TRAIN = """
         model = wrap(plain)
         optimizer = kind(model.parameters())
         random = torch.Generator().manual_seed(0 if fault == "data" else rank)
-        for step in range(9):
+        for step in range(7):
             model(torch.randn(8, 16, generator=random)).square().mean().backward()
             if model is plain and wrap is by_hand:
                 for parameter in plain.parameters():

@@ -12,7 +12,9 @@ from host_nodes import Node
 from launching import ForkedLaunch, WriteScript, launcher_command, launcher_environment
 from nodes import IP, Hosts
 from rank_harness import RankHarness
+from typer.testing import CliRunner
 
+from paraplan.cli.main import app
 from paraplan.errors import CheckFailedError
 from paraplan.launch.elastic import health
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
@@ -108,27 +110,32 @@ def test_doctor_measures_ranks_of_one_node_and_writes_a_report(tmp_path: Path, s
     assert all(pair["is_right"] for pair in values["pairs"])
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--nproc", "x"], "error: "),
-        (["train.py"], "error: paraplan doctor runs no script"),
-        (["--seconds", "inf"], ""),
-    ],
-)
-def test_doctor_refuses_scripts_and_options_that_nobody_has(
-    words: list[str], said: str, tmp_path: Path, scratch: Path
-) -> None:
-    (tmp_path / "train.py").write_text("print('the script ran')")
+@pytest.mark.with_all  # words of the launcher are refused by it, as in test_launch_parser
+def test_doctor_refuses_words_that_the_launcher_refuses(tmp_path: Path, scratch: Path) -> None:
     done = subprocess.run(
-        [*launcher_command()[:-1], "doctor", *words],
+        [*launcher_command()[:-1], "doctor", "--nproc", "x"],
         cwd=tmp_path,
         env=launcher_environment(scratch),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["train.py"], "error: paraplan doctor runs no script"), (["--seconds", "inf"], "")],
+)
+def test_doctor_refuses_scripts_and_options_that_nobody_has(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('the script ran')")
+    done = CliRunner().invoke(app, ["doctor", *words])
+    assert done.exit_code == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout

@@ -157,26 +157,29 @@ for one in (real, Shifted):
 """
 
 
+# A node that is shifted is an interpreter of its own; one says that it is told, the other way is the other sign.
+@pytest.mark.parametrize("shifts", [(0, 60), pytest.param((0, -60, 60), marks=pytest.mark.with_all)], ids=len)
 def test_nodes_whose_clocks_differ_train_together_and_are_told(
-    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
+    shifts: tuple[int, ...], tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
     train = script(TRAIN)
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(SHIFT)  # Python's clocks, in a process that is real otherwise
     (tmp_path / "stop").touch()
     where = f"{three_hosts.addresses[0]}:{free_port()}"
-    rendezvous = ["--nnodes", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint", where]
+    rendezvous = ["--nnodes", len(shifts), "--rdzv-backend", "c10d", "--rdzv-endpoint", where]
     root = str(Path(paraplan.__file__).parent.parent)
     nodes = []
-    for index, seconds in enumerate((0, -60, 60)):
+    for index, seconds in enumerate(shifts):
         path = f"{tmp_path / 'clock'}{os.pathsep}{root}"
         shifted = {"PYTHONPATH": path, "SHIFTED_BY": str(seconds), "is_forked": False} if seconds else {}
         nodes.append(start_node(index, *rendezvous, train, tmp_path, **shifted))
     ended = [node.end() for node in nodes]
-    assert [status for status, _ in ended] == [0, 0, 0], ended
+    assert [status for status, _ in ended] == [0] * len(shifts), ended
     said = "".join(words for _, words in ended)
-    assert all(f"rank {rank} saw 3" in said for rank in range(3)), said
-    for index, word in ((1, "behind"), (2, "ahead of")):
+    assert all(f"rank {rank} saw {len(shifts)}" in said for rank in range(len(shifts))), said
+    for index, seconds in enumerate(shifts[1:], 1):
+        word = "behind" if seconds < 0 else "ahead of"
         found = re.search(rf"the clock of this node is (\S+) s {word} that of host node0", ended[index][1])
         assert found is not None, said
         assert float(found[1]) == pytest.approx(60, abs=2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked_launch import Ended, run_program_forked
 from launching import WriteScript, launcher_command, launcher_environment, names_in
+from rank_harness import RankHarness
 from test_spares import TRAIN
 from waiting import PATIENCE_S
 
@@ -37,24 +39,24 @@ except ChildFailedError as error:
 """
 
 
-def run(program: Path, scratch: Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        cwd=program.parent,
-        env=launcher_environment(scratch),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+RunProgram = Callable[[Path], Ended]
 
 
-def test_main_returns_or_raises_what_torchs_does(scratch: Path, script: WriteScript) -> None:
+@pytest.fixture
+def run(ranks: RankHarness, scratch: Path) -> RunProgram:
+    """Run a program in a process that is forked with torch imported."""
+
+    def run_program(program: Path) -> Ended:
+        return run_program_forked(ranks, program, environment=launcher_environment(scratch))
+
+    return run_program
+
+
+def test_main_returns_or_raises_what_torchs_does(run: RunProgram, scratch: Path, script: WriteScript) -> None:
     script("import os, sys; os.write(1, f'good {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())", "good.py")
     script("import os, time; time.sleep(600 * (os.environ['RANK'] == '0')); raise KeyError('bad')", "bad.py")
     program = script(PROGRAM, "program.py")
-    done = run(program, scratch)
+    done = run(program)
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == ["good 0 ['word']", "good 1 ['word']"]
     assert lines[2:] == ["refused"] * 3 + ["failed 1 1 KeyError: 'bad'"]
@@ -62,7 +64,7 @@ def test_main_returns_or_raises_what_torchs_does(scratch: Path, script: WriteScr
 
 
 @pytest.mark.with_all
-def test_spares_stand_by_for_a_program_that_launches_too(scratch: Path, script: WriteScript) -> None:
+def test_spares_stand_by_for_a_program_that_launches_too(run: RunProgram, scratch: Path, script: WriteScript) -> None:
     script(TRAIN)
     program = script(
         """
@@ -73,7 +75,7 @@ def test_spares_stand_by_for_a_program_that_launches_too(scratch: Path, script: 
         """,
         "program.py",
     )
-    done = run(program, scratch)
+    done = run(program)
     assert "rank 0 begins in a spare process" in done.stderr
     assert done.stdout.count("is done") == 1, done.stderr
     # torch makes the folder of its kernels where its compiler is imported, as an optimizer's first step does
@@ -81,7 +83,7 @@ def test_spares_stand_by_for_a_program_that_launches_too(scratch: Path, script: 
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed; the dev extra has it")
-def test_accelerates_own_launcher_launches_through_it(scratch: Path, script: WriteScript) -> None:
+def test_accelerates_own_launcher_launches_through_it(run: RunProgram, script: WriteScript) -> None:
     script(
         """
         import os, sys
@@ -105,21 +107,25 @@ def test_accelerates_own_launcher_launches_through_it(scratch: Path, script: Wri
         """,
         "program.py",
     )
-    done = run(program, scratch)
+    done = run(program)
     assert sorted(done.stdout.splitlines()) == ["0 2 bf16 --x 1 True", "1 2 bf16 --x 1 True"], done.stderr
 
 
-def test_the_module_runs_as_torchs_does(tmp_path: Path, scratch: Path, script: WriteScript) -> None:
+def test_the_module_runs_as_torchs_does(run: RunProgram, scratch: Path, script: WriteScript) -> None:
     script("import os, sys; os.write(1, f'{__name__} {sys.argv[1:]}\\n'.encode()); sys.exit(3)", "train.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "paraplan.launch.run", "--no-python", sys.executable, "train.py", "word"],
-        cwd=tmp_path,
-        env=launcher_environment(scratch),
-        capture_output=True,
-        text=True,
-        check=False,
+    program = script(
+        """
+        import os, runpy, sys
+        sys.argv[1:] = ["--no-python", sys.executable, "train.py", "word"]
+        process = os.fork()  # the module ends its process
+        if not process:
+            runpy.run_module("paraplan.launch.run", run_name="__main__", alter_sys=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        """,
+        "program.py",
     )
-    assert (done.returncode, done.stdout) == (3, "__main__ ['word']\n"), done.stderr
+    done = run(program)
+    assert done.stdout == "__main__ ['word']\n3\n", done.stderr
     assert "rank 0 failed" in done.stderr
     assert names_in(scratch) == []
 

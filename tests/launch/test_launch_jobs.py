@@ -59,7 +59,7 @@ def read_ranks(prefix: Path, number: int) -> list[dict[str, object]]:
 
 START_METHODS = (
     ("spawn", "import typing_extensions", True),
-    ("spawn", "", False),  # what imports the standard library alone is forked from a process without torch
+    *with_all([("spawn", "", False)]),  # what imports the standard library alone is forked without torch, as below
     ("exec", "import typing_extensions", False),
 )
 
@@ -145,7 +145,7 @@ def test_the_rank_that_failed_is_named_though_another_ended_before_it(
 @pytest.mark.parametrize(
     ("ending", "status", "words"),
     [
-        ("sys.exit(7)", 7, "the script ended itself with exit code 7"),
+        pytest.param("sys.exit(7)", 7, "the script ended itself with exit code 7", marks=pytest.mark.with_all),
         ("sys.exit('no data')", 1, "the script ended itself with exit code 1: no data"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
     ],
@@ -168,9 +168,11 @@ def test_a_job_ends_with_the_status_of_the_rank_that_failed(
     assert names_in(scratch) == []
 
 
-def test_ranks_that_torch_starts_itself_are_reported_too(scratch: Path, script: WriteScript, launch: Launch) -> None:
+def test_ranks_that_torch_starts_itself_are_reported_too(
+    scratch: Path, script: WriteScript, launch_forked: ForkedLaunch
+) -> None:
     train = script("import sys; sys.exit(7)")
-    done = launch("--run-path", "--nproc-per-node", 1, train)
+    done = launch_forked("--run-path", "--nproc-per-node", 1, train)
     assert done.returncode == 7, done.stderr
     report = done.stderr[done.stderr.index("paraplan: rank") :].splitlines()
     assert report[0] == "paraplan: rank 0 failed: exit code 7"

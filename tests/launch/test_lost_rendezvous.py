@@ -36,7 +36,10 @@ def require_exact(nodes: list[Node], script: Path, steps: int, ranks: RankHarnes
     return said
 
 
-@pytest.mark.parametrize("meeting", ["static", pytest.param("2", marks=pytest.mark.with_all), "1:2"])
+# A static store that is lost is met in test_uneven_ends too.
+@pytest.mark.parametrize(
+    "meeting", ["1:2", *(pytest.param(one, marks=pytest.mark.with_all) for one in ("static", "2"))]
+)
 def test_a_job_ends_with_its_store_to_be_started_again_from_where_it_was(
     meeting: str,
     tmp_path: Path,

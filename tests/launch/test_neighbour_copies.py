@@ -27,7 +27,7 @@ def test_a_node_that_dies_and_one_that_comes_back_take_their_parts_from_memory(
     train, folder = script(SCRIPT), tmp_path / "none"
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{free_port()}"]
     patience = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=2", "--max-restarts", 3]
-    copies = ["--memory-checkpoint", 1, "--nproc-per-node", 2]
+    copies = ["--memory-checkpoint", 1, "--nproc-per-node", 1]
     steps = 30
     words = ["--nnodes", "1:2", *rendezvous, *patience, *copies, train, f"folder={folder}", f"steps={steps}"]
     words += ["plans=zero3", "dropout=0", "pause=0.6"]

@@ -71,6 +71,14 @@ def test_a_node_that_was_stopped_or_whose_ranks_have_ended_well_is_not_waited_fo
     at_once([lambda: first.take_leave(timeout_s=NEVER_S), lambda: done.take_leave(timeout_s=NEVER_S)])
 
 
+def test_a_node_that_a_signal_ends_after_its_ranks_is_not_waited_for_at_the_end() -> None:
+    first, signalled = stores(2)
+    for one in (first, signalled):
+        one.note_done()
+    signalled.note_left()
+    first.take_leave(timeout_s=NEVER_S)
+
+
 def test_what_node_0_makes_reaches_all_and_so_does_its_error() -> None:
     nodes = stores(2)
     calls = [lambda node=node: node.share_text("plan", lambda: "text") for node in nodes]

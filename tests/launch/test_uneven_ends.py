@@ -32,7 +32,7 @@ print("ended", flush=True)
 WAITS_FOR_FILE = """while not os.path.exists("end"):
         time.sleep(0.1)"""
 
-LATE = ["--monitor-interval", 8]
+LATE = ["--monitor-interval", 5]
 """A launcher with this says long after its ranks have ended that they have."""
 
 
@@ -55,7 +55,7 @@ def start(
     return nodes[early], nodes[1 - early]
 
 
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", [pytest.param(0, marks=pytest.mark.with_all), 1])  # the store's host fails: it leaves
 def test_a_node_whose_ranks_have_ended_ends_with_the_failure_of_another(
     early: int, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
@@ -111,14 +111,14 @@ def test_a_rank_that_fails_is_not_started_again_where_those_of_another_node_have
     assert said.count("cannot start again: no restart") == 1
 
 
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", [0, pytest.param(1, marks=pytest.mark.with_all)])
 def test_a_rank_that_fails_before_another_node_says_that_its_ranks_have_ended_is_not_started_again(
     early: int, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
     train, port = script(SCRIPT), free_port()
     where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{port}"]
     words = [*where, "--max-restarts", 3, "--rdzv-conf", "last_call_timeout=30", "--no-logs"]
-    ends = [train, early, 1, "fails"]
+    ends = [train, early, 0.2, "fails"]
     nodes = [start_node(index, *words, *(LATE if index == early else []), *ends) for index in range(2)]
     done, failed = nodes[early], nodes[1 - early]
     failed.wait_for("restarting all ranks (2 of 3 restarts left)")
@@ -139,7 +139,7 @@ def test_a_node_whose_healthy_ranks_were_stopped_for_a_restart_that_cannot_be_en
     where = ["--nnodes", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{port}"]
     words = [*where, "--max-restarts", 3, "--no-logs"]
     done = start_node(0, *words, *LATE, train, 0, 0, "none")
-    failed = start_node(1, *words, train, 0, 1, "fails")
+    failed = start_node(1, *words, train, 0, 0.2, "fails")
     healthy = start_node(2, *words, train, 0, 600, "none")
     status, said = healthy.end()
     assert (status, said.count("began")) == (1, 1), said

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,19 +82,14 @@ def wait_for_children(pid: int, *, count: int) -> set[int]:
 
 
 def children_of(pid: int) -> set[int]:
+    """Return what a process has started that measures links, and what that has."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            command = read(entry / "cmdline")
-            if "paraplan.measure.links" in command and pid in ancestors(int(entry.name)):
-                found.add(int(entry.name))
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, read(thread).split()):
+            found |= children_of(child)
+            if "paraplan.measure.links" in read(Path(f"/proc/{child}/cmdline")):
+                found.add(child)
     return found
-
-
-def ancestors(pid: int) -> Iterator[int]:
-    while fields := stat_fields(pid):
-        pid = int(fields[1])
-        yield pid
 
 
 def is_running(pid: int) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -292,16 +293,20 @@ def test_a_trace_and_a_reader_agree_on_the_kind_of_module_that_holds_each_parame
     assert counts[0] == counts[1]
 
 
+@cache
+def read_and_traced() -> tuple[ModelSpec, ModelSpec]:
+    """Return three layers of Qwen3-8B as they are read and as they are traced."""
+    config = load_config(bundled_models()["qwen3-8b"], seq_length=512)
+    small = replace(config, fields={**config.fields, "num_hidden_layers": 3})
+    return read_fields(small), trace_config(small)
+
+
 @pytest.mark.parametrize("words", ["full", "lora:r=16", "lora:r=16,targets=q|v,dropout=0.1", "norms", "layers:last1"])
 @pytest.mark.parametrize("storage", [FrozenStorage(), FrozenStorage(weights="nf4", input_copies="shared")])
 def test_what_trains_of_a_traced_model_keeps_and_computes_what_it_does_of_one_that_is_read(
     words: str, storage: FrozenStorage
 ) -> None:
-    config = load_config(bundled_models()["qwen3-8b"], seq_length=512)
-    small = replace(config, fields={**config.fields, "num_hidden_layers": 3})
-    read, traced = (
-        freeze(model, parse_trainable(words), storage) for model in (read_fields(small), trace_config(small))
-    )
+    read, traced = (freeze(model, parse_trainable(words), storage) for model in read_and_traced())
     sizes = {"seq_length": 512, "micro_batch_size": 1, "kernel": "flash"}
     assert traced.num_trained == read.num_trained
     assert traced.training_flops_per_token(512) == pytest.approx(read.training_flops_per_token(512))

@@ -10,8 +10,9 @@ from rank_harness import RankHarness
 
 pytestmark = pytest.mark.ranks
 
-USUAL = ("fsdp2/gan", "fsdp2/clip", "accelerate/accumulate", "trainer/smoothing", "ddp/sum")
-USUAL += ("ddp/line-search", "ddp/workers", "ddp/pairs")
+# Two optimizers on shards; libraries, one of them over several batches; losses that one process has in another measure,
+# or in halves. Clipping is in test_check_script.
+USUAL = ("fsdp2/gan", "accelerate/accumulate", "trainer/smoothing", "ddp/sum", "ddp/pairs")
 OTHERS = [
     name for name in right_scripts.scripts() if name not in (*USUAL, *right_scripts.BY_SHARE, *right_scripts.WRONG)
 ]
@@ -28,6 +29,7 @@ def test_a_right_script_is_no_alarm(name: str, ranks: RankHarness) -> None:
     assert report.num_steps >= 2  # of each optimizer
 
 
+@pytest.mark.with_all  # what each batch gives is looked at for pairs too, and its kind is in test_script_findings
 @pytest.mark.parametrize("name", [*right_scripts.BY_SHARE])
 def test_a_loss_that_compares_samples_is_told_as_the_mean_of_shares(name: str, ranks: RankHarness) -> None:
     found = checked(ranks, right_scripts.__file__, name).difference

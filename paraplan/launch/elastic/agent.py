@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paraplan.errors import ParaplanError
@@ -173,12 +174,16 @@ class NodeAgent(ElasticAgent):
     def wait_for_nodes(self) -> None:
         """Tell the other nodes that this one is done, and wait for them; torch stays for 300 s, deaf to signals.
 
-        Raises `FailedElsewhereError` where ranks of others fail, or a node is lost, meanwhile.
+        Raises `FailedElsewhereError` where ranks of others fail, or a node is lost, meanwhile; a signal ends the wait.
         """
         if self._store_of_nodes is None:
             super().wait_for_nodes()
         else:
-            await_other_nodes(self._store_of_nodes)
+            try:
+                await_other_nodes(self._store_of_nodes)
+            except SignalException:
+                self._store_of_nodes.note_left()
+                raise
 
     def rendezvous(self, group: WorkerGroup) -> None:
         """Wait for the other nodes; an error says which have come.

@@ -255,6 +255,11 @@ class NodeStore:
         with contextlib.suppress(TimeoutError):
             run_interruptibly(partial(self.publish, "stop", reason), timeout_s=_STOP_S)
 
+    def note_left(self) -> None:
+        """Say that a signal ends this node's launcher, whose ranks have ended well: nobody waits for it to leave."""
+        with contextlib.suppress(TimeoutError):
+            run_interruptibly(partial(self.publish, "left", True), timeout_s=_STOP_S)
+
     def note_silent(self, node: int) -> None:
         """Say that a node gives no signs of life. Raises RuntimeError where the store is gone."""
         self._news.append({"name": "stop", "node": node, "value": "its launcher is gone, without a word"})
