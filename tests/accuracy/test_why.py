@@ -85,6 +85,7 @@ def test_sources_stand_apart_and_long_ones_are_looked_at_in_part() -> None:
     assert found[0].effects == tuple(sorted(found[0].effects, key=lambda effect: effect.error))
 
 
+@pytest.mark.with_all  # sources stand apart, above
 def test_sources_that_were_looked_at_before_a_stop_are_returned() -> None:
     class Stopping:
         said: ClassVar[list[str | None]] = []

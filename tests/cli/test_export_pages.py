@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from case_selection import with_all
 from forked_launch import launch_forked
 from rank_harness import RankHarness
 from typer.testing import CliRunner
@@ -33,7 +34,8 @@ def run(words: list[str], folder: Path, ranks: RankHarness) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Those of the two longest pages are run in tests of estimates, reports and launches.
+@pytest.mark.parametrize("name", [one for one in NAMES if one not in ("faq", "reports") or with_all([one])])
 def test_the_commands_of_a_page_end_well_in_their_order(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankHarness
 ) -> None:

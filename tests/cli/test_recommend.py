@@ -223,6 +223,7 @@ def test_a_plan_for_another_framework_is_estimated_by_its_profile(tmp_path: Path
     assert not any("does not execute" in warning for warning in own["warnings"])
 
 
+@pytest.mark.with_all  # test_what_helps prices recompute and offload free
 def test_a_plan_that_offloads_says_what_it_costs_and_what_would_do_without() -> None:
     job = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
     small = [*job, *PLAIN]
@@ -255,6 +256,7 @@ def test_a_simpler_plan_says_what_it_costs_and_the_fastest_is_to_be_had() -> Non
     assert json.loads(run(*job, "--objective", "fastest", "--json")[1])["plan"] == answer["fastest"]["plan"]
 
 
+@pytest.mark.with_all  # a line of tables alone
 def test_plans_that_differ_in_cp_for_dp_alone_are_counted_in_a_line() -> None:
     small = ["recommend", "mixtral-8x7b", "--profile", "dgx-h100", "--seq-len", "4096", "--global-batch", "64"]
     small += ["--pp", "1"]  # less to search
@@ -400,6 +402,7 @@ def test_gpus_are_found_that_end_in_time_or_it_is_said_how_long_the_best_takes()
     assert "give --" not in stderr
 
 
+@pytest.mark.with_all  # the search finds it in test_search
 def test_the_largest_model_is_found_and_planned_for_or_named() -> None:
     status, stdout, stderr = run("recommend", *LARGEST, "--budget", "1e10")
     assert status == 0

@@ -34,6 +34,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.with_all  # paraplan calibrate measures and saves them, too
 @pytest.mark.ranks
 def test_processes_of_a_machine_without_gpus_are_measured_and_saved_for_the_cost_model(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"

@@ -170,6 +170,7 @@ def test_the_text_names_the_worst_rows_and_every_grouping(sweep: Path) -> None:
         assert expected in text
 
 
+@pytest.mark.with_all  # estimates take one, below
 def test_a_calibration_changes_the_predictions(sweep: Path, calibration: Path) -> None:
     errors = []
     for options in ([], ["--calibration", str(calibration)]):

@@ -239,7 +239,7 @@ def traced_bytes(recompute: str) -> int:
     ).total_bytes
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.with_all)])
 def test_a_peft_model_takes_what_the_runtime_was_traced_to_take(recompute: str) -> None:
     workload = made(SMALL, train="lora:r=16")
     assert memory(workload, recompute=recompute).total_bytes == pytest.approx(traced_bytes(recompute), rel=0.02)

@@ -78,6 +78,7 @@ def test_the_trainer_and_the_loop_train_as_one_process(
         assert [looped[step][1] for _, looped in found] == [pytest.approx(norm, rel=2e-5)] * len(found)
 
 
+@pytest.mark.with_all  # the Trainer trains beside shards, above
 def test_adapters_beside_shards_train_as_in_one_process(ranks: RankHarness, tmp_path: Path) -> None:
     folder, plan = str(tmp_path / "model"), ParallelPlan(dp=2, ep=2, zero_stage=3)
     ranks.run_alone(save_model, "qwen3_moe", folder)

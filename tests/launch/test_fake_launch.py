@@ -188,6 +188,7 @@ def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_p
     assert rank.total_bytes == pytest.approx(report.estimates[0].total_bytes, rel=0.2)
 
 
+@pytest.mark.with_all  # a pipelined step counts all of them
 @pytest.mark.parametrize("num_microbatches", [*with_all([3, 4]), 8])  # all of three, or some of more
 def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
     num_microbatches: int, tmp_path: Path, fake: Fake
@@ -244,6 +245,7 @@ def test_of_a_long_pipelined_step_as_much_is_run_as_tells_of_all(
     assert long.gradient_bytes == whole.gradient_bytes
 
 
+@pytest.mark.with_all  # long steps are cut short under 1F1B, below
 def test_gpipe_keeps_as_much_of_micro_batches_that_are_not_run_as_of_others(tmp_path: Path, fake: Fake) -> None:
     # The tokens of four sequences have as many bytes as the allocator gives at once: each micro-batch adds whole units.
     four, five, nine = (  # of nine five are run

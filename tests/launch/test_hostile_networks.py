@@ -188,7 +188,9 @@ def test_nodes_whose_clocks_differ_train_together_and_are_told(
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (signal.SIGTERM, "host node1: SIGTERM ended its launcher and its ranks"),
+        pytest.param(
+            signal.SIGTERM, "host node1: SIGTERM ended its launcher and its ranks", marks=pytest.mark.with_all
+        ),
         (signal.SIGKILL, "host node1: its launcher is gone, without a word"),
     ],
 )

@@ -49,6 +49,7 @@ def test_lost_ranks_cost_few_steps_and_losses_go_on_digit_by_digit(
     assert losses(stdout) == losses(whole)
 
 
+@pytest.mark.with_all  # a lost node has another plan in test_several_nodes
 @pytest.mark.ranks
 def test_another_plan_goes_on_from_memory(launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path) -> None:
     path = script(SCRIPT)

@@ -23,7 +23,9 @@ def finish(process: ForkedLauncher) -> tuple[int, str, str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.with_all), "file"])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", *(pytest.param(how, marks=pytest.mark.with_all) for how in ("SIGUSR1", "file"))]
+)
 def test_a_job_that_is_to_end_saves_and_goes_on_as_if_nothing_had_been(
     how: str, start_forked: StartForked, launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
 ) -> None:

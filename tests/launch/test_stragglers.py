@@ -62,6 +62,7 @@ def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
     assert not list(tmp_path.rglob(MARKS_FILE))
 
 
+@pytest.mark.with_all  # the loader is named, above
 def test_what_a_script_waits_for_by_itself_is_told_from_its_loader(
     launch_forked: ForkedLaunch, script: WriteScript
 ) -> None:
@@ -210,6 +211,7 @@ def test_an_error_has_no_frame_of_the_launcher_where_hooks_stand_around_torch(
         assert "paraplan/launch" not in text
 
 
+@pytest.mark.with_all  # a collective stays in the graph, below
 def test_compiled_training_is_left_as_it_is(launch_forked: ForkedLaunch, script: WriteScript) -> None:
     path = script(
         """

@@ -68,7 +68,7 @@ def test_a_node_whose_ranks_have_ended_ends_with_the_failure_of_another(
     assert f"on host node{early} all ranks had ended well" in said
 
 
-@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("early", [0, pytest.param(1, marks=pytest.mark.with_all)])  # 0 has the store
 def test_a_node_whose_ranks_have_ended_ends_when_another_is_lost(
     early: int, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:

@@ -340,6 +340,7 @@ def trained_by_turns(plan: ParallelPlan) -> tuple[list[float], Gradients, list[l
     return losses, training.values(), gradients
 
 
+@pytest.mark.with_all  # layers that steps leave out are in test_conditional_parameters
 @pytest.mark.ranks
 def test_parameters_are_frozen_and_trained_by_turns_as_in_one_process(ranks: RankHarness) -> None:
     losses, values, gradients = ranks.run_alone(trained_by_turns, ALONE)

@@ -128,9 +128,9 @@ def run(ranks: RankHarness, work: Any, plan: ParallelPlan | None, folder: Path) 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    # The others keep parameters as one of these does; two of them are read under all the same.
+    # The others keep parameters as one of these does; one of them is read under all the same.
     "written_under",
-    [pytest.param(name, marks=[pytest.mark.with_all] * (name not in ("zero 3", "pipeline"))) for name in PLANS],
+    [pytest.param(name, marks=[pytest.mark.with_all] * (name != "zero 3")) for name in PLANS],
 )
 def test_averages_are_torchs_own_and_go_on_under_another_plan(
     written_under: str, ranks: RankHarness, tmp_path: Path

@@ -22,7 +22,7 @@ from paraplan.script_check.plan_rank import check
 from paraplan.script_check.small_model import build_small, check_batch
 
 PLANS = (ParallelPlan(dp=2), ParallelPlan(tp=2))
-ODD = ["deepseek-v3", "nemotron-3-nano", *with_all(["gemma-4-e4b-it", "qwen3.5-0.8b"])]
+ODD = ["nemotron-3-nano", *with_all(["deepseek-v3", "gemma-4-e4b-it", "qwen3.5-0.8b"])]
 """Files that leave groups of experts to the library, buffers with infinite bounds, layers named by letters alone, and
 states of a fused projection in a cache."""
 

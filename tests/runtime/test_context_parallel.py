@@ -269,6 +269,7 @@ def _in_half_precision(plan: ParallelPlan | None) -> list[float]:
     return train("two blocks", plan, precision="bf16").losses
 
 
+@pytest.mark.with_all  # split layers have it in test_plan_equality
 def test_tokens_layers_and_stages_are_split_in_half_precision(ranks: RankHarness) -> None:
     """Tokens and layers at once; with `--all` stages too, between which a state of 16 bits travels as it does alone."""
     plans = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from case_selection import with_all
 from rank_harness import RankHarness
@@ -59,6 +60,7 @@ def lose_a_node(folder: str, lost: int | None, plan: ParallelPlan) -> tuple[list
         return losses[:begun] + steps(job, engine, 4), begun, goes_on
 
 
+@pytest.mark.with_all  # nodes do so in test_neighbour_copies of the launcher
 def test_a_new_node_takes_what_the_lost_one_had_from_the_others(ranks: RankHarness, tmp_path: Path) -> None:
     whole = ranks.run(lose_a_node, str(tmp_path / "none"), None, ZERO_3, size=3)
     assert {(begun, goes_on) for _, begun, goes_on in whole} == {(2, True)}

@@ -115,14 +115,14 @@ SHORT_COUNTS = [19, 13]  # a last batch of 7, and one of 1, of which a rank has 
         ],
         [
             plan_of(dp=2),
-            plan_of(dp=2, zero_stage=3, recompute="full"),
-            plan_of(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, num_microbatches=6),
             plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=6),
-            plan_of(tp=2),
             plan_of(cp=2),
-            # A mean is that of DDP, and of another schedule of whole backward passes.
+            # A mean is that of DDP, and of another schedule; split layers have whole sequences.
             *with_all(
                 [
+                    plan_of(dp=2, zero_stage=3, recompute="full"),
+                    plan_of(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, num_microbatches=6),
+                    plan_of(tp=2),
                     plan_of(dp=2, zero_stage=1),
                     plan_of(dp=2, zero_stage=2),
                     plan_of(pp=2, pipeline_schedule="gpipe"),
@@ -130,10 +130,15 @@ SHORT_COUNTS = [19, 13]  # a last batch of 7, and one of 1, of which a rank has 
                 ]
             ),
         ],
-        [
-            plan_of(dp=2, pp=2, pipeline_schedule="1f1b", zero_stage=1),
-            *with_all([plan_of(dp=4), plan_of(dp=2, tp=2, zero_stage=3)]),  # two ranks have each of these
-        ],
+        *with_all(  # two ranks have each of these
+            [
+                [
+                    plan_of(dp=2, pp=2, pipeline_schedule="1f1b", zero_stage=1),
+                    plan_of(dp=4),
+                    plan_of(dp=2, tp=2, zero_stage=3),
+                ]
+            ]
+        ),
     ],
     ids=lambda plans: f"{plans[0].world_size} ranks",
 )
@@ -317,7 +322,7 @@ def train_compiled(cases: list[tuple[ParallelPlan, str | None]]) -> list[tuple[l
 def test_compiled_blocks_train_as_plain_ones(ranks: RankHarness) -> None:
     # Shards and stages leave the code of a block as it is, of which a backward pass is compiled in the other cases.
     cases = [
-        (plan_of(dp=2, zero_stage=3), "eager"),
+        *with_all([(plan_of(dp=2, zero_stage=3), "eager")]),
         (plan_of(tp=2, sequence_parallel=True), "aot_eager"),
         *with_all([(plan_of(cp=2), "aot_eager")]),
         *with_all([(plan_of(dp=2, zero_stage=3), "aot_eager"), (plan_of(pp=2, pipeline_schedule="1f1b"), "aot_eager")]),
@@ -373,6 +378,7 @@ def _losses_of_sums(plan: ParallelPlan, reduce_dtype: str) -> list[float]:
     return [engine.step(*batch).item() for batch in job.shard(MaskedPairs(24), batch_size=BATCH)]
 
 
+@pytest.mark.with_all  # pure bf16 sends them so in test_adapter_training
 @pytest.mark.ranks
 def test_gradients_that_travel_in_16_bits_train_nearly_as_others(ranks: RankHarness) -> None:
     plans = [plan_of(dp=2), plan_of(dp=2, zero_stage=2), plan_of(dp=2, zero_stage=3)]

@@ -109,6 +109,7 @@ def test_ddp_keeps_its_buckets_beside_accumulated_gradients() -> None:
     assert twice == pytest.approx(8 * PARAMETERS, rel=0.1)  # the first gradients may be in their buckets already
 
 
+@pytest.mark.with_all  # estimates of each stage are traced in tests of costs
 def test_a_stage_holds_its_own_blocks_and_the_activations_in_flight() -> None:
     first, last = (
         trace(pp=2, pipeline_schedule="1f1b", num_microbatches=4, micro_batch_size=256, stage=stage) for stage in (0, 1)

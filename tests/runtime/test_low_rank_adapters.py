@@ -146,9 +146,9 @@ def test_adapters_train_as_in_one_process_where_axes_meet(ranks: RankHarness) ->
 def test_adapters_of_peft_train_as_in_one_process(ranks: RankHarness) -> None:
     pytest.importorskip("peft")
     cases = [(SPLIT, "gpt2")]
-    cases += [(TOKENS_SPLIT, "dora")]  # whose scales need whole weights
     cases += with_all(
         [
+            (TOKENS_SPLIT, "dora"),  # whose scales need whole weights
             (SPLIT, "llama, as peft chooses"),
             (TOKENS_SPLIT, "llama"),
             (SPLIT, "llama"),

@@ -219,9 +219,8 @@ def plan_of(**options: Any) -> ParallelPlan:
 
 TWO_RANKS = [
     plan_of(dp=2, zero_stage=3, num_microbatches=2),
-    plan_of(tp=2, sequence_parallel=True),
-    plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=4),
     plan_of(cp=2),
+    *with_all([plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=4), plan_of(tp=2, sequence_parallel=True)]),
     # The first ones cut rows in these ways too.
     *with_all([plan_of(pp=2, pipeline_schedule="zero_bubble", num_microbatches=4, recompute="full")]),
     *with_all([plan_of(dp=2), plan_of(tp=2), plan_of(cp=2, zero_stage=2)]),

@@ -109,6 +109,7 @@ def test_two_ranks_train_as_one_process(ranks: RankHarness, one_process) -> None
     assert_each_trains_the_same(chosen, "decoder", ranks, one_process)
 
 
+@pytest.mark.with_all  # three stages, and shards of experts, are below
 def test_four_ranks_train_as_one_process(ranks: RankHarness, one_process) -> None:
     """Pipelines, and replicas of a model with fewer rows of experts than there are shards."""
     plans = admitted_plans(4, recompute=("none",), counts=(3, 6))
@@ -344,7 +345,7 @@ def test_parameters_on_several_stages_stay_equal_beside_data_parallelism(ranks: 
         for zero_stage, (schedule, virtual) in itertools.product((0, 1), SCHEDULES[2:])
     ]
     schedules = {(plan.zero_stage, plan.pipeline_schedule): plan for plan in plans}
-    cases = [("tied", schedules[1, "interleaved_1f1b"]), ("frozen start", schedules[0, "zero_bubble"])]
+    cases = [("frozen start", schedules[0, "zero_bubble"])]
     cases += with_all(
         [case for case in itertools.product(("tied", "shared scale", "frozen start"), plans) if case not in cases]
     )
@@ -473,9 +474,9 @@ def test_tokens_are_split_beside_layers_and_stages(ranks: RankHarness, one_proce
     staged = {"cp": 2, "pp": 2, "num_microbatches": 2}
     cases = [
         ("two blocks", plan_of(**split, sequence_parallel=True, zero_stage=1, recompute="full")),
-        ("two blocks", plan_of(**staged, pipeline_schedule="1f1b", zero_stage=1, offload="optimizer")),
         *with_all(
             [
+                ("two blocks", plan_of(**staged, pipeline_schedule="1f1b", zero_stage=1, offload="optimizer")),
                 ("mixture", plan_of(**split, sequence_parallel=True, zero_stage=1, recompute="full")),
                 (
                     "attention",

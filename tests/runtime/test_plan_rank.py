@@ -69,6 +69,7 @@ def test_plans_of_every_axis_are_equal(ranks: RankHarness, configs: dict[str, st
     assert all(count < fine[0][0].num_compared for count in held)
 
 
+@pytest.mark.with_all  # plans of two ranks are checked, above
 def test_tokens_beside_layers_and_stages_are_checked_on_a_model_whose_heads_they_share_out(
     ranks: RankHarness, configs: dict[str, str]
 ) -> None:

@@ -154,6 +154,7 @@ def test_recompute_of_chosen_operations_trains_as_one_process_under_every_axis(
         assert_same([answers[number] for answers in found], one_process)
 
 
+@pytest.mark.with_all  # each axis has them, above
 @pytest.mark.ranks
 def test_policies_train_as_one_process_where_axes_meet(ranks: RankHarness, one_process: Any) -> None:
     cases = list(zip(FOUR_RANKS, ("products", "mixed", "products"), strict=True))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_selection import with_all
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_harness import RankHarness, RanksFailedError
@@ -102,7 +103,7 @@ def test_skipped_steps_of_a_stream_are_the_first_ones(skip: int) -> None:
     assert numbers_of(stream_of(13, batch_size=3, epochs=2, skip=skip)) == whole[skip:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, *with_all([1])])
 @pytest.mark.parametrize("kind", [Numbers, Remembering])
 @pytest.mark.parametrize("num_done", [0, 2, 4, 6])
 def test_a_loaded_state_goes_on_exactly_also_under_another_dp(num_done: int, kind: Any, num_workers: int) -> None:
@@ -262,8 +263,10 @@ def train_on_a_stream(plan: ParallelPlan | None) -> list[float]:
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(ParallelPlan(dp=2, micro_batch_size=6), id="ddp", marks=pytest.mark.with_all),
-        pytest.param(ParallelPlan(dp=2, tp=2, micro_batch_size=6), id="ddp and split layers"),
+        pytest.param(ParallelPlan(dp=2, micro_batch_size=6), id="ddp"),
+        pytest.param(
+            ParallelPlan(dp=2, tp=2, micro_batch_size=6), id="ddp and split layers", marks=pytest.mark.with_all
+        ),
         pytest.param(
             ParallelPlan(pp=2, pipeline_schedule="1f1b", micro_batch_size=4, num_microbatches=3),
             id="pipeline",

@@ -135,7 +135,6 @@ def one_process_losses(
     return losses
 
 
-@pytest.mark.with_all  # the tutorial trains adapters until they know a text
 def test_a_model_learns_another_text_by_its_adapters(
     ranks: RankHarness, base: Path, text_folder: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +144,7 @@ def test_a_model_learns_another_text_by_its_adapters(
     assert after < 0.5 * before
 
 
+@pytest.mark.with_all  # the tutorial trains adapters under a plan, and loads them with peft
 @pytest.mark.ranks
 @pytest.mark.parametrize("plan", PLANS, ids=ParallelPlan.describe)
 def test_plans_of_lora_give_the_losses_of_one_process_and_files_for_peft(

@@ -135,6 +135,7 @@ def _of_model_that_needs_all() -> tuple[list[float], dict[str, int], list[str]]:
     return compared(Sorted, [LOSSES["masked"]])
 
 
+@pytest.mark.with_all  # they are gathered for losses, above
 def test_logits_are_gathered_for_a_model_that_looks_at_all_of_them(ranks: RankHarness) -> None:
     errors, rows, said = ranks.run(_of_model_that_needs_all, size=2)[0]
     assert errors == pytest.approx([0.0], abs=1e-5)

@@ -21,7 +21,7 @@ PLANS = {
     2: [
         ParallelPlan(dp=2, zero_stage=3, micro_batch_size=6, offload="parameters"),
         ParallelPlan(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2, micro_batch_size=12),
-        ParallelPlan(cp=2, zero_stage=1, micro_batch_size=12),
+        *with_all([ParallelPlan(cp=2, zero_stage=1, micro_batch_size=12)]),
         ParallelPlan(tp=2, micro_batch_size=12),
         *with_all([ParallelPlan(dp=2, micro_batch_size=6)]),  # whole parameters are read by stages
     ],

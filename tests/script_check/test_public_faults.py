@@ -15,7 +15,7 @@ from paraplan.script_check.records import ScriptReport
 sys.path.append(str(Path(__file__).parent / "faults"))
 corpus = __import__("corpus")
 FAULTS = {fault.name: fault for fault in corpus.FAULTS}
-ALWAYS = ("owner keeps it", "decay by dimensions", "bias on every rank", "reduced over dp alone")
+ALWAYS = ("owner keeps it", "decay by dimensions", "reduced over dp alone")
 """One of each kind of script, and of what is compared: other tests see the rest of the kinds in records alone."""
 
 
@@ -37,6 +37,7 @@ def test_a_public_fault_is_found_and_named(ranks: RankHarness, name: str) -> Non
 
 
 # Right scripts of libraries are in test_right_scripts: this one has parts that torch knows nothing of.
+@pytest.mark.with_all  # right scripts are in test_right_scripts
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["fused in halves", *with_all([name for name in FAULTS if name != "fused in halves"])])
 def test_a_script_without_its_fault_is_equal(ranks: RankHarness, name: str) -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks
 
 # Two optimizers on shards; libraries, one of them over several batches; losses that one process has in another measure,
 # or in halves. Clipping is in test_check_script.
-USUAL = ("fsdp2/gan", "accelerate/accumulate", "trainer/smoothing", "ddp/sum", "ddp/pairs")
+USUAL = ("fsdp2/gan", "trainer/smoothing", "ddp/sum")
 OTHERS = [
     name for name in right_scripts.scripts() if name not in (*USUAL, *right_scripts.BY_SHARE, *right_scripts.WRONG)
 ]

@@ -79,6 +79,7 @@ def test_options_for_long_sequences_are_chosen_where_nothing_fits_without(worklo
     assert first.peak_memory_bytes == pytest.approx(66.8 * GIB, rel=0.06)
 
 
+@pytest.mark.with_all  # the order of levers is looked at, above
 def test_levers_stand_beside_a_plan_with_offload_and_none_beside_one_with_room(workload: MakeWorkload) -> None:
     offloaded = _answer(workload("llama-3-8b", profile="rtx-4090-x2", seq_length=2048, global_batch_size=16))
     assert offloaded.result.best.plan.offload != "none"
@@ -174,6 +175,7 @@ def test_what_a_free_lever_finds_stands_before_everything(
     assert lines[labels.index("First")].text == offer.in_short
 
 
+@pytest.mark.with_all  # what saves GPUs is joined with other GPUs, below
 def test_fewer_gpus_are_found_with_a_lever(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", profile="8xh100", seq_length=8192, global_batch_size=64)
     answer = recommendation(made, SearchRequest(find="fewest-gpus"))

@@ -21,6 +21,7 @@ def test_sizes_go_from_a_quarter_to_four_times_the_gpus(workload: MakeWorkload) 
         assert offer.cost_per_billion_tokens == pytest.approx(2 * offer.gpu_hours_per_billion_tokens)
 
 
+@pytest.mark.with_all  # sizes are listed, above
 def test_sizes_that_hold_no_plan_are_left_out(workload: MakeWorkload) -> None:
     offers = scaling(workload("llama-3-8b", "dgx-h100", global_batch_size=64, seq_length=8192), price_per_gpu_hour=None)
     assert offers[0].num_gpus > 1
