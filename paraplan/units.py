@@ -63,6 +63,11 @@ def format_seconds(seconds: float | None) -> str:
     return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
 
 
+def format_digits(value: float) -> str:
+    """Return a number with three significant digits and no exponent: `5,930` of 5930.4."""
+    return f"{float(f'{value:.3g}'):,.15g}"
+
+
 def format_count(count: float | None) -> str:
     """Return a count with three significant digits, scaled by thousands: `8.03 B` parameters, `12.4 k` tokens."""
     if count is None:

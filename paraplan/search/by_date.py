@@ -14,10 +14,19 @@ from paraplan.search.cluster_sizes import first_between, larger_clusters, least_
 from paraplan.search.constraints import Constraints
 from paraplan.search.results import Objective
 from paraplan.search.search import search
-from paraplan.units import format_count
+from paraplan.units import format_count, format_digits
 
 _SECONDS_PER_DAY = 86_400
 _EXAMPLE = "for example --find by-date --tokens 1T --days 30"
+_MOST_GAIN = 10.0  # no lever makes a step so much faster where GPUs are many: 8 bits for 16 double the rate at most
+
+
+class TooSlowError(NoPlanFitsError):
+    """No number of GPUs is in time; `is_far` where no lever would be either."""
+
+    def __init__(self, message: str, *, hint: str, is_far: bool) -> None:
+        super().__init__(message, hint=hint)
+        self.is_far = is_far
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ def by_date(workload: Workload, deadline: Deadline) -> tuple[Workload, str | Non
     """Return the workload on the fewest GPUs that train on the tokens in time, and in a sentence how long they take.
 
     Numbers of GPUs go up to many times those asked about. Those are passed over that no plan could make so fast. Raises
-    `NoPlanFitsError` where no number is in time.
+    `TooSlowError` where no number is in time.
     """
     tokens, days, step_times = deadline.tokens, deadline.days, _StepTimes(workload, deadline)
     found = _in_time(step_times, deadline)
@@ -63,7 +72,7 @@ def by_date(workload: Workload, deadline: Deadline) -> tuple[Workload, str | Non
     first, tried = found
     taken = tokens / workload.training.tokens_per_step * step_times.of(first) / _SECONDS_PER_DAY
     words = f"the fewest GPUs that take {days:g} days or less: {first.num_gpus}, {tried}"
-    return replace(workload, cluster=first), f"{words}; {format_count(tokens)} tokens take {taken:.3g} days"
+    return replace(workload, cluster=first), f"{words}; {format_count(tokens)} tokens take {format_digits(taken)} days"
 
 
 def workload_in_time(workload: Workload, deadline: Deadline, *, found: Workload | None) -> Workload | None:
@@ -139,14 +148,17 @@ class _StepTimes:
 def _too_slow(step_times: _StepTimes, deadline: Deadline) -> tuple[Workload, str | None]:
     workload, tokens = step_times.workload, deadline.tokens
     best_s = float("inf")
+    # From where most is shared out to where less is sent: the first that is no faster than one before ends the look.
     for cluster in sorted(_numbers_of_gpus(workload), key=step_times.least_of):
-        if step_times.least_of(cluster) < best_s:
-            best_s = min(best_s, step_times.of(cluster))
+        if math.inf > best_s <= step_times.of(cluster):
+            break
+        best_s = min(best_s, step_times.of(cluster))
     if best_s == float("inf"):
         return workload, None  # the search says what is lacking
     best = tokens / workload.training.tokens_per_step * best_s / _SECONDS_PER_DAY
-    raise NoPlanFitsError(
+    raise TooSlowError(
         f"no number of GPUs tried trains on {format_count(tokens)} tokens in {deadline.days:g} days: the best takes "
-        f"{best:.3g}",
+        f"{format_digits(best)}",
         hint="give a larger --global-batch, which more GPUs share out, or more days",
+        is_far=best > _MOST_GAIN * deadline.days,
     )

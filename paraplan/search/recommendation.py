@@ -218,8 +218,11 @@ def _find_levers(
 
 def _found_with_levers(error: NoPlanFitsError, workload: Workload, question: SearchRequest) -> NoPlanFitsError:
     """Return the error of a `--find` that found nothing with the levers that find something."""
+    from paraplan.search.by_date import TooSlowError
     from paraplan.search.offers import offers_in_words
 
+    if isinstance(error, TooSlowError) and error.is_far:
+        return error
     offers = _find_levers(workload, None, question, None)
     if any(one.fits for one in offers):
         error.hint = offers_in_words(offers, framework=workload.framework.title)

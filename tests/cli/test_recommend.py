@@ -397,6 +397,7 @@ def test_gpus_are_found_that_end_in_time_or_it_is_said_how_long_the_best_takes()
     status, _, stderr = run(*wanted, "0.001")
     assert status == 1
     assert "no number of GPUs tried trains on 10.0 B tokens in 0.001 days" in stderr
+    assert "e+" not in stderr
     status, _, stderr = run(*asked)
     assert status == 2
     assert "give --" not in stderr
