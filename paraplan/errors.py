@@ -65,9 +65,13 @@ class UnsupportedPlanError(PlanError):
 
 
 class NoPlanFitsError(ParaplanError):
-    """No plan of the search space fits in memory."""
+    """No plan of the search space fits in memory, or is in time; `is_near` where another option may mend that."""
 
     exit_status = 1
+
+    def __init__(self, message: str, *, hint: str | None = None, is_near: bool = True) -> None:
+        super().__init__(message, hint=hint)
+        self.is_near = is_near
 
 
 class CheckFailedError(ParaplanError):

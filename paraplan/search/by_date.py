@@ -21,14 +21,6 @@ _EXAMPLE = "for example --find by-date --tokens 1T --days 30"
 _MOST_GAIN = 10.0  # no lever makes a step so much faster where GPUs are many: 8 bits for 16 double the rate at most
 
 
-class TooSlowError(NoPlanFitsError):
-    """No number of GPUs is in time; `is_far` where no lever would be either."""
-
-    def __init__(self, message: str, *, hint: str, is_far: bool) -> None:
-        super().__init__(message, hint=hint)
-        self.is_far = is_far
-
-
 @dataclass(frozen=True)
 class Deadline:
     """How much is trained in how many days, by which plans."""
@@ -63,7 +55,7 @@ def by_date(workload: Workload, deadline: Deadline) -> tuple[Workload, str | Non
     """Return the workload on the fewest GPUs that train on the tokens in time, and in a sentence how long they take.
 
     Numbers of GPUs go up to many times those asked about. Those are passed over that no plan could make so fast. Raises
-    `TooSlowError` where no number is in time.
+    `NoPlanFitsError` where no number is in time.
     """
     tokens, days, step_times = deadline.tokens, deadline.days, _StepTimes(workload, deadline)
     found = _in_time(step_times, deadline)
@@ -156,9 +148,9 @@ def _too_slow(step_times: _StepTimes, deadline: Deadline) -> tuple[Workload, str
     if best_s == float("inf"):
         return workload, None  # the search says what is lacking
     best = tokens / workload.training.tokens_per_step * best_s / _SECONDS_PER_DAY
-    raise TooSlowError(
+    raise NoPlanFitsError(
         f"no number of GPUs tried trains on {format_count(tokens)} tokens in {deadline.days:g} days: the best takes "
         f"{format_digits(best)}",
         hint="give a larger --global-batch, which more GPUs share out, or more days",
-        is_far=best > _MOST_GAIN * deadline.days,
+        is_near=best <= _MOST_GAIN * deadline.days,
     )

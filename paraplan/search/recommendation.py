@@ -121,7 +121,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
     try:
         workload, found = _found(workload, question, executor=executor)
     except NoPlanFitsError as error:
-        raise _found_with_levers(error, workload, question) from None
+        raise (_found_with_levers(error, workload, question) if error.is_near else error) from None
     if found is not None and question.find == "fewest-gpus":
         from paraplan.search.sizes import settled_offload
 
@@ -218,11 +218,8 @@ def _find_levers(
 
 def _found_with_levers(error: NoPlanFitsError, workload: Workload, question: SearchRequest) -> NoPlanFitsError:
     """Return the error of a `--find` that found nothing with the levers that find something."""
-    from paraplan.search.by_date import TooSlowError
     from paraplan.search.offers import offers_in_words
 
-    if isinstance(error, TooSlowError) and error.is_far:
-        return error
     offers = _find_levers(workload, None, question, None)
     if any(one.fits for one in offers):
         error.hint = offers_in_words(offers, framework=workload.framework.title)

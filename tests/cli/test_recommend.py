@@ -398,6 +398,7 @@ def test_gpus_are_found_that_end_in_time_or_it_is_said_how_long_the_best_takes()
     assert status == 1
     assert "no number of GPUs tried trains on 10.0 B tokens in 0.001 days" in stderr
     assert "e+" not in stderr
+    assert "give a larger --global-batch" in stderr, "no lever comes near"
     status, _, stderr = run(*asked)
     assert status == 2
     assert "give --" not in stderr
