@@ -47,7 +47,6 @@ def factor(fitted: Calibration, name: FactorName) -> float:
     return next(constant.factor for constant in fitted.constants if constant.name == name)
 
 
-@pytest.mark.with_all  # a fitted file is read back, and moves predictions
 def test_a_machine_with_slower_matmuls_and_links_is_recognised(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", profile="dgx-a100", seq_length=8192, compiled=True)
     runs = runs_of(made, {"matmul": 0.85, "node_links": 0.8})

@@ -62,7 +62,6 @@ def test_a_rank_with_a_slow_data_loader_is_named_while_it_runs_and_at_the_end(
     assert not list(tmp_path.rglob(MARKS_FILE))
 
 
-@pytest.mark.with_all  # the loader is named, above
 def test_what_a_script_waits_for_by_itself_is_told_from_its_loader(
     launch_forked: ForkedLaunch, script: WriteScript
 ) -> None:

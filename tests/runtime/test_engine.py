@@ -378,7 +378,6 @@ def _losses_of_sums(plan: ParallelPlan, reduce_dtype: str) -> list[float]:
     return [engine.step(*batch).item() for batch in job.shard(MaskedPairs(24), batch_size=BATCH)]
 
 
-@pytest.mark.with_all  # pure bf16 sends them so in test_adapter_training
 @pytest.mark.ranks
 def test_gradients_that_travel_in_16_bits_train_nearly_as_others(ranks: RankHarness) -> None:
     plans = [plan_of(dp=2), plan_of(dp=2, zero_stage=2), plan_of(dp=2, zero_stage=3)]

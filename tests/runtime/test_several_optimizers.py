@@ -116,9 +116,8 @@ def run(ranks: RankHarness, work: Any, plan: ParallelPlan | None, folder: Path) 
     return ranks.run(work, plan, str(folder), size=plan.world_size)
 
 
-@pytest.mark.with_all  # checkpoints of one go on elsewhere, and two step in test_optimizers
 @pytest.mark.ranks
-@pytest.mark.parametrize("written_under", with_all(PLANS) or [*PLANS][2::2])
+@pytest.mark.parametrize("written_under", with_all(PLANS) or ["zero 3"])
 def test_two_optimizers_train_as_in_one_process_and_go_on_under_another_plan(
     written_under: str, ranks: RankHarness, tmp_path: Path
 ) -> None:

@@ -62,7 +62,6 @@ def test_a_right_script_is_equal_to_one_process_and_says_what_was_switched_off(s
     assert "batch statistics" in done.output
 
 
-@pytest.mark.with_all  # a fault of the corpus is scaled, too
 def test_a_layer_that_is_scaled_is_named_with_its_factor(script: str, ranks: RankHarness) -> None:
     found = checked(ranks, script, "scaled", num_steps=1).difference
     assert found is not None

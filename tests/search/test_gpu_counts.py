@@ -62,7 +62,6 @@ def test_no_plan_takes_less_than_the_least_time(workload: MakeWorkload, nodes: i
     assert 0.5 * step_s < least_s <= step_s
 
 
-@pytest.mark.with_all  # one of two is taken, below
 def test_three_machines_are_found_between_two_and_four(workload: MakeWorkload) -> None:
     made = workload("llama-2-13b", num_nodes=8, seq_length=4096, global_batch_size=512)
     chosen, words = by_date(made, Deadline(100e9, 14, "throughput", OWN_RUNTIME, FREE))

@@ -64,7 +64,6 @@ def test_what_is_recommended_fits_and_runs(workload: MakeWorkload, model: str, p
         assert unsupported_reason(plan, num_blocks=made.model.num_blocks) is None
 
 
-@pytest.mark.with_all  # brute force finds the same, above
 def test_a_pipeline_of_unlike_stages_is_recommended_only_where_all_of_them_fit(workload: MakeWorkload) -> None:
     made = workload("gpt-oss-120b", profile="rtx-3090-x2", num_nodes=32, seq_length=512, global_batch_size=24)
     result = search(made)
