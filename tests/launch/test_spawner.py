@@ -161,6 +161,7 @@ def test_what_stays_after_a_rank_that_succeeded_is_left_alone_and_named(
     assert spawner.find_left() == {child: "sleep 600"}
     assert is_alive(child)
     os.kill(child, signal.SIGKILL)
+    wait_until_dead(child)  # on a busy machine not at once
     assert spawner.find_left() == {}
 
 
