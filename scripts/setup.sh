@@ -107,7 +107,7 @@ install_paraplan() {
     stamp=$(python -c 'import sys; print(sys.prefix)')/.paraplan-$extra
     if [ -e "$stamp" ] && [ "$stamp" -nt "$root/pyproject.toml" ] && [ "$(cat "$stamp")" = "$root" ]; then return; fi
     patiently "Installing paraplan" python -m pip install --quiet --no-compile --editable "$root[$extra]" || fail "cannot install paraplan"
-    compile_what_ranks_import "$extra"
+    patiently "Compiling what training imports" compile_what_ranks_import "$extra"
     echo "$root" >"$stamp"
 }
 

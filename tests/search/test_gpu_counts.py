@@ -13,13 +13,22 @@ from paraplan.api.executors import executor_of
 from paraplan.cost.estimate import leaves_room
 from paraplan.cost.framework_files import load_framework
 from paraplan.cost.workload import Workload
+from paraplan.errors import NoPlanFitsError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import OWN_RUNTIME
 from paraplan.search.by_date import Deadline, by_date
-from paraplan.search.cluster_sizes import counts_between, first_between, least_time_s, part_of
+from paraplan.search.cluster_sizes import (
+    counts_between,
+    first_between,
+    larger_clusters,
+    least_time_s,
+    part_of,
+    smaller_clusters,
+)
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
+from paraplan.units import format_digits
 
 MakeWorkload = Callable[..., Workload]
 
@@ -60,6 +69,25 @@ def test_no_plan_takes_less_than_the_least_time(workload: MakeWorkload, nodes: i
     step_s = search(made, num_candidates=1, objective="fastest").best.step.step_time_s
     least_s = least_time_s(made, executor=OWN_RUNTIME)
     assert 0.5 * step_s < least_s <= step_s
+
+
+def test_a_date_that_nothing_meets_is_told_by_the_best_of_all_numbers(workload: MakeWorkload) -> None:
+    """Numbers that are looked at first are not the best here: over a slow network few GPUs are faster than many."""
+    made = workload("gpt2", profile="rtx-3090-x2")
+    plain = Constraints(tp=1, pp=1, cp=1)
+    deadline = Deadline(1e12, 0.001, "throughput", OWN_RUNTIME, plain)
+    with pytest.raises(NoPlanFitsError) as told:
+        by_date(made, deadline)
+    clusters = [made.cluster, *smaller_clusters(made.cluster), *larger_clusters(made.cluster)]
+    times = {
+        one.num_gpus: search(replace(made, cluster=one), num_candidates=1, fixed=plain).best.step.step_time_s
+        for one in clusters
+        if one.num_gpus <= 64  # each takes one sequence then
+    }
+    assert times[4] == min(times.values())
+    days = 1e12 / made.training.tokens_per_step * times[4] / 86_400
+    assert told.value.message.endswith(f"the best takes {format_digits(days)}")
+    assert not told.value.is_near
 
 
 def test_three_machines_are_found_between_two_and_four(workload: MakeWorkload) -> None:
