@@ -68,6 +68,12 @@ def format_digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.15g}"
 
 
+def format_days(days: float) -> str:
+    """Return a number of days: `1 day`, `2.46 days`."""
+    text = format_digits(days)
+    return f"{text} day" if text == "1" else f"{text} days"
+
+
 def format_count(count: float | None) -> str:
     """Return a count with three significant digits, scaled by thousands: `8.03 B` parameters, `12.4 k` tokens."""
     if count is None:

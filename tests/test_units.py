@@ -9,6 +9,7 @@ from paraplan.units import (
     format_bytes,
     format_bytes_apart,
     format_count,
+    format_days,
     format_digits,
     format_flops,
     format_seconds,
@@ -48,6 +49,7 @@ def test_seconds_are_shown_in_the_unit_that_suits_them(seconds: float, text: str
 def test_counts_and_rates_are_scaled_by_thousands() -> None:
     assert format_count(8_030_261_248) == "8.03 B"
     assert format_count(999) == "999"
+    assert [format_days(value) for value in (1, 0.001, 5930.4)] == ["1 day", "0.001 days", "5,930 days"]
     assert [format_digits(value) for value in (5930.4, 1234567.0, 0.001234, 12.0)] == [
         "5,930",
         "1,230,000",

@@ -17,6 +17,7 @@ from paraplan.api.workloads import Workload
 from paraplan.cli.inputs import write_beside_and_rename
 from paraplan.errors import NoPlanFitsError
 from paraplan.report.machines_page import machine_rows, machines_page, machines_title
+from paraplan.units import format_days
 
 if TYPE_CHECKING:
     from paraplan.search.machine_comparison import MachineComparison, MachineOffer
@@ -98,7 +99,7 @@ def _print(found: MachineComparison, workload: Workload, choice: Anywhere | None
     console.print()
     if choice is not None:
         fastest = min(found.machines, key=lambda offer: offer.seconds or 0.0).machine
-        in_time = "" if choice.days is None else f" of those that end in {choice.days:g} days"
+        in_time = "" if choice.days is None else f" of those that end in {format_days(choice.days)}"
         console.print(f"cheapest{in_time}: {found.machines[0].machine}; fastest: {fastest}", highlight=False)
         for offer in found.machines:
             typer.echo(submit_line(offer, choice.folder or Path()))

@@ -12,7 +12,7 @@ from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Decision, Rejection
 from paraplan.search.sizes import Budget, SizeOffer
 from paraplan.search.what_helps import Help
-from paraplan.units import format_bytes, format_count, format_digits, format_seconds
+from paraplan.units import format_bytes, format_count, format_days, format_digits, format_seconds
 
 
 class Column(NamedTuple):
@@ -167,7 +167,7 @@ def _budget(budget: Budget, source: str | None, goodput: GoodputEstimate | None)
     failing: tuple[str, ...] = ()
     if goodput is not None:
         more = "" if budget.cost is None else f", cost of the run {_rounded(budget.cost / goodput.goodput)}"
-        failing = (f"with failures: {format_digits(days / goodput.goodput)} days{more}",)
+        failing = (f"with failures: {format_days(days / goodput.goodput)}{more}",)
     return Section(
         f"{format_count(budget.tokens)} tokens",
         f": {budget.steps:,.0f} steps, {length}, {_rounded(budget.gpu_hours)} GPU-hours{cost}; steps alone, without "
@@ -188,7 +188,7 @@ def _bought(bought: Bought, source: str | None, parameters: int) -> Section:
     return Section(
         f"What {_rounded(bought.money)} buy",
         f": {_rounded(bought.gpu_hours)} GPU-hours at {bought.price_per_gpu_hour:.3g} ({source or '--price'}): "
-        f"{format_count(bought.tokens)} tokens in {format_digits(bought.seconds / 86_400)} days, "
+        f"{format_count(bought.tokens)} tokens in {format_days(bought.seconds / 86_400)}, "
         f"{format_digits(bought.tokens / parameters)} tokens a parameter",
         after=(f"{words}{also}",),
     )

@@ -14,7 +14,7 @@ from paraplan.search.cluster_sizes import first_between, larger_clusters, least_
 from paraplan.search.constraints import Constraints
 from paraplan.search.results import Objective
 from paraplan.search.search import search
-from paraplan.units import format_count, format_digits
+from paraplan.units import format_count, format_days
 
 _SECONDS_PER_DAY = 86_400
 _EXAMPLE = "for example --find by-date --tokens 1T --days 30"
@@ -63,8 +63,8 @@ def by_date(workload: Workload, deadline: Deadline) -> tuple[Workload, str | Non
         return _too_slow(step_times, deadline)
     first, tried = found
     taken = tokens / workload.training.tokens_per_step * step_times.of(first) / _SECONDS_PER_DAY
-    words = f"the fewest GPUs that take {days:g} days or less: {first.num_gpus}, {tried}"
-    return replace(workload, cluster=first), f"{words}; {format_count(tokens)} tokens take {format_digits(taken)} days"
+    words = f"the fewest GPUs that take {format_days(days)} or less: {first.num_gpus}, {tried}"
+    return replace(workload, cluster=first), f"{words}; {format_count(tokens)} tokens take {format_days(taken)}"
 
 
 def workload_in_time(workload: Workload, deadline: Deadline, *, found: Workload | None) -> Workload | None:
@@ -147,8 +147,8 @@ def _too_slow(step_times: _StepTimes, deadline: Deadline) -> tuple[Workload, str
         return workload, None  # the search says what is lacking
     best = tokens / workload.training.tokens_per_step * best_s / _SECONDS_PER_DAY
     raise NoPlanFitsError(
-        f"no number of GPUs tried trains on {format_count(tokens)} tokens in {deadline.days:g} days: the best takes "
-        f"{format_digits(best)}",
+        f"no number of GPUs tried trains on {format_count(tokens)} tokens in {format_days(deadline.days)}: the best "
+        f"takes {format_days(best)}",
         hint="give a larger --global-batch, which more GPUs share out, or more days",
         is_near=best <= _MOST_GAIN * deadline.days,
     )

@@ -11,7 +11,7 @@ from paraplan.hardware.prices import MachinePrice, PriceFile, price_of
 from paraplan.records import Record
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.sizes import budget
-from paraplan.units import format_digits
+from paraplan.units import format_days
 
 _DAY_S = 86_400
 
@@ -68,8 +68,10 @@ class MachineComparison(Record):
         if fastest is None:
             raise NoPlanFitsError("no plan fits any machine that a price is known of", hint=hint)
         if (fastest.seconds or 0.0) > limit_s:
-            took = f"the fastest, {fastest.machine}, takes {format_digits((fastest.seconds or 0.0) / _DAY_S)}"
-            raise NoPlanFitsError(f"no machine trains on so many tokens in {days:g} days: {took}", hint=hint)
+            took = f"the fastest, {fastest.machine}, takes {format_days((fastest.seconds or 0.0) / _DAY_S)}"
+            raise NoPlanFitsError(
+                f"no machine trains on so many tokens in {format_days(limit_s / _DAY_S)}: {took}", hint=hint
+            )
         in_time = [one for one in by_cost if (one.seconds or 0.0) <= limit_s]
         cheapest = {one.profile: one for one in reversed(in_time)}.values()
         shown = [one for one in in_time if one in cheapest][:most]

@@ -28,7 +28,7 @@ from paraplan.search.cluster_sizes import (
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
-from paraplan.units import format_digits
+from paraplan.units import format_days
 
 MakeWorkload = Callable[..., Workload]
 
@@ -86,7 +86,7 @@ def test_a_date_that_nothing_meets_is_told_by_the_best_of_all_numbers(workload: 
     }
     assert times[4] == min(times.values())
     days = 1e12 / made.training.tokens_per_step * times[4] / 86_400
-    assert told.value.message.endswith(f"the best takes {format_digits(days)}")
+    assert told.value.message.endswith(f"the best takes {format_days(days)}")
     assert not told.value.is_near
 
 
