@@ -87,7 +87,7 @@ class Engine(TrainingState):
             totals = self._backward(inputs, targets)
             if totals.factor is not None:
                 scale_gradients(self._gradients().values(), totals.factor)
-            self._hands.begin_changes()
+            self._hands.note_gradients()
             return totals.loss
 
     def update(self) -> None:
@@ -95,7 +95,6 @@ class Engine(TrainingState):
         if self._tokens is None:
             raise UsageError("engine.update without engine.backward before it", hint="call engine.backward first")
         with self._explained("step"):
-            self._hands.end_changes()
             self._hands.check_gradients()
             self._update(None)
         self._end_step()
@@ -107,7 +106,6 @@ class Engine(TrainingState):
         if watch is not None:
             watch.begin()
         self._losses.check(keep=1)
-        self._hands.end_changes()
         loss = self._part.execution.loss
         micro_batches = self._batches.divide("step", inputs, targets, guarded=self._guarded)
         if self._sync.saw_writes:
@@ -226,7 +224,7 @@ class Engine(TrainingState):
     def finish(self) -> None:
         """Wait for what `save` still writes, and end the progress bar. `job.close` does it too."""
         self._writer.finish()
-        self._hands.end_changes()
+        self._hands.finish()
         if self._options.watch is not None:
             self._options.watch.finish()
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checks.trials import anywhere, gathered_numbers
+from paraplan.runtime.data_parallel.script_shards import ScriptShards
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.rank_part import RankPart
@@ -53,7 +54,9 @@ class Hands:
         self._mesh = mesh
         self._has_parts = has_values and plan.tp * plan.pp * plan.ep > 1
         self._is_parallel = has_values and mesh.world.size > 1
+        self._shards = ScriptShards(part.module, part.parameters)
         self._is_sharded = any(isinstance(one, DTensor) for one in part.parameters.values())
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._changes = ExitStack()
         self._is_inside = False
         self._count = self._num_optimized()
@@ -91,7 +94,7 @@ class Hands:
             )
         handles = []
         for one, own in zip(self._optimizers, self._own_hooks, strict=True):
-            if self._has_parts and set(step_hooks(one)[0]) - own:
+            if self._is_parallel and set(step_hooks(one)[0]) - own:
                 self.note_gradients()
                 handles.append(one.register_step_pre_hook(lambda *_: self.check_gradients()))
         self._is_inside = True
@@ -101,6 +104,27 @@ class Hands:
             self._is_inside = False
             for handle in handles:
                 handle.remove()
+
+    def begin_call(self) -> None:
+        """Take over from a script. Raises `UsageError` where it has replaced a shard of ZeRO."""
+        self._changes.close()
+        self._shards.are_in_hand = False
+        self._shards.free_gathered()
+        self._shards.check()
+
+    def end_call(self) -> None:
+        """Hand over to a script, which computes with shards of ZeRO and plain tensors, which are whole, in one call."""
+        self.note_weights()
+        self._shards.free_gathered()
+        self._shards.are_in_hand = True
+        self._changes.close()
+        if self._is_sharded:
+            self._changes.enter_context(implicit_replication())
+
+    def finish(self) -> None:
+        """Have plain tensors not meet shards again."""
+        self._shards.are_in_hand = False
+        self._changes.close()
 
     def note_weights(self) -> None:
         """Take note of the weights as the engine leaves them."""
@@ -115,7 +139,7 @@ class Hands:
 
     def _written(self) -> list[int]:
         """Return how often each weight was written in place."""
-        return [version_of(local_shard(weight)) for weight in self._part.parameters.values()]
+        return [version_of(weight) for weight in self._part.parameters.values()]
 
     def check_weights(self) -> None:
         """Raise `UsageError` where a script has written weights that ranks hold alike otherwise on each.
@@ -130,40 +154,36 @@ class Hands:
         if what not in self._told and self._mesh.world.rank == 0:
             _LOGGER.warning(
                 "a script has %s: under tp and pp it sees those of this rank, and parts of them, so that what goes by "
-                "a norm, a mean or a shape differs from one process; engine.whole(name, tensor) has them whole",
+                "a norm, a mean or a shape differs from one process; engine.whole(name, tensor) has them whole, and "
+                "engine.set_whole takes them so",
                 what,
             )
         self._told.add(what)
 
     def note_gradients(self) -> None:
         """Take note of the gradients as the engine leaves them."""
+        held = [one.grad for one in self._part.parameters.values() if one.grad is not None]
+        self._views = [(one, one.detach()) for one in held if type(one) is torch.Tensor and self._is_parallel]
         if self._has_parts:
             self._gradients = {
-                name: (id(one.grad), version_of(local_shard(one.grad)), _square(one.grad))
+                name: (id(one.grad), version_of(one.grad), _square(one.grad))
                 for name, one in self._part.parameters.items()
                 if one.grad is not None
             }
 
-    def begin_changes(self) -> None:
-        """Let a script compute with gradients: with shards of ZeRO and plain tensors, which are whole, in one call."""
-        self.note_gradients()
-        if self._is_sharded:
-            self._changes.enter_context(implicit_replication())
-
-    def end_changes(self) -> None:
-        """Have plain tensors not meet shards again."""
-        self._changes.close()
-
     def check_gradients(self) -> None:
         """Raise `UsageError` where gradients were multiplied since, by another factor on each rank."""
+        for gradient, view in self._views:  # of a bucket of DDP, which `gradient.data = values` would take it out of
+            if not gradient.is_set_to(view):
+                view.copy_(gradient)
+                gradient.data = view
+        self._views.clear()
         if not self._has_parts:
             return
         held = {name: one.grad for name, one in self._part.parameters.items() if one.grad is not None}
         noted = self._gradients
         changed = {
-            name: one
-            for name, one in held.items()
-            if name in noted and noted[name][:2] != (id(one), version_of(local_shard(one)))
+            name: one for name, one in held.items() if name in noted and noted[name][:2] != (id(one), version_of(one))
         }
         if not anywhere(bool(changed), self._mesh):
             return

@@ -203,6 +203,42 @@ def dtensor_like(local: torch.Tensor, like: DTensor, *, requires_grad: bool = Fa
     return DTensor(local, like._spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
 
 
+def set_shards_by(set_data: Callable[[DTensor, torch.Tensor], None]) -> None:
+    """Have `shard.data = values` call `set_data`. torch swaps what lies under a DTensor, which nothing reads."""
+    plain: Any = torch.Tensor.data
+    DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment]
+
+
+def give_memory(shard: DTensor, local: torch.Tensor) -> None:
+    """Have a DTensor be over the memory of `local` from now on. In public it keeps what it was made of."""
+    shard._local_tensor = local
+
+
+def tell_numbers_of_shards_by(check: Callable[[DTensor], None]) -> None:
+    """Have `item`, float, int and bool of a DTensor call `check` first. torch gives what this rank has of a sum."""
+
+    def number(operator: OpOverload, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+        check(args[0])
+        return operator(args[0].to_local())
+
+    handlers: dict[OpOverload, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = number
+
+
+def watch_views_of_copies(check: Callable[[Any], None]) -> None:
+    """Have a view that DTensor takes of a gathered copy call `check(mesh)`: what is written there is nowhere else."""
+    dispatcher: Any = type(DTensor._op_dispatcher)
+    plain = dispatcher.redistribute_local_args
+
+    def redistribute(op_info: Any, wanted: Any, *rest: Any) -> None:
+        infos = [argument.alias_info for argument in schema_of(wanted.op).arguments]
+        if any(info is not None and not info.is_write for info in infos):
+            check(op_info.compute_mesh)
+        plain(op_info, wanted, *rest)
+
+    dispatcher.redistribute_local_args = staticmethod(redistribute)
+
+
 def check_batch_norm_input(module: BatchNorm, given: torch.Tensor) -> None:
     """Raise ValueError where `given` has not the dimensions of a batch norm: each class has its own rule, in here."""
     module._check_input_dim(given)  # type: ignore[no-untyped-call]

@@ -33,6 +33,7 @@ from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.block_order import BlockOrders
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
+from paraplan.runtime.data_parallel.script_shards import own_part
 from paraplan.runtime.hands import Hands
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
@@ -44,7 +45,7 @@ from paraplan.runtime.recovery.keeper import MemoryKeeper
 from paraplan.runtime.recovery.memory_reader import OtherGaveUpError
 from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
 from paraplan.runtime.step.faults import LossWatch, explained_failures
-from paraplan.runtime.structure.weights import free_gathered, is_quantized
+from paraplan.runtime.structure.weights import free_gathered, is_quantized, local_shard
 from paraplan.runtime.timeouts import explained_timeouts
 
 
@@ -115,6 +116,22 @@ class TrainingState:
         held = self._part.parameters[name]
         tensor = held.detach() if tensor is None else tensor
         return self._part.shardings.whole(name, tensor, self._mesh)
+
+    @torch.no_grad()
+    def set_whole(self, name: str, values: torch.Tensor, tensor: torch.Tensor | None = None) -> None:
+        """Put `values`, a whole tensor, into parameter `name`, or into `tensor`, which lies as that parameter does.
+
+        Nothing travels: every rank that holds a part of it calls this with the same values, and takes its part. Raises
+        `UsageError` for values of another shape.
+        """
+        held = self._part.parameters[name].detach() if tensor is None else tensor
+        part = self._part.shardings.part(name, values, self._mesh)
+        if part.shape != held.shape:
+            raise UsageError(
+                f"engine.set_whole: {tuple(values.shape)} is not the shape of {name}",
+                hint="give all of it, as engine.whole returns it",
+            )
+        local_shard(held).copy_(own_part(part, held))
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.
@@ -309,8 +326,9 @@ class TrainingState:
 
     def _explained(self, call: Call) -> AbstractContextManager[Any]:
         """Have a timeout or a lost connection in this context say what the other rank did."""
+        self._hands.begin_call()
         stack = ExitStack()
-        stack.callback(self._hands.note_weights)
+        stack.callback(self._hands.end_call)
         stack.enter_context(self._status.timed(call, self._sync))
 
         def name() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -103,6 +104,110 @@ def parted(plan: ParallelPlan) -> str:
         return said_by(lambda: engine.step(*batch_of(plan)))
     finally:
         hands._EVERY = before
+
+
+def set_data(engine: Engine) -> None:
+    for one in engine.parameters.values():
+        one.data = one.data * 0.5
+
+
+def swap_for_evaluation(engine: Engine) -> None:
+    """Evaluate an average, as scripts do, that is in the weights' place for a while."""
+    kept = {name: one.data for name, one in engine.parameters.items()}
+    set_data(engine)
+    engine.module(batch_of(DDP)[0])
+    for name, one in engine.parameters.items():
+        one.data = kept[name] * 0.9
+
+
+def write_after_evaluation(engine: Engine) -> None:
+    engine.eval_step(*batch_of(DDP))
+    with torch.no_grad():
+        for one in engine.parameters.values():
+            one.mul_(0.9)
+
+
+def write_whole(engine: Engine) -> None:
+    for name in engine.parameters:
+        whole = engine.whole(name).clone()
+        whole[0] = 0
+        engine.set_whole(name, whole - whole.mean())
+
+
+def mask(engine: Engine) -> None:
+    """Multiply by plain tensors, which are whole."""
+    with torch.no_grad():
+        for one in engine.parameters.values():
+            one.mul_((torch.arange(one.numel()) % 3).view(one.shape))
+
+
+def set_gradients(engine: Engine) -> None:
+    for one in engine.parameters.values():
+        if one.grad is not None:
+            one.grad.data = one.grad.data * 0.5
+
+
+def zero_a_row(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.parameters["embedding.weight"][3].zero_()
+
+
+def scale_by_norm(engine: Engine) -> None:
+    for one in engine.parameters.values():
+        one.data.div_(1 + one.norm().item())
+
+
+def replace_one(engine: Engine) -> None:
+    engine.module.norm.weight = nn.Parameter(torch.ones(16))  # type: ignore[union-attr]
+    engine.step(*batch_of(DDP))
+
+
+RIGHT = [set_data, swap_for_evaluation, write_after_evaluation, write_whole, mask, set_gradients, halve]
+REFUSED = {
+    zero_a_row: "rows or other parts were taken of a sharded tensor",
+    scale_by_norm: "a number over a sharded tensor was read",
+    replace_one: "norm.weight is another object than in job.prepare",
+}
+
+
+def changed(plan: ParallelPlan, change: Callable[[Engine], None]) -> dict[str, torch.Tensor]:
+    """Return what trains on after two steps, with a change between or within them."""
+    engine = prepared(plan, verify="off")
+    for seed in range(2):
+        inputs, targets = batch_of(DDP, seed + 2 * torch.distributed.get_rank())
+        if change in (set_gradients, halve):
+            engine.backward(inputs, targets)
+            change(engine)
+            engine.update()
+        else:
+            engine.step(inputs, targets)
+            change(engine)
+    engine.step(*batch_of(DDP, torch.distributed.get_rank()))
+    return {name: engine.whole(name).clone() for name in engine.parameters}
+
+
+def written_shards() -> tuple[list[tuple[str, float]], dict[str, str]]:
+    """Return how far shards are from replicas after each change, and what is said of those that go wrong."""
+    far = []
+    for plan in (PLANS["zero3"], *with_all([ParallelPlan(dp=2, zero_stage=1, micro_batch_size=2)])):
+        for change in RIGHT:
+            replicas = changed(DDP, halve if change is set_gradients else change)
+            if change is set_gradients:
+                far.append(("replicas", apart(replicas, changed(DDP, change))))
+            far.append((change.__name__, apart(replicas, changed(plan, change))))
+    return far, {change.__name__: said_by(partial(changed, PLANS["zero3"], change)) for change in REFUSED}
+
+
+def apart(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def test_shards_that_a_script_writes_train_as_whole_weights_do_or_are_refused(ranks: RankHarness) -> None:
+    for far, said in ranks.run(written_shards, size=2):
+        for change, distance in far:
+            assert distance < 1e-5, change
+        for refused, words in REFUSED.items():
+            assert said[refused.__name__].startswith(f"UsageError: {words}"), refused
 
 
 def all_of_it() -> dict[str, str]:
