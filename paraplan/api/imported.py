@@ -28,7 +28,8 @@ from paraplan.interop.sources.megatron_bridge import read_megatron_bridge
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.interop.sources.ms_swift import read_ms_swift
 from paraplan.interop.sources.peft import read_peft
-from paraplan.interop.sources.shell import with_arguments, with_sourced, without_documents
+from paraplan.interop.sources.shell import with_sourced, without_documents
+from paraplan.interop.sources.shell_arguments import with_arguments
 from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
@@ -126,7 +127,7 @@ def import_plan(
     if path.suffix in SCRIPTS:
         text, documents = without_documents(with_arguments(with_sourced(text, read_beside), arguments), words)
         written |= documents
-    tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words))
+    tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words, read_beside))
     if tool == "megatron-lm":
         setup = read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given)
     elif tool == "torchtitan":
@@ -258,6 +259,8 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError:
         raise PlanError(f"cannot read {path}: it is not text", hint="give the configuration file") from None
     except OSError as error:
-        raise PlanError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+        unset = "give the script its own arguments behind --, or set what it takes from the environment"
+        hint = unset if "$" in path.name else "check the path"
+        raise PlanError(f"cannot read {path}: {error.strerror}", hint=hint) from None
     except ValueError as error:  # a zero byte in the path
         raise PlanError(f"cannot read {str(path)!r}: {error}", hint="check the path") from None

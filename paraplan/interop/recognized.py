@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from paraplan.errors import PlanError, UsageError
@@ -11,7 +11,7 @@ from paraplan.interop.known_keys import key_table
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.ms_swift import COMMAND
 from paraplan.interop.sources.torchtitan_command import COMMAND as TITAN_COMMAND
-from paraplan.interop.sources.trainer_command import is_trainer_command, tool_of_command
+from paraplan.interop.sources.trainer_command import TRL_SCRIPT, is_trainer_command, launch_of, tool_of_command
 from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG
 
 Tool = Literal[
@@ -54,14 +54,20 @@ _TITAN = re.compile(
 _NEOX = re.compile(r"^\s*[\"']?pipe[-_]parallel[-_]size[\"']?\s*:", flags=re.MULTILINE)
 
 
-def tool_of(text: str, source: str) -> Tool:
-    """Return whose configuration a text is. Raises `PlanError` for nobody's."""
+def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = None) -> Tool:
+    """Return whose configuration a text is, or the one that its command names, which `read_file` reads.
+
+    Raises `PlanError` for nobody's.
+    """
     if COMMAND.search(text):
         return "ms-swift"
     if TITAN_COMMAND.search(text) and not text.lstrip().startswith(("[", "{")):
         return "torchtitan"
     if is_trainer_command(text):
         return tool_of_command(text)
+    launch = None if read_file is None else launch_of(text, source)
+    if launch is not None and launch.program == "axolotl":
+        return "axolotl"
     if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
         return "megatron-lm"
     if _TRANSFORMERS.search(text):
@@ -73,6 +79,12 @@ def tool_of(text: str, source: str) -> Tool:
             f"{source} is a configuration of GPT-NeoX, which is not read",
             hint="give its degrees to paraplan estimate MODEL (--tp, --pp, --zero), or its DeepSpeed part as a file",
         )
+    if launch is not None and read_file is not None:
+        if launch.configuration is None:
+            return "accelerate"
+        if TRL_SCRIPT.match(launch.program):
+            return "trl"
+        return tool_of(read_file(launch.configuration), launch.configuration)
     keys = _top_level_keys(text, source)
     scores = {name: _score(name, keys) for name in _TABLES}
     best = max(scores, key=lambda name: scores[name])

@@ -15,6 +15,7 @@ from paraplan.api.imported import import_plan
 from paraplan.cli.main import app
 from paraplan.errors import PlanError
 from paraplan.interop.sources.shell import command_of, without_documents
+from paraplan.interop.sources.shell_arguments import with_arguments
 
 JOB = r"""#!/bin/bash
 #SBATCH --nodes=4
@@ -158,6 +159,120 @@ def test_a_scripts_own_arguments_stand_after_its_name(tmp_path: Path) -> None:
     assert "--show" not in result.stderr
 
 
+RECIPE = """#!/bin/bash
+#SBATCH --gres=gpu:8
+MODEL=""; ARGS=""
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    -m|--model)
+      MODEL="$2"
+      shift 2
+      ;;
+    --stage=*) STAGE="${1#*=}"; shift ;;
+    --tune) ARGS="$ARGS --use_peft"; shift;;
+    *)
+      echo "unknown: $1"
+      exit 1
+      ;;
+  esac
+done
+CMD="src/recipes/sft.py --config recipes/$MODEL.yaml $ARGS"
+LAUNCHER="ACCELERATE_LOG_LEVEL=info accelerate launch --config_file recipes/zero$STAGE.yaml --num_processes 16"
+srun --nodes=2 bash -c "$LAUNCHER $CMD" 2>&1
+"""
+OPTIONS = """while getopts "m:s:t" opt; do
+  case $opt in
+    m) MODEL=$OPTARG ;;
+    s) STAGE="${OPTARG}" ;;
+    t) ARGS="--use_peft" ;;
+    \\?) exit 1 ;;
+  esac
+done
+accelerate launch --config_file=recipes/zero$STAGE.yaml --num_processes 16 scripts/run_sft.py recipes/$MODEL.yaml $ARGS
+"""
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "small.yaml").write_text(
+        "model_name_or_path: a/b\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 3\nmax_length: 64\n"
+        "dataset_name: c/d\nlog_level: info\n"
+    )
+    for stage in (2, 3):
+        (folder / f"zero{stage}.yaml").write_text(
+            f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: {stage}\nnum_processes: 8\n"
+        )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        pytest.param(RECIPE, ["-m", "small", "--stage=2", "--tune"], id="loop"),
+        pytest.param(OPTIONS, ["-m", "small", "-s", "2", "-t"], id="getopts"),
+    ],
+)
+def test_a_script_is_read_with_its_own_options_and_the_file_that_its_command_names(
+    recipes: Path, script: str, words: list[str]
+) -> None:
+    path = recipes / "train.slurm"
+    path.write_text(script)
+    setup = import_plan(path, arguments=words).setup
+    assert (setup.tool, setup.plan.describe()) == ("TRL, DeepSpeed", "dp16, ZeRO-2, micro-batch 2 x 3, recompute full")
+    assert (setup.seq_length, setup.train) == (64, "lora:r=16,targets=q|v,dropout=0.05")
+    plain = import_plan(path, arguments=[word.replace("2", "3") for word in words[:-1]]).setup
+    assert (plain.plan.zero_stage, plain.train) == (3, None)
+    with pytest.raises(PlanError, match=r"cannot read recipes/.*\$") as caught:
+        import_plan(path)
+    assert "its own arguments" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("command", "tool", "plan"),
+    [
+        ("axolotl train own.yml", "axolotl, DDP", "one process, micro-batch 2 x 4"),
+        (
+            "accelerate launch --num_processes 4 -m axolotl.cli.train own.yml --micro-batch-size 1",
+            "axolotl, DDP",
+            "dp4, DDP, micro-batch 1 x 4",
+        ),
+        (
+            "accelerate launch --config_file recipes/zero3.yaml loop.py --lr 1e-4",
+            "accelerate, DeepSpeed",
+            "dp8, ZeRO-3, micro-batch 1 x 1",
+        ),
+        (
+            "accelerate launch --use_fsdp --fsdp_sharding_strategy FULL_SHARD --num_processes 4 loop.py",
+            "accelerate, FSDP",
+            "dp4, ZeRO-3, micro-batch 1 x 1",
+        ),
+        (
+            "torchrun --nproc_per_node 2 train.py --config recipes/small.yaml",
+            "TRL, DDP",
+            "dp2, DDP, micro-batch 2 x 3, recompute full",
+        ),
+    ],
+)
+def test_a_command_is_read_with_the_configuration_that_it_names(
+    recipes: Path, command: str, tool: str, plan: str
+) -> None:
+    (recipes / "own.yml").write_text(
+        "base_model: a/b\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\nsequence_len: 64\nlearning_rate: 1e-5\n"
+    )
+    (recipes / "run.sh").write_text(f"export A=1\n{command}\n")
+    setup = import_plan(recipes / "run.sh").setup
+    assert (setup.tool, setup.plan.describe()) == (tool, plan)
+
+
+def test_a_file_that_is_nobodys_is_named_as_such(recipes: Path) -> None:
+    (recipes / "nobody.yaml").write_text("a: 1\n")
+    (recipes / "run.sh").write_text("python train.py --config nobody.yaml\n")
+    with pytest.raises(PlanError, match=r"^nobody\.yaml is not a configuration of DeepSpeed"):
+        import_plan(recipes / "run.sh")
+
+
 def test_megatron_deepspeeds_experts_go_over_the_ranks_it_names(read: Any) -> None:
     words = "--num-experts 16 --moe-expert-parallel-size 4 --deepspeed --micro-batch-size 1 --num-layers 2"
     setup = read(f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}\n", "run.sh")
@@ -178,6 +293,7 @@ PIECES = st.sampled_from(
         "elif ",
         "$A",
         "${A:=1}",
+        *("\nwhile [ $# -gt 0 ]; do\n", "\ncase $1 in\n", "-a) A=$2; shift 2 ;;", "\nesac\n", "\ndone\n", "*) shift;;"),
         *("[[ 1 == 1 ]]", "A=1\n", "--x 1 ", "bash -c '", "srun ", "> f ", "\\\n", "$((1+", "))", "python a.py "),
     ]
 )
@@ -189,7 +305,7 @@ def test_any_text_is_a_command_or_is_refused_in_a_sentence(pieces: list[str]) ->
     text = "".join(pieces)
     refused, words, written = None, list[str](), dict[str, str]()
     try:
-        script, written = without_documents(text, "train.sh")
+        script, written = without_documents(with_arguments(text, ["-a", "b"]), "train.sh")
         words = command_of(script, "train.sh").words
     except PlanError as error:
         refused = error

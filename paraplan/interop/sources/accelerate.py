@@ -12,6 +12,7 @@ from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan,
 from paraplan.interop.sources.deepspeed import deepspeed_setup
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.narrow_products import accelerates_fp8
+from paraplan.interop.sources.trainer_command import launch_of, launched_by_accelerate
 from paraplan.plan.training import TrainingPrecision
 
 _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
@@ -22,13 +23,18 @@ _BATCH_NOTE = "the micro-batch is in the script: 1 assumed, --micro-batch says o
 
 
 def read_accelerate(text: str, *, source: str, given: Given, read_file: Callable[[str], str]) -> Setup:
-    """Return the training that an accelerate configuration describes.
+    """Return the training that an accelerate configuration describes, or a script whose command names one.
 
-    `read_file` reads the DeepSpeed configuration that it may name. Raises `PlanError` naming the file and the key, and
-    `UsageError` where YAML cannot be read here.
+    `read_file` reads that, and the DeepSpeed configuration that it may name. Raises `PlanError` naming the file and the
+    key, and `UsageError` where YAML cannot be read here.
     """
-    fields = Fields(load_document(text, source, hint="write one with accelerate config"), source=source)
-    return accelerate_setup(fields, given=given, read_file=read_file)
+    launch = launch_of(text, source)
+    if launch is None:
+        fields = Fields(load_document(text, source, hint="write one with accelerate config"), source=source)
+        return accelerate_setup(fields, given=given, read_file=read_file)
+    values, notes = launched_by_accelerate(launch, source, read_file)
+    setup = accelerate_setup(Fields(values, source=source), given=given, read_file=read_file)
+    return setup.replace(notes=(*setup.notes, *notes))
 
 
 def accelerate_setup(fields: Fields, *, given: Given, read_file: Callable[[str], str]) -> Setup:

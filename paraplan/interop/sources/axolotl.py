@@ -10,11 +10,11 @@ from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import quantizer_asked, released_format
-from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.experts import axolotl_ep, with_ep
 from paraplan.interop.sources.liger import with_axolotls_liger
 from paraplan.interop.sources.narrow_products import axolotls_fp8
 from paraplan.interop.sources.objectives import Objective, objective_of
+from paraplan.interop.sources.trainer_command import content_of
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import LossKernel, TrainingPrecision
@@ -35,7 +35,8 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.Rea
 
     Raises `PlanError` naming the file and key for what is broken and for adapters that are not modelled.
     """
-    fields = Fields(load_document(text, source, hint="examples of axolotl has working ones"), source=source)
+    command = content_of(text, source, read_file, hint="examples of axolotl has working ones")
+    fields = Fields(command.values, source=source)
     train, found = _trainable(fields)
     objective = _objective(fields, is_full=train is None)
     micro = (fields.count("micro_batch_size") or 1) * objective.group
@@ -56,7 +57,7 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.Rea
         read_file=read_file,
         axes=axes,
     )
-    notes = [*setup.notes, *notes, *found, *objective.notes]
+    notes = [*setup.notes, *command.notes, *notes, *found, *objective.notes]
     optimizer, found = trainer.trainer_optimizer(fields, "optimizer")
     notes += found
     setup = setup.replace(

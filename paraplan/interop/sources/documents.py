@@ -26,6 +26,17 @@ def load_document(text: str, source: str, *, hint: str) -> Mapping[str, object]:
     return data
 
 
+def is_document(text: str) -> bool:
+    """Return whether a text holds keys and values, or would where YAML could be read here."""
+    try:
+        load_document(text, "", hint="")
+    except PlanError:
+        return text.lstrip("\ufeff \n").startswith("{")
+    except UsageError:
+        return True
+    return True
+
+
 def parse_json(text: str, source: str, hint: str) -> object:
     """Return what a JSON text holds; comments and commas before a bracket are passed over, as DeepSpeed's reader does.
 

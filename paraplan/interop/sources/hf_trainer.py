@@ -10,9 +10,8 @@ from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources import trainer
-from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.liger import with_trainers_liger
-from paraplan.interop.sources.trainer_command import is_trainer_command, trainer_command
+from paraplan.interop.sources.trainer_command import content_of
 from paraplan.plan.training import TrainingPrecision
 
 _MICRO_BATCH = 8
@@ -24,13 +23,8 @@ def read_hf_trainer(text: str, *, source: str, given: Given, read_file: trainer.
 
     Raises `PlanError` naming the file and key for what is broken.
     """
-    notes: list[str] = []
-    if is_trainer_command(text):
-        command = trainer_command(text, source, read_file)
-        values, notes = command.values, command.notes
-    else:
-        values = dict(load_document(text, source, hint="TrainingArguments.to_json_string() writes one"))
-    fields = Fields(values, source=source)
+    command = content_of(text, source, read_file, hint="TrainingArguments.to_json_string() writes one")
+    fields, notes = Fields(command.values, source=source), command.notes
     batches = trainer.Batches(
         micro_batch=fields.count("per_device_train_batch_size") or _MICRO_BATCH,
         steps=fields.count("gradient_accumulation_steps") or 1,

@@ -9,13 +9,12 @@ from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import quantizer_asked, released_format
-from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.megatron_lm import megatron_setup
 from paraplan.interop.sources.narrow_products import llama_factorys_fp8
 from paraplan.interop.sources.objectives import objective_of
 from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
-from paraplan.interop.sources.trainer_command import is_trainer_command, trainer_command
+from paraplan.interop.sources.trainer_command import content_of
 from paraplan.model.trainable import AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import OptimizerName, TrainingPrecision
@@ -29,13 +28,8 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
     Raises `PlanError` naming the file and key for what is broken and for adapters that are not modelled.
     """
     hint = "examples/train_lora of LLaMA-Factory has working ones"
-    started: list[str] = []
-    if is_trainer_command(text):
-        command = trainer_command(text, source, read_file)
-        values, started = command.values, command.notes
-    else:
-        values = dict(load_document(text, source, hint=hint))
-    fields = Fields(values, source=source)
+    command = content_of(text, source, read_file, hint=hint)
+    fields = Fields(command.values, source=source)
     refuse_untrained(fields)
     train, notes = _trainable(fields)
     objective = objective_of(
@@ -57,7 +51,7 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
         setup = trainer.sharded_setup(
             fields, given, batches, tool="LLaMA-Factory", target="hf-trainer", read_file=read_file
         )
-    notes = [*setup.notes, *started, *notes, *objective.notes]
+    notes = [*setup.notes, *command.notes, *notes, *objective.notes]
     optimizer, found = _optimizer(fields)
     notes += found
     setup = setup.replace(

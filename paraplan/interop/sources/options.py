@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 _SEVERAL = ("recompute_modules",)
 """Options with several words that are all read."""
+_UNSET = re.compile(r"\$\{?\w+(\[[@*]\])?\}?")
+"""A variable without a value: behind an option's own word it stands for none, or for more options."""
 
 
 def options_of(words: list[str]) -> dict[str, object]:
@@ -35,7 +38,7 @@ def typed_options(words: list[str]) -> dict[str, object]:
     for word in words:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")
-        elif name is not None:
+        elif name is not None and not (name in several and _UNSET.fullmatch(word)):
             several.setdefault(name, []).append(word)
     typed = {key: scalar(value) if isinstance(value, str) else value for key, value in options.items()}
     return typed | {name: list(values) for name, values in several.items() if len(values) > 1}

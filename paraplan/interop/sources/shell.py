@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -17,7 +17,6 @@ _VALUE = re.compile(rf"\$\{{({_NAME})(\[[@*0-9]+\])?(?:(:?[-=])((?:[^{{}}]|\$\{{
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)|\$\(expr ([^()]*)\)")
 _WORD = re.compile(r"\"[^\"]*\"?|'[^']*'?|(?:\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|\$\{[^\n]*?\}+|[^\s;\"'])+")
 """A quoted part of a shell's word, or one that is not quoted."""
-_PLACE = re.compile(r"\$\{(\d+)(?::?[-=]([^{}]*))?\}|\$(\d)")
 _OUTPUT = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
 _STARTERS = ("srun", "mpirun", "mpiexec")
 _PYTHON = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
@@ -78,19 +77,6 @@ def with_sourced(script: str, read_file: Callable[[str], str], depth: int = 0) -
             return found.group(0)
 
     return _SOURCED.sub(lines, script)
-
-
-def with_arguments(script: str, arguments: Sequence[str]) -> str:
-    """Return a script with the words that it is started with (`$1`, `${12}`) or their defaults in place of these."""
-
-    def word(found: re.Match[str]) -> str:
-        place, default = int(found.group(1) or found.group(3)), found.group(2)
-        given = arguments[place - 1] if 0 < place <= len(arguments) else None
-        if default is not None:
-            return given or default
-        return found.group(0) if given is None else given
-
-    return _PLACE.sub(word, script)
 
 
 def without_documents(script: str, source: str) -> tuple[str, dict[str, str]]:

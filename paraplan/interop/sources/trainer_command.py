@@ -7,14 +7,14 @@ processes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
 from paraplan.errors import PlanError
-from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.documents import is_document, load_document
 from paraplan.interop.sources.options import scalar, typed_options
 from paraplan.interop.sources.shell import command_of
 
@@ -25,9 +25,13 @@ _OPTIONS = re.compile(
 )
 _TRL_COMMAND = re.compile(rf"(?:^|[\s/&;])trl[ \t]+({_TRL})\b")
 _COMMAND = re.compile(
-    rf"\b(accelerate|torchrun|deepspeed|llamafactory-cli|trl)\s|\bpython3?\b|\w+\.py\b|{_OPTIONS.pattern}"
+    rf"\b(accelerate|torchrun|deepspeed|llamafactory-cli|trl|axolotl)\s|\bpython3?\b|\w+\.py\b|{_OPTIONS.pattern}"
 )
-_TRL_SCRIPT = re.compile(rf"^({_TRL})(_\w+)?$")
+TRL_SCRIPT = re.compile(rf"^({_TRL})(_\w+)?$")
+"""Names of TRL's own scripts, and of those made after them."""
+_OBJECTIVE = re.compile(rf"(?:^|_)({_TRL})(?:_|$)")
+_STARTS = re.compile(r"\b(accelerate|torchrun|deepspeed|axolotl|python[\d.]*)[ \t]")
+_CONFIGURATIONS = (".yaml", ".yml", ".json")
 _LLAMA_FACTORY_COMMAND = re.compile(r"\bllamafactory-cli[ \t]+train\b")
 _ADAPTERS_OF_TRL = ("use_peft", "lora_target_modules")
 _OF_LLAMA_FACTORY = ("stage", "finetuning_type")
@@ -59,8 +63,23 @@ class TrainerCommand(NamedTuple):
     """Assumptions about the command."""
 
 
+class Launch(NamedTuple):
+    """The program that a script starts with most options, and what starts it."""
+
+    launcher: list[str]
+    """Words of what starts the program."""
+    program: str
+    """The program's name, without `.py`; "axolotl" for axolotl's."""
+    options: dict[str, object]
+    """The program's own options, but for its configuration."""
+    configuration: str | None
+    """The file that it is given as its configuration."""
+    notes: list[str]
+    """Assumptions about the script."""
+
+
 def is_trainer_command(text: str) -> bool:
-    """Return whether a text is a script with such a command."""
+    """Return whether a text is a script with a command whose options are keys of a Trainer."""
     if text.lstrip("\ufeff \n").startswith("{"):
         return False
     return (
@@ -68,47 +87,86 @@ def is_trainer_command(text: str) -> bool:
     )
 
 
+def launch_of(text: str, source: str) -> Launch | None:
+    """Return what a script starts with a configuration, or by one of accelerate's; None for any other text."""
+    if _STARTS.search(text) is None or is_document(text):
+        return None
+    launch = _launch(text, source)
+    has_own = launch.configuration is not None or bool(_accelerate(_options(launch.launcher)))
+    return launch if has_own or "config_file" in _options(launch.launcher) else None
+
+
 def tool_of_command(text: str) -> TrainerTool:
     """Return whose keys the options of a text's command are."""
-    return trainer_command(text, "the command", lambda _: "{}").tool
+    return _command(_launch(text, "the command"), "the command", {}).tool
 
 
-def trainer_command(text: str, source: str, read_file: Callable[[str], str]) -> TrainerCommand:
-    """Return the command of a text that has most options; `read_file` reads the configuration that it names."""
-    command = command_of(text, source, _OPTIONS, _COMMAND)
-    launcher, program, words = _parts(command.words)
-    values = _options(words)
-    named = values.pop("config", None) if program in _TRL.split("|") or program == "llamafactory-cli" else None
-    for before, word in pairwise(["", *words]):
-        if before in ("", "train") and word.endswith((".yaml", ".yml", ".json")):
-            named = word
-    if isinstance(named, str):
-        own = {key: value for key, value in values.items() if key != named}
-        values = dict(load_document(read_file(named), named, hint="give that file itself")) | own
-    started, notes = _started(launcher, source)
-    found = _TRL_SCRIPT.match(program)
-    if program == "llamafactory-cli" or any(key in values for key in _OF_LLAMA_FACTORY):
+def content_of(text: str, source: str, read_file: Callable[[str], str], *, hint: str) -> TrainerCommand:
+    """Return the keys of a configuration, or of the command of a script; `read_file` reads the file that it names."""
+    if not is_trainer_command(text) and launch_of(text, source) is None:
+        return TrainerCommand("hf-trainer", dict(load_document(text, source, hint=hint)), None, [])
+    launch = _launch(text, source)
+    named = launch.configuration
+    held = {} if named is None else load_document(read_file(named), named, hint="give that file itself")
+    return _command(launch, source, held)
+
+
+def launched_by_accelerate(
+    launch: Launch, source: str, read_file: Callable[[str], str]
+) -> tuple[dict[str, object], list[str]]:
+    """Return accelerate's file as a launch names it, with the launch's own options before it, and what is assumed."""
+    values, notes = _started(launch.launcher, source)
+    config = values.pop("accelerate_config", {})
+    if isinstance(config, str):
+        config = load_document(read_file(config), config, hint="write one with accelerate config")
+    return {**config, **values} if isinstance(config, Mapping) else values, [*launch.notes, *notes]
+
+
+def _command(launch: Launch, source: str, held: Mapping[str, object]) -> TrainerCommand:
+    """Return what a launch says, beside what its configuration holds."""
+    values = {**held, **launch.options}
+    started, notes = _started(launch.launcher, source)
+    found = TRL_SCRIPT.match(launch.program)
+    if launch.program == "llamafactory-cli" or any(key in values for key in _OF_LLAMA_FACTORY):
         tool: TrainerTool = "llama-factory"
     else:
         is_trl = found is not None or any(key in values for key in _ADAPTERS_OF_TRL)
         tool = "trl" if is_trl else "hf-trainer"
+    found = found or _OBJECTIVE.search(launch.program)
     objective = found.group(1) if found is not None else None
-    objective = "reward" if program.startswith("reward") else objective
-    return TrainerCommand(tool, started | values, objective, [*command.notes(source), *notes])
+    objective = "reward" if launch.program.startswith("reward") else objective
+    return TrainerCommand(tool, started | values, objective, [*launch.notes, *notes])
+
+
+def _launch(text: str, source: str) -> Launch:
+    command = command_of(text, source, _OPTIONS, _COMMAND)
+    launcher, program, words = _parts(command.words)
+    options = _options(words)
+    named = next((options.pop(key) for key in ("config", "config_file") if _is_configuration(options.get(key))), None)
+    for before, word in pairwise(["", *words]):
+        if before in ("", "train") and _is_configuration(word):
+            named = word
+            options.pop(word, None)
+    return Launch(launcher, program, options, None if named is None else str(named), command.notes(source))
+
+
+def _is_configuration(word: object) -> bool:
+    return isinstance(word, str) and word.endswith(_CONFIGURATIONS)
 
 
 def _parts(words: list[str]) -> tuple[list[str], str, list[str]]:
     """Return the words of what starts a program, the program's name, and its own words."""
     for place, word in enumerate(words):
         name = PurePosixPath(word).name
-        if name in ("trl", "llamafactory-cli") and place + 1 < len(words):
+        if name in ("trl", "llamafactory-cli", "axolotl") and place + 1 < len(words):
             own = words[place + 2 :] if name == "trl" else words[place + 1 :]
             return words[:place], words[place + 1] if name == "trl" else name, own
         if name.endswith(".py"):
             return words[:place], name.removesuffix(".py"), words[place + 1 :]
         is_module = place > 0 and words[place - 1] in ("-m", "--module")
         if is_module and not word.startswith(("torch.distributed", "accelerate", "deepspeed")):
-            return words[:place], word.rpartition(".")[2], words[place + 1 :]
+            name = "axolotl" if word.startswith("axolotl.") else word.rpartition(".")[2]
+            return words[:place], name, words[place + 1 :]
     return [], "", words
 
 

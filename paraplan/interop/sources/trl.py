@@ -14,10 +14,9 @@ from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import released_format
-from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.objectives import Objective, objective_of
-from paraplan.interop.sources.trainer_command import is_trainer_command, trainer_command
+from paraplan.interop.sources.trainer_command import content_of
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
 
@@ -32,21 +31,17 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
 
     Raises `PlanError` naming the file and key for what is broken.
     """
-    command = trainer_command(text, source, read_file) if is_trainer_command(text) else None
-    if command is None:
-        values = load_document(text, source, hint="the keys are those of trl sft --help")
-    else:
-        values = command.values
-    fields = Fields(values, source=source)
+    command = content_of(text, source, read_file, hint="the keys are those of trl sft --help")
+    fields = Fields(command.values, source=source)
     checkpoints = trainer.recomputes(fields)
-    objective = _objective(fields, command.objective if command is not None else None)
+    objective = _objective(fields, command.objective)
     batches = trainer.Batches(
         micro_batch=(fields.count("per_device_train_batch_size") or _MICRO_BATCH) * objective.group,
         steps=fields.count("gradient_accumulation_steps") or 1,
         recompute=checkpoints is None or checkpoints,
     )
     setup = trainer.sharded_setup(fields, given, batches, tool="TRL", target="trl", read_file=read_file)
-    notes = [*setup.notes, *(command.notes if command is not None else []), *objective.notes]
+    notes = [*setup.notes, *command.notes, *objective.notes]
     train = None
     has_adapters = fields.flag("use_peft")
     if has_adapters:
