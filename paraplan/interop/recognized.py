@@ -11,7 +11,13 @@ from paraplan.interop.known_keys import key_table
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.ms_swift import COMMAND
 from paraplan.interop.sources.torchtitan_command import COMMAND as TITAN_COMMAND
-from paraplan.interop.sources.trainer_command import TRL_SCRIPT, is_trainer_command, launch_of, tool_of_command
+from paraplan.interop.sources.trainer_command import (
+    TRL_SCRIPT,
+    Launch,
+    is_trainer_command,
+    launch_of,
+    tool_of_command,
+)
 from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG
 
 Tool = Literal[
@@ -80,11 +86,7 @@ def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = Non
             hint="give its degrees to paraplan estimate MODEL (--tp, --pp, --zero), or its DeepSpeed part as a file",
         )
     if launch is not None and read_file is not None:
-        if launch.configuration is None:
-            return "accelerate"
-        if TRL_SCRIPT.match(launch.program):
-            return "trl"
-        return tool_of(read_file(launch.configuration), launch.configuration)
+        return _tool_of_launch(launch, read_file)
     keys = _top_level_keys(text, source)
     scores = {name: _score(name, keys) for name in _TABLES}
     best = max(scores, key=lambda name: scores[name])
@@ -98,6 +100,14 @@ def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = Non
         "Megatron-LM's arguments --tensor-model-parallel-size, peft's adapter_config.json peft_type, axolotl's file "
         "base_model, LLaMA-Factory's stage or finetuning_type, TRL's model_name_or_path, ms-swift's tuner_type",
     )
+
+
+def _tool_of_launch(launch: Launch, read_file: Callable[[str], str]) -> Tool:
+    if launch.configuration is None:
+        return "accelerate"
+    if TRL_SCRIPT.match(launch.program):
+        return "trl"
+    return tool_of(read_file(launch.configuration), launch.configuration)
 
 
 def _score(name: str, keys: frozenset[str]) -> float:

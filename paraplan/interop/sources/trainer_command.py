@@ -166,7 +166,7 @@ def _parts(words: list[str]) -> tuple[list[str], str, list[str]]:
         is_module = place > 0 and words[place - 1] in ("-m", "--module")
         if is_module and not word.startswith(("torch.distributed", "accelerate", "deepspeed")):
             name = "axolotl" if word.startswith("axolotl.") else word.rpartition(".")[2]
-            return words[:place], name, words[place + 1 :]
+            return words[: place - 1], name, words[place + 1 :]
     return [], "", words
 
 
