@@ -24,7 +24,8 @@ PICTURE = README.parent / "paraplan" / "docs" / "recommend.svg"
 PICTURE_WIDTH, PICTURE_LINES = 100, 22
 DRAWN = "    paraplan recommend "
 """How the line begins whose output is the picture."""
-SEARCHED = re.compile(r"in&#160;[\d.]+&#160;s\b")
+SEARCHED = re.compile(r"(?<=plans in )[\d.]+(?= s\b)")
+DRAWN_SECONDS = re.compile(r"(?<=plans&#160;in&#160;)[\d.]+(?=&#160;s\b)")
 """The seconds of a search, which are those of a machine and a moment."""
 
 
@@ -68,8 +69,8 @@ def updated(text: str) -> str:
     return "\n".join(result) + "\n"
 
 
-def picture(command: str) -> str:
-    """Return an SVG of a terminal in which a command was run."""
+def picture(command: str, searched: str | None) -> str:
+    """Return an SVG of a terminal in which a command was run; a search took so many seconds where that is known."""
     from rich.console import Console
     from rich.text import Text
 
@@ -77,7 +78,7 @@ def picture(command: str) -> str:
     console = Console(record=True, width=PICTURE_WIDTH, file=StringIO(), force_terminal=True)
     console.print(Text(f"$ paraplan {command}", style="bold"))
     for line in colored[:PICTURE_LINES]:
-        console.print(Text.from_ansi(line))
+        console.print(Text.from_ansi(SEARCHED.sub(searched or r"\g<0>", line)))
     return console.export_svg(title="paraplan", unique_id="paraplan")
 
 
@@ -85,6 +86,6 @@ def pages(text_of: TextOf) -> dict[Path, str]:
     """Return the README with the output of today, and the picture."""
     text = updated(text_of(README))
     first = next(line for line in text.splitlines() if line.startswith(DRAWN))
-    before, now = text_of(PICTURE), picture(first.removeprefix("    paraplan "))
-    same = SEARCHED.sub("", before) == SEARCHED.sub("", now)
-    return {README: text, PICTURE: before if same else now}
+    drawn = DRAWN_SECONDS.search(text_of(PICTURE))
+    searched = None if drawn is None else drawn.group(0)
+    return {README: text, PICTURE: picture(first.removeprefix("    paraplan "), searched)}

@@ -266,3 +266,18 @@ def test_ranks_that_never_came_are_named_with_their_hosts_on_every_node() -> Non
     assert describe_elsewhere(first, [second]) == (never, stopped)
     assert describe_elsewhere(second, [first])[0] == never
     assert describe_elsewhere({}, [{}]) == ()
+
+
+@pytest.mark.parametrize(("wanted_s", "works"), [(0, False), (5, True)])
+def test_a_rank_that_waits_for_a_core_works_as_one_that_has_it(tmp_path: Path, wanted_s: int, works: bool) -> None:
+    activities = []
+    for seconds in (0, wanted_s):
+        process = tmp_path / "7"
+        (process / "task" / "7").mkdir(parents=True, exist_ok=True)
+        (process / "stat").write_text(f"7 (python) R 1 7 7 {' '.join(['0'] * 40)}")
+        (process / "schedstat").write_text(f"1000 {seconds * 10**9} 5\n")
+        (process / "task" / "7" / "status").write_text("voluntary_ctxt_switches:\t3\n")
+        activities.append(read_activities({0: 7}, {}, proc=tmp_path)[0])
+    before, after = (replace(one, time_s=10.0 * number) for number, one in enumerate(activities))
+    assert after.works_since(before) is works
+    assert not after.has_progressed_since(before)

@@ -29,18 +29,21 @@ TRAIN = """
             return 1 << 20
         def __getitem__(self, index):
             if fault == "loader" and rank == 1 and index % 8 == 0:
-                time.sleep(0.25)  # far more than what a busy machine takes from a step
+                time.sleep(max(0.25, 2 * max(others, default=0)))  # far more than what a busy machine takes from a step
             return torch.randn(32)
 
     model = nn.parallel.DistributedDataParallel(nn.Linear(32, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batches = iter(DataLoader(Batches(), batch_size=8))
+    others = []
     for step in range(steps):
         batch = next(batches)
+        others, began = others[-4:], time.monotonic()
         time.sleep(0.05 if fault != "wait" or rank == 0 else 0.3)
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        others.append(time.monotonic() - began)
     dist.destroy_process_group()
     """
 

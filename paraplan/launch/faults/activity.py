@@ -25,13 +25,14 @@ class Activity:
     waits: int
     """How often its main thread has begun to wait: voluntary context switches."""
     cpu_s: float
+    """Time on a core, or in wait of one."""
     children_cpu_s: float
     moved_bytes: int
     """Read and written by it and its children."""
     shown: tuple[int, ...]
 
     def works_since(self, before: Activity) -> bool:
-        """Whether it has used a tenth of a core or more since `before`: it may compute, and may spin."""
+        """Whether it has used, or wanted, a tenth of a core or more since `before`: it may compute, and may spin."""
         return self.cpu_s - before.cpu_s >= _BUSY * (self.time_s - before.time_s)
 
     def has_progressed_since(self, before: Activity) -> bool:
@@ -68,8 +69,8 @@ def _activity(pid: int, folder: Path | None, table: Mapping[int, _Process], proc
     return Activity(
         time_s=time.monotonic(),
         waits=_waits(proc / str(pid)),
-        cpu_s=table[pid].cpu_s,
-        children_cpu_s=reaped_s + sum(table[child].cpu_s for child in children),
+        cpu_s=table[pid].cpu_s + _wanted_s(proc / str(pid)),
+        children_cpu_s=reaped_s + sum(table[child].cpu_s + _wanted_s(proc / str(child)) for child in children),
         moved_bytes=sum(_moved_bytes(proc / str(one)) for one in (pid, *children)),
         shown=() if folder is None else (_num_steps(folder), *(_size(folder / name) for name in _LOGS)),
     )
@@ -92,6 +93,13 @@ def _waits(process: Path) -> int:
             if line.startswith("voluntary_ctxt_switches:"):
                 return int(line.split()[1])
     return 0
+
+
+def _wanted_s(process: Path) -> float:
+    """Return how long the main thread has stood ready without a core: on a busy machine that is most of the time."""
+    with suppress(OSError, ValueError, IndexError):  # a kernel without CONFIG_SCHED_INFO has none
+        return int((process / "schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def _moved_bytes(process: Path) -> int:
