@@ -260,7 +260,7 @@ def _read(path: Path) -> str:
         raise PlanError(f"cannot read {path}: it is not text", hint="give the configuration file") from None
     except OSError as error:
         unset = "give the script its own arguments behind --, or set what it takes from the environment"
-        hint = unset if "$" in path.name else "check the path"
+        hint = unset if "$" in str(path) else "check the path"
         raise PlanError(f"cannot read {path}: {error.strerror}", hint=hint) from None
     except ValueError as error:  # a zero byte in the path
         raise PlanError(f"cannot read {str(path)!r}: {error}", hint="check the path") from None

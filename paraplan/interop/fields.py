@@ -6,6 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from paraplan.errors import PlanError
 
+_TRUTHS = {"true": True, "t": True, "yes": True, "y": True, "1": True}
+_TRUTHS |= {"false": False, "f": False, "no": False, "n": False, "0": False}
+"""Words for truth values, those of transformers' HfArgumentParser."""
+
 
 class Fields:
     """The keys and values of a file, or of a section in it; errors name the file, the key and the value.
@@ -83,8 +87,8 @@ class Fields:
     def flag(self, key: str) -> bool | None:
         """Return a truth value, also one written as a word, None where it is absent."""
         value = self._unless_auto(key)
-        if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"):
-            return value.lower() in ("true", "yes")
+        if str(value).lower() in _TRUTHS:
+            return _TRUTHS[str(value).lower()]
         if value is not None and not isinstance(value, bool):
             raise self.error(key, "true or false")
         return value

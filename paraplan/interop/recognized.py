@@ -9,6 +9,7 @@ from typing import Literal
 from paraplan.errors import PlanError, UsageError
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.megatron_files import is_megatron_file
 from paraplan.interop.sources.ms_swift import COMMAND
 from paraplan.interop.sources.torchtitan_command import COMMAND as TITAN_COMMAND
 from paraplan.interop.sources.trainer_command import (
@@ -57,7 +58,17 @@ _TRANSFORMERS = re.compile(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(")
 _TITAN = re.compile(
     r"^\s*\[(job|parallelism|activation_checkpoint|training)\]|\b\w*Trainer\.Config\b", flags=re.MULTILINE
 )
-_NEOX = re.compile(r"^\s*[\"']?pipe[-_]parallel[-_]size[\"']?\s*:", flags=re.MULTILINE)
+_UNREAD = {
+    "GPT-NeoX": r"^\s*[\"']?pipe[-_]parallel[-_]size[\"']?\s*:",
+    "torchtune": r"\b_component_:\s*torchtune\.|^[^#\n]*\btune run\s",
+    "nanotron": r"^\s+tp_linear_async_communication:|\brun_train\.py\s+--config-file\b",
+    "verl": r"^\s*actor_rollout_ref:|\s-m\s+verl\.|\bactor_rollout_ref\.",
+    "OpenRLHF": r"\bopenrlhf\.cli\.",
+    "LLM Foundry": r"^\s*device_train_microbatch_size:",
+    "NeMo 1": r"^\s+megatron_amp_O2:",
+    "LitGPT": r"^[^#\n]*\blitgpt\s+(finetune|finetune_lora|finetune_full|pretrain)\b",
+}
+"""Tools that are known and not read, by what only their files and commands have."""
 
 
 def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = None) -> Tool:
@@ -74,17 +85,19 @@ def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = Non
     launch = None if read_file is None else launch_of(text, source)
     if launch is not None and launch.program == "axolotl":
         return "axolotl"
-    if re.search(r"^\s*--[a-z]", text) or re.search(r"--(tensor-model|pipeline-model|micro-batch|num-layers)", text):
+    if re.search(r"^\s*--[a-z]|--(tensor-model|pipeline-model|micro-batch|num-layers)", text) or is_megatron_file(text):
         return "megatron-lm"
     if _TRANSFORMERS.search(text):
         return "transformers"
     if _TITAN.search(text):
         return "torchtitan"
-    if _NEOX.search(text):
-        raise PlanError(
-            f"{source} is a configuration of GPT-NeoX, which is not read",
-            hint="give its degrees to paraplan estimate MODEL (--tp, --pp, --zero), or its DeepSpeed part as a file",
-        )
+    for name, sign in _UNREAD.items():
+        if re.search(sign, text, flags=re.MULTILINE):
+            raise PlanError(
+                f"{source} is a configuration of {name}, which is not read",
+                hint="give its degrees to paraplan estimate MODEL (--dp, --tp, --pp, --zero), or its DeepSpeed part "
+                "as a file",
+            )
     if launch is not None and read_file is not None:
         return _tool_of_launch(launch, read_file)
     keys = _top_level_keys(text, source)

@@ -475,6 +475,35 @@ def test_megatrons_names_of_layers_are_those_of_transformers(read: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("torchtune", "model:\n  _component_: torchtune.models.llama3.llama3_8b\nbatch_size: 2\n"),
+        ("torchtune", "tune run --nproc_per_node 4 full_finetune_distributed --config llama3/8B_full\n"),
+        ("nanotron", "parallelism:\n  dp: 8\n  tp: 2\n  tp_linear_async_communication: true\n"),
+        ("verl", "set -x\npython3 -m verl.trainer.main_ppo \\\n  actor_rollout_ref.model.path=a/b\n"),
+        ("OpenRLHF", "deepspeed --module openrlhf.cli.train_sft --zero_stage 2\n"),
+        ("LLM Foundry", "max_seq_len: 2048\ndevice_train_microbatch_size: 4\n"),
+        ("NeMo 1", "trainer:\n  devices: 8\nmodel:\n  megatron_amp_O2: true\n"),
+        ("LitGPT", "litgpt finetune_lora checkpoints/a --config lora.yaml\n"),
+    ],
+)
+def test_tools_that_are_not_read_are_refused_by_their_names(read: Any, name: str, text: str) -> None:
+    with pytest.raises(PlanError, match=f"is a configuration of {name}, which is not read"):
+        read(text, "train.sh")
+
+
+def test_a_list_of_data_is_nobodys_configuration(read: Any) -> None:
+    with pytest.raises(PlanError, match="is not a configuration of"):
+        read("datasets:\n- path: a\n  json_path: b\n")
+
+
+def test_truth_values_are_the_words_of_transformers_parser(read: Any) -> None:
+    for word, recompute in (("1", "full"), ("y", "full"), ("0", "none"), ("F", "none")):
+        command = f"python train.py --per_device_train_batch_size 2 --gradient_checkpointing {word}\n"
+        assert read(command, "train.sh").plan.recompute == recompute
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '# large\n{\n  "pipe_parallel_size": 1,\n  "fp16": {"type": "float16"},\n}\n',

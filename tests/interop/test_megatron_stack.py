@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from exported_plans import subject
 
@@ -122,3 +124,42 @@ def test_an_imported_setting_changes_the_predicted_step(model: str, plain: str, 
         return float(getattr(step, part))
 
     assert part_s(megatron(_OVERLAP + told)) < part_s(megatron(_OVERLAP + plain))
+
+
+RECIPE = """ENV_VARS:
+  TP: 4
+  NCCL_ALGO: Tree
+MODEL_ARGS:
+  --num-layers: 24
+  --seq-length: 512
+  --micro-batch-size: 2
+  --global-batch-size: 32
+  --tensor-model-parallel-size: ${TP}
+  --sequence-parallel: true
+  --use-distributed-optimizer: true
+  --overlap-grad-reduce: false
+  --split: 949,50,1
+  --bf16: true
+TEST_TYPE: regular
+"""
+SECTIONS = """language_model:
+  num_layers: 24
+  num_moe_experts: null
+model_parallel:
+  tensor_model_parallel_size: 4
+  sequence_parallel: True
+  bf16: True
+seq_length: 512
+micro_batch_size: 2
+global_batch_size: 32
+use_distributed_optimizer: True
+"""
+
+
+@pytest.mark.parametrize("text", [RECIPE, SECTIONS])
+def test_arguments_that_are_keys_of_a_file_are_read_as_on_a_command_line(read: Any, text: str) -> None:
+    setup = read(text, num_gpus=8)
+    assert setup.tool == "Megatron-LM"
+    assert setup.plan.describe() == "dp2 x tp4, ZeRO-1, sequence parallel, micro-batch 2 x 8"
+    assert (setup.seq_length, setup.precision) == (512, "bf16")
+    assert not any("split" in note or "not known" in note for note in setup.notes)

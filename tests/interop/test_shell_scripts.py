@@ -266,6 +266,20 @@ def test_a_command_is_read_with_the_configuration_that_it_names(
     assert (setup.tool, setup.plan.describe()) == (tool, plan)
 
 
+def test_a_text_over_several_lines_has_no_comments(recipes: Path) -> None:
+    (recipes / "run.sh").write_text(
+        'PROMPT="Think.  # step by step\n#### 42"\nARGS=(\n  --use_peft  # adapters\n  --lora_r 8\n)\n'
+        'python sft.py --per_device_train_batch_size 2 --prompt "$PROMPT" "${ARGS[@]}"\n'
+    )
+    assert import_plan(recipes / "run.sh").setup.train == "lora:r=8,targets=q|v,dropout=0.05"
+
+
+def test_what_accelerate_starts_without_training_is_refused(recipes: Path) -> None:
+    (recipes / "run.sh").write_text("accelerate launch --config_file recipes/zero3.yaml examples/chatbot.py --x 1\n")
+    with pytest.raises(PlanError, match="chatbot trains nothing"):
+        import_plan(recipes / "run.sh")
+
+
 def test_a_file_that_is_nobodys_is_named_as_such(recipes: Path) -> None:
     (recipes / "nobody.yaml").write_text("a: 1\n")
     (recipes / "run.sh").write_text("python train.py --config nobody.yaml\n")

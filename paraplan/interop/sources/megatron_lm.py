@@ -10,16 +10,16 @@ from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of
+from paraplan.interop.sources.megatron_files import as_arguments
 from paraplan.interop.sources.megatron_stack import flexible_dispatcher, megatron_stack, recomputed_modules
 from paraplan.interop.sources.options import options_of
 from paraplan.interop.sources.shell import Command, command_of
+from paraplan.interop.sources.trainer_command import TRAINS_NOTHING
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.training import AttentionKind, Fp8Recipe, LinearPrecision, TrainingPrecision
 
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-_TRAINS_NOTHING = re.compile(r"generat|inference|eval|export|convert|preprocess|prompt|server")
-"""Programs of Megatron-LM's examples and tools that are no training, by their files."""
 _EVALUATES = re.compile(r"EVAL|PROMPT|ZEROSHOT|LAMBADA|WIKITEXT")
 """Values of `--task` of Megatron-LM's tasks/main.py and tasks/msdp/main.py that train nothing."""
 _MISSPELT = 0.93
@@ -31,11 +31,11 @@ _ATTENTION: dict[str, AttentionKind] = {"flash": "flash", "fused": "flash", "unf
 
 
 def read_megatron_lm(arguments: str, *, source: str, given: Given) -> Setup:
-    """Return the training that a Megatron-LM command line describes, or a script that holds one.
+    """Return the training that a Megatron-LM command line describes, or a script or a file that holds one.
 
     The model's own options are passed over. Raises `PlanError` naming the option for what is broken.
     """
-    command = command_of(arguments, source)
+    command = command_of(as_arguments(arguments, source), source)
     options = _options(command, source)
     if "moe_expert_parallel_size" in options:  # Megatron-DeepSpeed's
         options = {"moe_token_dispatcher_type": "alltoall"} | options
@@ -230,7 +230,7 @@ def _options(command: Command, source: str) -> dict[str, object]:
     """Return the options of a command line or of a script's command with their values."""
     programs = [word.rpartition("/")[2] for word in command.words if word.endswith(".py")]
     programs += [word for before, word in pairwise(command.words) if before == "-m"]
-    if any(map(_TRAINS_NOTHING.search, programs)) and not any("train" in name for name in programs):
+    if any(map(TRAINS_NOTHING.search, programs)) and not any("train" in name for name in programs):
         named = " ".join(programs)
         raise PlanError(f"{source}: {named} trains nothing", hint="give a script that starts a training")
     options = options_of(command.words)

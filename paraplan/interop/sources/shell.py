@@ -224,7 +224,7 @@ def _lines(text: str, source: str) -> list[str]:
     lines: list[str] = []
     waiting = ""
     for line in text.split("\n"):
-        waiting = f"{waiting}\n{_uncommented(line)}" if waiting else _uncommented(line)
+        waiting = _uncommented(line, waiting)
         if not _is_open(waiting):
             if waiting.lstrip().startswith("--") and lines:
                 lines[-1] += " " + waiting
@@ -237,17 +237,27 @@ def _lines(text: str, source: str) -> list[str]:
     return lines
 
 
-def _uncommented(line: str) -> str:
-    for found in re.finditer(r"(?:^|\s)#", line):
-        before = line[: found.start()]
-        if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
-            return before
-    return line
+def _uncommented(line: str, before: str) -> str:
+    """Return what stands `before` a line with the line behind it, but for a comment, of which quotes know none."""
+    text = f"{before}\n{line}" if before else line
+    for found in re.finditer(r"(?:^|\s)#", text):
+        if found.start() >= len(before) and not _has_open_quote(text[: found.start()]):
+            return text[: found.start()]
+    return text
+
+
+def _has_open_quote(text: str) -> bool:
+    plain = _without_quoted(text)
+    return '"' in plain or "'" in plain
+
+
+def _without_quoted(text: str) -> str:
+    return re.sub(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"", "", text, flags=re.DOTALL)
 
 
 def _is_open(text: str) -> bool:
     """Return whether a quote or an array is still open."""
-    plain = re.sub(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"", "", text, flags=re.DOTALL)
+    plain = _without_quoted(text)
     if '"' in plain or "'" in plain:
         return True
     return re.match(rf"\s*(?:export\s+|local\s+)?{_NAME}\+?=\(", plain) is not None and plain.count("(") > plain.count(

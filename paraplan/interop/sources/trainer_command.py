@@ -31,6 +31,8 @@ TRL_SCRIPT = re.compile(rf"^({_TRL})(_\w+)?$")
 """Names of TRL's own scripts, and of those made after them."""
 _OBJECTIVE = re.compile(rf"(?:^|_)({_TRL})(?:_|$)")
 _STARTS = re.compile(r"\b(accelerate|torchrun|deepspeed|axolotl|python[\d.]*)[ \t]")
+TRAINS_NOTHING = re.compile(r"generat|inference|eval|export|convert|preprocess|prompt|server|chat|demo")
+"""Programs that are no training, by their files."""
 _CONFIGURATIONS = (".yaml", ".yml", ".json")
 _LLAMA_FACTORY_COMMAND = re.compile(r"\bllamafactory-cli[ \t]+train\b")
 _ADAPTERS_OF_TRL = ("use_peft", "lora_target_modules")
@@ -115,6 +117,8 @@ def launched_by_accelerate(
     launch: Launch, source: str, read_file: Callable[[str], str]
 ) -> tuple[dict[str, object], list[str]]:
     """Return accelerate's file as a launch names it, with the launch's own options before it, and what is assumed."""
+    if TRAINS_NOTHING.search(launch.program) and "train" not in launch.program:
+        raise PlanError(f"{source}: {launch.program} trains nothing", hint="give a script that starts a training")
     values, notes = _started(launch.launcher, source)
     config = values.pop("accelerate_config", {})
     if isinstance(config, str):
@@ -151,7 +155,7 @@ def _launch(text: str, source: str) -> Launch:
 
 
 def _is_configuration(word: object) -> bool:
-    return isinstance(word, str) and word.endswith(_CONFIGURATIONS)
+    return isinstance(word, str) and word.endswith(_CONFIGURATIONS) and "=" not in word
 
 
 def _parts(words: list[str]) -> tuple[list[str], str, list[str]]:
