@@ -14,13 +14,14 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.interop.allocator import with_allocator
 from paraplan.interop.recognized import Tool as Tool
-from paraplan.interop.recognized import tool_of
+from paraplan.interop.recognized import is_known_document, tool_of
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
 from paraplan.interop.sources.automodel import read_automodel
 from paraplan.interop.sources.axolotl import read_axolotl
 from paraplan.interop.sources.deepspeed import read_deepspeed
 from paraplan.interop.sources.hf_trainer import read_hf_trainer
+from paraplan.interop.sources.jobs import script_of_job
 from paraplan.interop.sources.liger import with_families_of_liger
 from paraplan.interop.sources.llama_factory import read_llama_factory
 from paraplan.interop.sources.llama_factory_v1 import read_llama_factory_v1
@@ -127,6 +128,8 @@ def import_plan(
     if path.suffix in SCRIPTS:
         text, documents = without_documents(with_arguments(with_sourced(text, read_beside), arguments), words)
         written |= documents
+    if path.suffix in (".yaml", ".yml") and tool is None and not is_known_document(text, words):
+        text = script_of_job(text, words) or text
     tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words, read_beside))
     if tool == "megatron-lm":
         setup = read_megatron_lm(text, source="the arguments" if has_arguments else words, given=given)

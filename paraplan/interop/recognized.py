@@ -64,11 +64,17 @@ _UNREAD = {
     "nanotron": r"^\s+tp_linear_async_communication:|\brun_train\.py\s+--config-file\b",
     "verl": r"^\s*actor_rollout_ref:|\s-m\s+verl\.|\bactor_rollout_ref\.",
     "OpenRLHF": r"\bopenrlhf\.cli\.",
-    "LLM Foundry": r"^\s*device_train_microbatch_size:",
+    "LLM Foundry or OLMo": r"^\s*device_train_microbatch_size:",
     "NeMo 1": r"^\s+megatron_amp_O2:",
     "LitGPT": r"^[^#\n]*\blitgpt\s+(finetune|finetune_lora|finetune_full|pretrain)\b",
 }
 """Tools that are known and not read, by what only their files and commands have."""
+
+
+def is_known_document(text: str, source: str) -> bool:
+    """Return whether a text holds the keys of a tool."""
+    keys = _top_level_keys(text, source)
+    return any(_score(name, keys) > 0 for name in _TABLES)
 
 
 def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = None) -> Tool:

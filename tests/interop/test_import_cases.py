@@ -482,7 +482,7 @@ def test_megatrons_names_of_layers_are_those_of_transformers(read: Any) -> None:
         ("nanotron", "parallelism:\n  dp: 8\n  tp: 2\n  tp_linear_async_communication: true\n"),
         ("verl", "set -x\npython3 -m verl.trainer.main_ppo \\\n  actor_rollout_ref.model.path=a/b\n"),
         ("OpenRLHF", "deepspeed --module openrlhf.cli.train_sft --zero_stage 2\n"),
-        ("LLM Foundry", "max_seq_len: 2048\ndevice_train_microbatch_size: 4\n"),
+        ("LLM Foundry or OLMo", "max_seq_len: 2048\ndevice_train_microbatch_size: 4\n"),
         ("NeMo 1", "trainer:\n  devices: 8\nmodel:\n  megatron_amp_O2: true\n"),
         ("LitGPT", "litgpt finetune_lora checkpoints/a --config lora.yaml\n"),
     ],

@@ -266,6 +266,60 @@ def test_a_command_is_read_with_the_configuration_that_it_names(
     assert (setup.tool, setup.plan.describe()) == (tool, plan)
 
 
+SKYPILOT = """name: own
+resources:
+  accelerators: H100:8
+num_nodes: 2
+envs:
+  BS: 4
+setup: |
+  pip install trl
+run: |
+  torchrun --nproc_per_node=$SKYPILOT_NUM_GPUS_PER_NODE --nnodes=$SKYPILOT_NUM_NODES \\
+    train.py --per_device_train_batch_size ${BS} --fsdp "full_shard auto_wrap"
+"""
+KUBERNETES = """kind: PyTorchJob
+spec:
+  template:
+    containers:
+    - name: pytorch
+      env:
+      - name: BS
+        value: "4"
+      command: [torchrun]
+      args: [--nproc_per_node=8, --nnodes=2, train.py, --per_device_train_batch_size=$(BS), --fsdp, full_shard a]
+"""
+BEAKER = """tasks:
+- name: own
+  command: [/bin/sh, -c]
+  arguments: ['
+    unset A && B="1:$B" torchrun --nproc_per_node 8 --nnodes 2 train.py
+    --per_device_train_batch_size 4 --fsdp full_shard
+  ']
+  datasets:
+  - mountPath: /data
+"""
+
+
+@pytest.mark.parametrize("text", [SKYPILOT, KUBERNETES, BEAKER])
+def test_of_a_jobs_file_the_command_is_read_that_it_starts(read: Any, text: str) -> None:
+    setup = read(text, "job.yaml")
+    assert (setup.tool, setup.plan.describe()) == (
+        "transformers' Trainer, FSDP",
+        "dp16, ZeRO-3, micro-batch 4 x 1",
+    )
+    assert not any("what starts the script" in note or "not known" in note for note in setup.notes)
+
+
+def test_deepspeeds_file_may_leave_the_precision_to_accelerates(recipes: Path) -> None:
+    (recipes / "ds.json").write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+    (recipes / "own.yaml").write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n"
+        "deepspeed_config: {deepspeed_config_file: ds.json}\n"
+    )
+    assert import_plan(recipes / "own.yaml").setup.precision == "bf16"
+
+
 def test_a_text_over_several_lines_has_no_comments(recipes: Path) -> None:
     (recipes / "run.sh").write_text(
         'PROMPT="Think.  # step by step\n#### 42"\nARGS=(\n  --use_peft  # adapters\n  --lora_r 8\n)\n'

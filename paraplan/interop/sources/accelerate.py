@@ -172,9 +172,9 @@ def _deepspeed(fields: Fields, given: Given, read_file: Callable[[str], str]) ->
     if path is not None:
         data = load_document(read_file(path), path, hint="DeepSpeed's configuration is a JSON object")
         setup = deepspeed_setup(Fields({**data, "sequence_parallel_size": cp}, source=path), given=given)
-        return setup.replace(
-            tool="accelerate, DeepSpeed", target="accelerate", precision=setup.precision or _precision(fields)[0]
-        )
+        is_said = not {"bf16", "fp16"}.isdisjoint(data)  # else accelerate writes its own into it
+        precision = setup.precision if is_said and setup.precision is not None else _precision(fields)
+        return setup.replace(tool="accelerate, DeepSpeed", target="accelerate", precision=precision)
     stage = section.choice("zero_stage", (0, 1, 2, 3), 2)
     devices = [section.text(f"offload_{what}_device") or "none" for what in ("param", "optimizer")]
     offload = "parameters" if devices[0] != "none" and stage == 3 else "optimizer" if devices[1] != "none" else "none"

@@ -182,7 +182,7 @@ def _options(words: list[str]) -> dict[str, object]:
 
 def _started(words: list[str], source: str) -> tuple[dict[str, object], list[str]]:
     """Return how a program is started, as TRL's keys say it, and what is not priced of that."""
-    options = _options(words)
+    options = typed_options(words)
     values: dict[str, object] = {}
     counts = [next((options[name] for name in names if name in options), 1) for names in (_PER_NODE, _NODES)]
     if any(name in options for name in _PER_NODE) and all(isinstance(count, int) for count in counts):
