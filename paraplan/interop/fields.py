@@ -111,7 +111,7 @@ class Fields:
         found = repr(value)
         shown = found if len(found) <= 60 else found[:57] + "..."
         hint = "fix that key"
-        if isinstance(value, str) and "$" in value and self._prefix:
+        if isinstance(value, str) and "$" in value:
             hint = "the shell's variables are not filled in: give the script's arguments ($1) after its name, or the "
             hint += "line that runs (bash -x prints it)"
         return PlanError(f"{self.source}: {self.path}{self.shown(key)}: expected {expected}, found {shown}", hint=hint)

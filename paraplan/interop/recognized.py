@@ -17,6 +17,7 @@ from paraplan.interop.sources.trainer_command import (
     Launch,
     is_trainer_command,
     launch_of,
+    program_of,
     tool_of_command,
 )
 from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG
@@ -58,6 +59,11 @@ _TRANSFORMERS = re.compile(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(")
 _TITAN = re.compile(
     r"^\s*\[(job|parallelism|activation_checkpoint|training)\]|\b\w*Trainer\.Config\b", flags=re.MULTILINE
 )
+_STARTED = re.compile(r"\b(torchrun|accelerate|deepspeed|torch\.distributed\.(run|launch))\b")
+_MEGATRON = re.compile(
+    r"\A\s*--[a-z]|--(tensor-model|pipeline-model|micro-batch|num-layers)|--(tensor|pipeline)_model_parallel_size"
+    r"|\bpretrain_\w+\.py\s(?=[^;]*--micro_batch_size)"
+)
 _UNREAD = {
     "GPT-NeoX": r"^\s*[\"']?pipe[-_]parallel[-_]size[\"']?\s*:",
     "torchtune": r"\b_component_:\s*torchtune\.|^[^#\n]*\btune run\s",
@@ -66,9 +72,21 @@ _UNREAD = {
     "OpenRLHF": r"\bopenrlhf\.cli\.",
     "LLM Foundry or OLMo": r"^\s*device_train_microbatch_size:",
     "NeMo 1": r"^\s+megatron_amp_O2:",
+    "XTuner": r"^[^#\n]*\bxtuner(/v1/| train\b|\.tools\.)",
+    "slime": r"^[^#\n]*--rollout-batch-size\b",
     "LitGPT": r"^[^#\n]*\blitgpt\s+(finetune|finetune_lora|finetune_full|pretrain)\b",
 }
 """Tools that are known and not read, by what only their files and commands have."""
+
+
+def _refuse_unread(text: str, source: str) -> None:
+    for name, sign in _UNREAD.items():
+        if re.search(sign, text, flags=re.MULTILINE):
+            raise PlanError(
+                f"{source} is a configuration of {name}, which is not read",
+                hint="give its degrees to paraplan estimate MODEL (--dp, --tp, --pp, --zero), or its DeepSpeed part "
+                "as a file",
+            )
 
 
 def is_known_document(text: str, source: str) -> bool:
@@ -82,6 +100,7 @@ def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = Non
 
     Raises `PlanError` for nobody's.
     """
+    _refuse_unread(text, source)
     if COMMAND.search(text):
         return "ms-swift"
     if TITAN_COMMAND.search(text) and not text.lstrip().startswith(("[", "{")):
@@ -91,19 +110,12 @@ def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = Non
     launch = None if read_file is None else launch_of(text, source)
     if launch is not None and launch.program == "axolotl":
         return "axolotl"
-    if re.search(r"^\s*--[a-z]|--(tensor-model|pipeline-model|micro-batch|num-layers)", text) or is_megatron_file(text):
+    if _MEGATRON.search(text) is not None or is_megatron_file(text):
         return "megatron-lm"
     if _TRANSFORMERS.search(text):
         return "transformers"
     if _TITAN.search(text):
         return "torchtitan"
-    for name, sign in _UNREAD.items():
-        if re.search(sign, text, flags=re.MULTILINE):
-            raise PlanError(
-                f"{source} is a configuration of {name}, which is not read",
-                hint="give its degrees to paraplan estimate MODEL (--dp, --tp, --pp, --zero), or its DeepSpeed part "
-                "as a file",
-            )
     if launch is not None and read_file is not None:
         return _tool_of_launch(launch, read_file)
     keys = _top_level_keys(text, source)
@@ -111,6 +123,12 @@ def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = Non
     best = max(scores, key=lambda name: scores[name])
     if scores[best] > 0:
         return _TABLES[best]
+    program = program_of(text, source) if _STARTED.search(text) is not None else None
+    if program is not None:
+        raise PlanError(
+            f"{source} starts {program}.py, and none of its options is one of a tool that is read",
+            hint="give its degrees to paraplan estimate MODEL (--dp, --tp, --pp, --zero)",
+        )
     raise PlanError(
         f"{source} is not a configuration of DeepSpeed, accelerate, Megatron-LM, Megatron-Bridge, NeMo AutoModel, "
         "peft, transformers' Trainer, TRL, axolotl, LLaMA-Factory, ms-swift or torchtitan, and no script with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -485,11 +486,36 @@ def test_megatrons_names_of_layers_are_those_of_transformers(read: Any) -> None:
         ("LLM Foundry or OLMo", "max_seq_len: 2048\ndevice_train_microbatch_size: 4\n"),
         ("NeMo 1", "trainer:\n  devices: 8\nmodel:\n  megatron_amp_O2: true\n"),
         ("LitGPT", "litgpt finetune_lora checkpoints/a --config lora.yaml\n"),
+        ("XTuner", "torchrun --nproc-per-node 8 xtuner/v1/train/cli/sft.py --dataset a\n"),
+        ("slime", "python train.py --tensor-model-parallel-size 2 \\\n  --rollout-batch-size 8\n"),
     ],
 )
 def test_tools_that_are_not_read_are_refused_by_their_names(read: Any, name: str, text: str) -> None:
     with pytest.raises(PlanError, match=f"is a configuration of {name}, which is not read"):
         read(text, "train.sh")
+
+
+def test_a_program_of_ones_own_is_named_where_its_options_say_no_plan(read: Any) -> None:
+    with pytest.raises(PlanError, match=r"train.sh starts train.py, and none of its options is one of a tool"):
+        read("srun torchrun --nproc_per_node 8 train.py --batch 4 --sharding full\n", "train.sh")
+
+
+def test_deepspeed_chats_switch_takes_the_stage_beside_it(read: Any) -> None:
+    command = "deepspeed --num_gpus 8 main.py --per_device_train_batch_size 4 --zero_stage 3 --offload --deepspeed\n"
+    plan = read(command, "train.sh").plan
+    assert plan.describe() == "dp8, ZeRO-3, micro-batch 4 x 1, offload optimizer"
+
+
+def test_a_sum_that_is_not_known_is_one_value(read: Any) -> None:
+    script = "N=$(count)\nB=$(( ${N} / 2 ))\npython pretrain_gpt.py --micro-batch-size $B --num-layers 2\n"
+    with pytest.raises(PlanError, match=re.escape("found '$((...))'")) as caught:
+        read(script, "train.sh", num_gpus=2)
+    assert "variables are not filled in" in str(caught.value.hint)
+
+
+def test_forks_of_megatron_lm_spell_options_with_underscores(read: Any) -> None:
+    command = "torchrun --nproc_per_node 8 pretrain_gpt.py --num_layers 8 --micro_batch_size 2 --global_batch_size 32\n"
+    assert read(command, "train.sh").plan.describe() == "dp8, DDP, micro-batch 2 x 2"
 
 
 def test_a_list_of_data_is_nobodys_configuration(read: Any) -> None:

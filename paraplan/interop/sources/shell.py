@@ -372,10 +372,11 @@ class _Sum:
 
 
 def _split(text: str, source: str) -> list[str]:
-    """Return the words of a command; what programs put out is one word, `$(...)`."""
+    """Return the words of a command; what programs put out is one word, `$(...)`, as is a sum that is not known."""
+    text = _ARITHMETIC.sub("\1", text)
     for _ in range(_MOST_NESTED):
         text = _OUTPUT.sub("\0", text)
     try:
-        return [word.replace("\0", "$(...)") for word in shlex.split(text, comments=False)]
+        return [word.replace("\0", "$(...)").replace("\1", "$((...))") for word in shlex.split(text, comments=False)]
     except ValueError as error:
         raise PlanError(f"{source} is not a command line: {error}", hint="check its quotes") from None

@@ -131,6 +131,11 @@ def _by_key(fields: Fields, given: Given, read_file: ReadFile, axes: Axes, deeps
         launched = launched | ({} if num_gpus is None else {"num_processes": num_gpus})
         return accelerate_setup(Fields(launched, source=name), given=known, read_file=read_file)
     path = deepspeed if deepspeed is not None else fields.value("deepspeed")
+    if path is True:  # a script that makes its own file, as DeepSpeed-Chat's do
+        zero: dict[str, object] = {"stage": fields.choice("zero_stage", (0, 1, 2, 3), 0)}
+        if fields.is_on("offload"):
+            zero["offload_optimizer"] = {"device": "cpu"}
+        path = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
     if path is not None:
         if isinstance(path, str):
             setup = read_deepspeed(read_file(path), source=path, given=known)

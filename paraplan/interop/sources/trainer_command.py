@@ -98,6 +98,11 @@ def launch_of(text: str, source: str) -> Launch | None:
     return launch if has_own or "config_file" in _options(launch.launcher) else None
 
 
+def program_of(text: str, source: str) -> str | None:
+    """Return the name of the Python program that a script's command starts, None for none."""
+    return None if is_document(text) else _launch(text, source).program or None
+
+
 def tool_of_command(text: str) -> TrainerTool:
     """Return whose keys the options of a text's command are."""
     return _command(_launch(text, "the command"), "the command", {}).tool
