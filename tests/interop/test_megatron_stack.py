@@ -163,3 +163,8 @@ def test_arguments_that_are_keys_of_a_file_are_read_as_on_a_command_line(read: A
     assert setup.plan.describe() == "dp2 x tp4, ZeRO-1, sequence parallel, micro-batch 2 x 8"
     assert (setup.seq_length, setup.precision) == (512, "bf16")
     assert not any("split" in note or "not known" in note for note in setup.notes)
+
+
+def test_a_file_of_megatron_lm_that_answers_questions_is_refused(read: Any) -> None:
+    with pytest.raises(PlanError, match="MODE inference trains nothing"):
+        read(f"MODE: inference\n{RECIPE}", num_gpus=8)

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from paraplan.errors import PlanError
 from paraplan.interop.sources.documents import load_document
 
 _SIGNS = re.compile(r"^(?:\s+--[a-z][\w-]*|language_model|model_parallel):(?:\s|$)", flags=re.MULTILINE)
@@ -26,11 +27,13 @@ def is_megatron_file(text: str) -> bool:
 def as_arguments(text: str, source: str) -> str:
     """Return a command line for a file of such keys, and any other text as it is.
 
-    Raises `PlanError` where the file cannot be read.
+    Raises `PlanError` where the file cannot be read, or trains nothing.
     """
     if not is_megatron_file(text):
         return text
     held = load_document(text, source, hint="examples/gpt3/gpt_config.yaml of Megatron-LM is one")
+    if held.get("MODE") == "inference":
+        raise PlanError(f"{source}: MODE inference trains nothing", hint="give a file that trains")
     variables = held.get("ENV_VARS")
     known = {str(name): str(value) for name, value in variables.items()} if isinstance(variables, Mapping) else {}
     options = held.get("MODEL_ARGS")
