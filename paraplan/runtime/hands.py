@@ -60,7 +60,8 @@ class Hands:
         self._changes = ExitStack()
         self._is_inside = False
         self._count = self._num_optimized()
-        self._versions: list[int] = []
+        self._versions: dict[str, int] = {}
+        self._has_whole_writes = False
         self._gradients: dict[str, tuple[int, int, float]] = {}
         self._told: set[str] = set()
         if self._is_parallel:
@@ -128,6 +129,7 @@ class Hands:
 
     def note_weights(self) -> None:
         """Take note of the weights as the engine leaves them."""
+        self._has_whole_writes = False
         if self._has_parts:
             self._versions = self._written()
 
@@ -135,11 +137,25 @@ class Hands:
         """Whether a script has written weights of this rank since the engine left them."""
         if not self._has_parts:
             return False
-        return self._written() != self._versions
+        return self._has_whole_writes or self._written() != self._versions
 
-    def _written(self) -> list[int]:
+    def _written(self) -> dict[str, int]:
         """Return how often each weight was written in place."""
-        return [version_of(weight) for weight in self._part.parameters.values()]
+        return {name: version_of(weight) for name, weight in self._part.parameters.items()}
+
+    @contextmanager
+    def writing_whole(self, name: str) -> Iterator[None]:
+        """Take what is written in this context for what all ranks have of the whole parameter, or of its gradient."""
+        weight = self._part.parameters[name]
+        before = version_of(weight)
+        yield
+        if self._has_parts:
+            self._has_whole_writes |= version_of(weight) != before
+            self._versions[name] += version_of(weight) - before
+            if weight.grad is not None and name in self._gradients:
+                held, version, _ = self._gradients[name]
+                if held == id(weight.grad) and version != version_of(weight.grad):
+                    self._gradients[name] = (held, version_of(weight.grad), _square(weight.grad))
 
     def check_weights(self) -> None:
         """Raise `UsageError` where a script has written weights that ranks hold alike otherwise on each.
@@ -147,7 +163,8 @@ class Hands:
         Where it has written parts of weights, which may be right, that is said once. Ranks have agreed that one has.
         """
         self._compare("weights that a script has written")
-        self._tell_parts("written weights between steps")
+        if not self._has_whole_writes or self._written() != self._versions:
+            self._tell_parts("written weights between steps")
 
     def _tell_parts(self, what: str) -> None:
         """Say once for `what` that a script has done that it saw some of what one process sees."""

@@ -125,13 +125,14 @@ class TrainingState:
         `UsageError` for values of another shape.
         """
         held = self._part.parameters[name].detach() if tensor is None else tensor
-        part = self._part.shardings.part(name, values, self._mesh)
-        if part.shape != held.shape:
+        shape = self._part.shardings.whole_shape(name, held.shape, self._mesh)
+        if values.shape != shape:
             raise UsageError(
-                f"engine.set_whole: {tuple(values.shape)} is not the shape of {name}",
+                f"engine.set_whole: {tuple(values.shape)} is not the shape of {name}, {shape}",
                 hint="give all of it, as engine.whole returns it",
             )
-        local_shard(held).copy_(own_part(part, held))
+        with self._hands.writing_whole(name):
+            local_shard(held).copy_(own_part(self._part.shardings.part(name, values, self._mesh), held))
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.

@@ -92,6 +92,20 @@ def written(plan: ParallelPlan, *, alike: bool) -> str:
     return said_by(lambda: engine.step(*batch_of(plan)))
 
 
+def written_whole(plan: ParallelPlan, *, alike: bool) -> str:
+    """Have a script write whole weights, the same on every rank or not."""
+    engine = prepared(plan)
+    engine.step(*batch_of(plan))
+    for name in engine.parameters:
+        engine.set_whole(name, engine.whole(name) * (0.9 if alike or not torch.distributed.get_rank() else 0.8))
+    return said_by(lambda: engine.step(*batch_of(plan)))
+
+
+def misshapen(plan: ParallelPlan) -> str:
+    engine = prepared(plan)
+    return said_by(lambda: engine.set_whole("embedding.weight", torch.zeros(3, 4)))
+
+
 def parted(plan: ParallelPlan) -> str:
     """Have one replica hold other weights than the other, which is looked for every so many steps."""
     hands._EVERY, before = 3, hands._EVERY
@@ -219,6 +233,8 @@ def all_of_it() -> dict[str, str]:
     said |= {f"{name} hook": hooked(PLANS[name]) for name in ("tp2", "ddp")}
     said |= {"step": stepped(DDP), "add": added(DDP), "parted": parted(DDP)}
     said |= {f"written {alike}": written(PLANS["tp2"], alike=alike) for alike in (True, False)}
+    said |= {f"whole {alike}": written_whole(PLANS["tp2"], alike=alike) for alike in (True, False)}
+    said |= {f"shape {name}": misshapen(PLANS[name]) for name in ("tp2", "zero3")}
     return said
 
 
@@ -228,7 +244,7 @@ def test_what_a_script_does_by_hand_is_the_same_on_all_ranks_or_refused(ranks: R
             assert said[f"{name} halve"] == "no error", name
         for case in ("pp2 called", "cp2 called", "stages called"):
             assert said[case].startswith("UsageError: engine.module is "), case
-        for case in ("ddp clip", "ddp hook", "zero3 clip", "written True", "noise"):
+        for case in ("ddp clip", "ddp hook", "zero3 clip", "written True", "whole True", "noise"):
             assert said[case] == "no error", case
         for case in ("tp2 clip", "pp2 clip", "tp2 hook"):
             assert said[case].startswith("UsageError: gradients were multiplied by "), case
@@ -237,4 +253,9 @@ def test_what_a_script_does_by_hand_is_the_same_on_all_ranks_or_refused(ranks: R
         assert "the ranks do not sum the gradients of new ones" in said["add"]
         words = "UsageError: ranks 0 and 1 hold the same part of the model, and other weights"
         assert said["parted"].startswith(words)
-        assert said["written False"].startswith(f"{words} that a script has written")
+        for case in ("written False", "whole False"):
+            assert said[case].startswith(f"{words} that a script has written"), case
+        for case in ("shape tp2", "shape zero3"):
+            assert said[case].startswith(
+                "UsageError: engine.set_whole: (3, 4) is not the shape of embedding.weight, (24,"
+            )

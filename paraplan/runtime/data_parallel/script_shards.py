@@ -105,7 +105,7 @@ def _set(shard: DTensor, values: torch.Tensor) -> None:
         )
     for one in _LIVE:
         one.free_gathered()
-    give_memory(shard, own_part(values, shard).contiguous())
+    give_memory(shard, own_part(values, shard).to(shard.device).contiguous())
     for one in _LIVE:
         one.take(shard)
 

@@ -263,6 +263,13 @@ class Shardings:
             whole = group.part(whole, sharding)
         return whole
 
+    def whole_shape(self, name: str, part: torch.Size, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of the whole tensor of which `part` is that of this rank's, cut as `name` is."""
+        shape = tuple(part)
+        for sharding, _ in self._cuts(name, mesh):
+            shape = sharding.whole_shape(shape)
+        return shape
+
     def places(self, mesh: Mesh) -> dict[str, list[ShardLocation]]:
         """Return where the parts of this rank lie, by the names of the parameters: the smallest part first."""
         return {
