@@ -161,14 +161,15 @@ class Engine(TrainingState):
         if self._average is not None:
             self._average.update()
         if watch is not None and self._loss is not None and self._tokens is not None:
-            watch.end(
-                step=self.num_steps,
-                loss=self._loss,
-                grad_norm=self.grad_norm,
-                learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-                tokens=self._tokens,
-                metrics=self.metrics,
-            )
+            with self._hands.given():
+                watch.end(
+                    step=self.num_steps,
+                    loss=self._loss,
+                    grad_norm=self.grad_norm,
+                    learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+                    tokens=self._tokens,
+                    metrics=self.metrics,
+                )
         self._loss = self._tokens = None
 
     def eval_step(self, inputs: Any, targets: Any) -> torch.Tensor:

@@ -122,6 +122,13 @@ class Hands:
         if self._is_sharded:
             self._changes.enter_context(implicit_replication())
 
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Have weights be the script's in this context of a call: its callbacks run in it."""
+        self.end_call()
+        yield
+        self.begin_call()
+
     def finish(self) -> None:
         """Have plain tensors not meet shards again."""
         self._shards.are_in_hand = False

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -230,6 +231,7 @@ def watch_views_of_copies(check: Callable[[Any], None]) -> None:
     dispatcher: Any = type(DTensor._op_dispatcher)
     plain = dispatcher.redistribute_local_args
 
+    @wraps(plain)
     def redistribute(op_info: Any, wanted: Any, *rest: Any) -> None:
         infos = [argument.alias_info for argument in schema_of(wanted.op).arguments]
         if any(info is not None and not info.is_write for info in infos):

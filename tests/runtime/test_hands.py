@@ -176,9 +176,15 @@ def replace_one(engine: Engine) -> None:
     engine.step(*batch_of(DDP))
 
 
+def zero_a_row_by_callback(engine: Engine) -> None:
+    engine.on_step(lambda _: zero_a_row(engine), all_ranks=True)
+    engine.step(*batch_of(DDP))
+
+
 RIGHT = [set_data, swap_for_evaluation, write_after_evaluation, write_whole, mask, set_gradients, halve]
 REFUSED = {
     zero_a_row: "rows or other parts were taken of a sharded tensor",
+    zero_a_row_by_callback: "rows or other parts were taken of a sharded tensor",
     scale_by_norm: "a number over a sharded tensor was read",
     replace_one: "norm.weight is another object than in job.prepare",
 }
