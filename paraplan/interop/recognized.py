@@ -62,8 +62,8 @@ _TITAN = re.compile(
 _STARTED = re.compile(r"\b(torchrun|accelerate|deepspeed|torch\.distributed\.(run|launch))\b")
 _MEGATRON = re.compile(
     r"\A\s*--[a-z]|--(tensor-model|pipeline-model|micro-batch|num-layers)|--(tensor|pipeline)_model_parallel_size"
-    r"|\bpretrain_\w+\.py\s(?=[^;]*--micro_batch_size)"
 )
+_MEGATRON_PROGRAM = re.compile(r"\bpretrain_\w+\.py\s")
 _UNREAD = {
     "GPT-NeoX": r"^\s*[\"']?pipe[-_]parallel[-_]size[\"']?\s*:",
     "torchtune": r"\b_component_:\s*torchtune\.|^[^#\n]*\btune run\s",
@@ -110,7 +110,8 @@ def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = Non
     launch = None if read_file is None else launch_of(text, source)
     if launch is not None and launch.program == "axolotl":
         return "axolotl"
-    if _MEGATRON.search(text) is not None or is_megatron_file(text):
+    is_fork = "--micro_batch_size" in text and _MEGATRON_PROGRAM.search(text) is not None
+    if _MEGATRON.search(text) is not None or is_fork or is_megatron_file(text):
         return "megatron-lm"
     if _TRANSFORMERS.search(text):
         return "transformers"
