@@ -25,6 +25,7 @@ from paraplan.hardware.measurement.links import (
     report_links,
 )
 from paraplan.hardware.topology import Gpu, NodeTopology
+from paraplan.units import KIB, MIB
 
 TABLE = load_link_speeds()
 
@@ -187,3 +188,17 @@ def test_what_was_left_out_is_noted_once_with_its_reason() -> None:
     assert report.notes == ("all 2 GPUs: all_to_all: not supported by gloo",)
     assert report.links == ()
     assert report.to_measured() == ()
+
+
+@pytest.mark.parametrize(("sizes", "is_kept"), [((1024,), False), ((1024, 16 * KIB), False), ((1024, MIB), True)])
+def test_short_messages_alone_say_no_bandwidth(sizes: tuple[int, ...], is_kept: bool) -> None:
+    cluster = cluster_from_profile("cpu")
+    groups = groups_to_measure(cluster.node)
+    events = [
+        RankEvent(group=0, collective="send_recv", num_bytes=size, time_s=1.7e-3 + size / 1e9) for size in sizes
+    ] + [RankEvent(group=0, collective="send_recv", skipped="some messages: no time left")]
+    report = report_links(events, groups=groups, cluster=cluster, table=TABLE, backend="gloo", source="a test")
+    assert len(report.links) == len(report.to_measured()) == int(is_kept)
+    assert any("no bandwidth, as no message above" in note for note in report.notes) is not is_kept
+    if is_kept:
+        assert report.links[0].fit.bus_bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.3)

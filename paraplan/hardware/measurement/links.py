@@ -17,7 +17,7 @@ from paraplan.hardware.measurement.least_squares import non_negative_least_squar
 from paraplan.hardware.profiles import Collective, MeasuredCollective
 from paraplan.hardware.topology import NodeTopology
 from paraplan.records import Record
-from paraplan.units import KIB, MIB
+from paraplan.units import KIB, MIB, format_bytes
 
 MeasuredKind = Literal["send_recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 COLLECTIVES: tuple[MeasuredKind, ...] = get_args(MeasuredKind)
@@ -28,6 +28,8 @@ CPU_MESSAGE_BYTES = (1 * KIB, 16 * KIB, 128 * KIB, 1 * MIB, 8 * MIB, 64 * MIB)
 
 _FASTEST_OF_BEST = 2.0
 """No fit may promise more than this multiple of the best bandwidth seen: large messages were not long enough then."""
+_LEAST_BYTES_FOR_BANDWIDTH = 512 * KIB
+"""Times of shorter messages alone are those of latency: a bandwidth from them would be the message over the latency."""
 
 
 class GpuGroup(Record):
@@ -223,6 +225,10 @@ def report_links(
             notes += [f"{group.title}: {collective}: {event.skipped}" for event in mine if event.skipped]
             times = sorted(_times(mine, collective, len(group.gpus)), key=lambda each: each.num_bytes)
             if not times:
+                continue
+            if times[-1].num_bytes < _LEAST_BYTES_FOR_BANDWIDTH:
+                longest = format_bytes(times[-1].num_bytes)
+                notes.append(f"{group.title}: {collective}: no bandwidth, as no message above {longest} was timed")
                 continue
             expected = _expected(cluster, group, collective, table) if cluster is not None else None
             fit = fit_times(times, collective=collective, num_ranks=len(group.gpus))
