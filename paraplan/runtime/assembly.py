@@ -21,6 +21,7 @@ from paraplan.runtime.checkpoints.adapter_files import count_base
 from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.gradient_sums import gradient_sums
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
+from paraplan.runtime.expert_balance import GlobalBalance
 from paraplan.runtime.experts.layers import check_experts
 from paraplan.runtime.precision import check_stored_type
 from paraplan.runtime.rank_part import ModelSplit, ParallelContext, RankPart, divide, find_chunked, wrap_module
@@ -174,6 +175,7 @@ def _wrap_whole(model: nn.Module, structure: ModelStructure, split: ModelSplit, 
     names = structure.stack.names if structure.has_blocks else ()
     if split.context is not None:  # of a model without repeated blocks too
         names = split.context.names
+    parallel.loss.balance = GlobalBalance.of(model, mesh)
     divided = divide(model, names, split, parallel)
     if split.context is not None:
         parallel.loss.refuse_other_calls(model)

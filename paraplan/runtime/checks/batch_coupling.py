@@ -57,6 +57,9 @@ class BatchCoupling:
         in the backward pass alone. `is_random` says that passes draw random numbers. `run` is what the parts came to.
         """
         with ExitStack() as stack:
+            if self._runs.loss.balance is not None and self._runs.plan.num_microbatches == 1:
+                stack.enter_context(self._runs.loss.balance.left_out())  # ranks compute it together
+                run = None
             self._in_halves = stack.enter_context(self._runs.exactly(parts[0]))
             if is_random and not self._can_fix_draws(parts[0]):
                 stack.enter_context(modes(self._runs.part.module, training=False))

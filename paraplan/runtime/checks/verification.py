@@ -67,7 +67,7 @@ class Verification:
         watches = bool(self._runs.plan.zero_stage) and not self._reference.is_streamed
         with nothing_changed(self._runs.part.module, functions=[loss.loss_fn]):  # both begin as things are
             micro_batches, total = self._micro_batches(rows)
-            with loss.replaced(self._reading_the_reference(loss.loss_fn), total=total):
+            with loss.replaced(self._reading_the_reference(loss.loss_fn), total=total, is_alone=True):
                 loss.start()
                 seed_generators(0)
                 has_run = self._reference.run(

@@ -19,6 +19,7 @@ from torch import nn
 
 from paraplan.errors import ParaplanError, UnsupportedPlanError
 from paraplan.runtime.data.batches import call_model
+from paraplan.runtime.expert_balance import without_balance
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import TensorGroup, gather_from_region
 from paraplan.runtime.shards.sharding import Sharding
@@ -218,7 +219,7 @@ def _try_model(structure: ModelStructure, split: ContextSplit, *, size: int) -> 
                 dtype = next(structure.meta_model.parameters()).dtype
                 if next(meta_model.parameters()).dtype != dtype:
                     meta_model.to(dtype)
-                with TokensApart(size, lambda: context.own_outside), context.passing():
+                with TokensApart(size, lambda: context.own_outside), context.passing(), without_balance(meta_model):
                     call_model(meta_model, tried)
             except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
                 raise UnsupportedPlanError(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.runtime.data.batches import MicroBatch, call_model
+from paraplan.runtime.expert_balance import GlobalBalance
 from paraplan.runtime.split.context_parallel import Context
 from paraplan.runtime.split.logits import VocabularyLogits
 from paraplan.runtime.step.global_batch import GlobalBatch
@@ -67,7 +68,8 @@ class StepLoss:
     where nothing divides the batch. With `gathers` the outputs of all ranks are brought together first.
     `gradient_factor` multiplies what is differentiated and not what is reported: the loss scale of fp16. `loss_fn` runs
     in the context that `watch` returns, on the last of `num_stages` of a pipeline. `context` is that of the `cp` group,
-    whose ranks have outputs of some tokens each; `logits` are those of some classes, under tp.
+    whose ranks have outputs of some tokens each; `logits` are those of some classes, under tp. `balance` has balancing
+    losses of experts, which the model computes, be those of all ranks.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class StepLoss:
         self.watch: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.context: Context | None = None
         self.num_stages = 1
+        self.balance: GlobalBalance | None = None
         self.heads: list[nn.Module] = []
         """Layers whose logits are computed in chunks, beside the loss."""
         self.is_in_pass = False
@@ -98,16 +101,24 @@ class StepLoss:
 
     @contextmanager
     def replaced(
-        self, loss_fn: LossFunction | None = None, *, total: Number | None = None, gathers: bool = False
+        self,
+        loss_fn: LossFunction | None = None,
+        *,
+        total: Number | None = None,
+        gathers: bool = False,
+        is_alone: bool = False,
     ) -> Iterator[None]:
-        """Use another loss, or count otherwise, in this context; the tally is left as it was."""
-        before = self.loss_fn, self.total, self.gathers, self.gradient_factor, self.tally
+        """Use another loss, or count otherwise, in this context; the tally is left as it was.
+
+        `is_alone`: what runs is the whole model, as in one process.
+        """
+        before = self.loss_fn, self.total, self.gathers, self.gradient_factor, self.tally, self.balance
         self.loss_fn, self.total, self.gathers = loss_fn or self.loss_fn, total, gathers
-        self.gradient_factor = 1.0
+        self.gradient_factor, self.balance = 1.0, None if is_alone else self.balance
         try:
             yield
         finally:
-            self.loss_fn, self.total, self.gathers, self.gradient_factor, self.tally = before
+            self.loss_fn, self.total, self.gathers, self.gradient_factor, self.tally, self.balance = before
 
     def run(self, model: nn.Module, inputs: Any, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the term of `micro_batch` to differentiate, `inputs` of which go into `model`, and tally it."""
@@ -129,7 +140,10 @@ class StepLoss:
         """Return what the model returns, and the micro-batch with its targets."""
         by_classes = nullcontext() if self.logits is None else self.logits.passing()
         by_tokens = nullcontext() if self.context is None else self.context.passing()
-        with by_tokens, by_classes:
+        balanced = (
+            nullcontext() if self.balance is None else self.balance.passing(has_tokens=micro_batch.num_sequences > 0)
+        )
+        with by_tokens, by_classes, balanced:
             self.is_in_pass = True
             try:
                 outputs = call_model(model, inputs)
