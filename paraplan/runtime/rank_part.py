@@ -219,7 +219,10 @@ def divide(
             compute_loss_in_chunks(module, parallel.loss)
     if split.context is not None and parallel.loss.context is not None:
         ends = {"has_first": has_first, "has_last": has_last}
-        apply_split(model, names, split.context, parallel.loss.context, **ends, backend=parallel.compile_backend)
+        shared = group if plan.sequence_parallel else None
+        apply_split(
+            model, names, split.context, parallel.loss.context, **ends, backend=parallel.compile_backend, group=shared
+        )
     return Divided(Shardings(shardings, experts.shardings), experts, partial)
 
 

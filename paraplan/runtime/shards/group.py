@@ -7,7 +7,8 @@ backward, and the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,16 @@ class TensorGroup:
         """Take note of the tokens of whole sequences, of which the block that runs has some."""
         self.num_tokens, self.tokens = num_tokens, Sharding(1, (num_tokens,), self.size)
 
+    @contextmanager
+    def several_parts(self, count: int) -> Iterator[None]:
+        """Have the tokens be those of `count` parts of sequences in this context; of each part a rank has its own."""
+        before = self.num_tokens, self.tokens
+        self.num_tokens, self.tokens = count * before[0], Sharding(1, (before[0],) * count, self.size)
+        try:
+            yield
+        finally:
+            self.num_tokens, self.tokens = before
+
     def part_of_tokens(self, own: torch.Tensor) -> Sharding | None:
         """Return how the tokens of all ranks are cut, of which `own` may have this rank's; None where it has not.
 
@@ -115,7 +126,7 @@ class TensorGroup:
         # A mask is [batch, tokens].
         if dim < 0 or own.shape[dim] != (own_tokens if dim else self.num_sequences * own_tokens):
             return None
-        return Sharding(dim, (self.num_tokens,), self.size, 1 if dim else own.shape[0] // own_tokens)
+        return Sharding(dim, self.tokens.segments, self.size, 1 if dim else own.shape[0] // own_tokens)
 
 
 def copy_to_region(tensor: torch.Tensor, group: TensorGroup, *, for_products: bool = False) -> torch.Tensor:

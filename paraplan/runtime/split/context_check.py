@@ -240,11 +240,15 @@ def apply_split(
     has_first: bool = True,
     has_last: bool = True,
     backend: str | None = None,
+    group: TensorGroup | None = None,
 ) -> None:
-    """Make the blocks `names` of `model`, or of a stage of it that holds these, work on this rank's tokens."""
+    """Make the blocks `names` of `model`, or of a stage of it that holds these, work on this rank's tokens.
+
+    Under sequence parallelism the ranks of `group` share these.
+    """
     for name in names:
         for part in split.whole.get(name, ()):
-            run_on_all_tokens(model.get_submodule(f"{name}.{part}".rstrip(".")), context)
+            run_on_all_tokens(model.get_submodule(f"{name}.{part}".rstrip(".")), context, group)
     blocks = [model.get_submodule(name) for name in names]
     ends = {"has_first": has_first, "has_last": has_last}
     apply_context(model, blocks, context, **ends, draws=split.draws, backend=backend)

@@ -321,20 +321,27 @@ def _token_dim(value: torch.Tensor, num_tokens: int, hidden: torch.Size) -> int 
     return next((dim for dim in reversed(range(is_by_batch, value.ndim - 1)) if value.shape[dim] == num_tokens), None)
 
 
-def run_on_all_tokens(module: nn.Module, context: Context) -> None:
-    """Make `module`, a part of a block, run on the tokens of all ranks, and return this rank's own."""
+def run_on_all_tokens(module: nn.Module, context: Context, group: TensorGroup | None = None) -> None:
+    """Make `module`, a part of a block, run on the tokens of all ranks, and return this rank's own.
+
+    Under sequence parallelism hidden states have those of a rank of `group`.
+    """
     inner = module.forward
+
+    def num_parts(value: torch.Tensor) -> int:
+        is_hidden = value.ndim == len(context.hidden) and value.shape[-1] == context.hidden[-1]
+        return context.num_parts if group is not None and is_hidden and value.is_floating_point() else 1
 
     def gathered(value: Any) -> Any:
         if type(value) is tuple:
             return tuple(gathered(one) for one in value)
         if not isinstance(value, torch.Tensor):
             return value
-        dim = _token_dim(value, context.num_own, context.hidden)
+        dim = _token_dim(value, context.num_own // num_parts(value), context.hidden)
         return value if dim is None else context.gather(value, dim)
 
     def own(_: int, output: torch.Tensor) -> torch.Tensor:
-        dim = _token_dim(output, context.num_tokens, context.hidden)
+        dim = _token_dim(output, context.num_tokens // num_parts(output), context.hidden)
         return output if dim is None else context.cut(output, dim)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -342,7 +349,8 @@ def run_on_all_tokens(module: nn.Module, context: Context) -> None:
         kwargs = {name: value if _WHOLE.search(name) else gathered(value) for name, value in kwargs.items()}
         kept, context.attention.num_own = context.attention.num_own, 0
         try:
-            return map_outputs(own, inner(*args, **kwargs))
+            with nullcontext() if group is None else group.several_parts(context.group.size):
+                return map_outputs(own, inner(*args, **kwargs))
         finally:
             context.attention.num_own = kept
 

@@ -195,7 +195,7 @@ def _tokens_of_all(whole: torch.Tensor, group: TensorGroup) -> Sharding:
     tokens, dim = group.num_tokens, whole.ndim - 2
     if dim < 0 or (whole.shape[dim] != tokens if dim else whole.shape[0] % tokens):
         raise ValueError(f"it makes hidden states of shape {tuple(whole.shape)} of {tokens} tokens")
-    return Sharding(dim, (tokens,), group.size, 1 if dim else whole.shape[0] // tokens)
+    return Sharding(dim, group.tokens.segments, group.size, 1 if dim else whole.shape[0] // tokens)
 
 
 def _share_bias(module: nn.Module, group: TensorGroup) -> None:
