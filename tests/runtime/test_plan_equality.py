@@ -228,14 +228,13 @@ def test_groups_of_other_sizes_in_two_dimensions_train_as_one_process(ranks: Ran
         assert_cases_train_the_same(chosen, ranks, one_process)
 
 
-@pytest.mark.with_all  # two axes of the three at a time are beside each other below, three in test_context_parallel
+@pytest.mark.with_all  # two axes of the three at a time are beside each other below, and three
 def test_eight_ranks_with_some_tokens_of_each_sequence_train_as_one_process(ranks: RankHarness, one_process) -> None:
     layers, stages, both = {"dp": 2, "cp": 2, "tp": 2}, {"dp": 2, "cp": 2, "pp": 2}, {"cp": 2, "tp": 2, "pp": 2}
     few = {"num_microbatches": 3}
     outermost = ("dp", "pp", "cp", "tp")
     plans = [
         plan_of(**layers, **few, zero_stage=3, sequence_parallel=True, recompute="full"),
-        plan_of(**both, **few, zero_stage=1, pipeline_schedule="1f1b", sequence_parallel=True),
         plan_of(**layers, **few, zero_stage=1, sequence_parallel=True, recompute="full"),
         plan_of(**layers, **few, zero_stage=3),
         plan_of(**stages, **few, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2),
@@ -472,10 +471,13 @@ def test_tokens_are_split_beside_layers_and_stages(ranks: RankHarness, one_proce
     """A layer with experts has the attention of one without, so that each plan is run with one of the two."""
     split = {"cp": 2, "tp": 2}
     staged = {"cp": 2, "pp": 2, "num_microbatches": 2}
+    # At the ends of stages the ranks of tp have their tokens together.
+    both = plan_of(**split, pp=2, num_microbatches=3, zero_stage=1, pipeline_schedule="1f1b", sequence_parallel=True)
+    assert_cases_train_the_same([("two blocks", both)], ranks, one_process)
     cases = [
-        ("two blocks", plan_of(**split, sequence_parallel=True, zero_stage=1, recompute="full")),
         *with_all(
-            [
+            [  # of the first others stand in test_transformers_models
+                ("two blocks", plan_of(**split, sequence_parallel=True, zero_stage=1, recompute="full")),
                 ("two blocks", plan_of(**staged, pipeline_schedule="1f1b", zero_stage=1, offload="optimizer")),
                 ("mixture", plan_of(**split, sequence_parallel=True, zero_stage=1, recompute="full")),
                 (
@@ -497,7 +499,8 @@ def test_tokens_are_split_beside_layers_and_stages(ranks: RankHarness, one_proce
             ]
         ),
     ]
-    assert_cases_train_the_same(cases, ranks, one_process)
+    if cases:
+        assert_cases_train_the_same(cases, ranks, one_process)
 
 
 def test_hybrid_sharding_trains_as_one_process(ranks: RankHarness, one_process) -> None:

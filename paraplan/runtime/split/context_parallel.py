@@ -258,8 +258,8 @@ def _own_arguments(
         if isinstance(value, torch.Tensor) and len(shape := value.shape) > 1:
             hidden = value
             break
-    num_own = context.num_tokens // context.group.size
-    expected = (context.num_tokens, num_own // context.num_parts)[: 2 if context.is_cut else 1]
+    # A pipeline hands on what the ranks of tp have together.
+    expected = (context.num_tokens, context.num_own, context.num_own // context.num_parts)[: 3 if context.is_cut else 1]
     if hidden is None or shape[-2] not in expected:
         found = "no hidden state" if hidden is None else f"hidden states of shape {tuple(shape)}"
         raise UnsupportedPlanError(
