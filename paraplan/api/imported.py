@@ -246,9 +246,6 @@ def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Al
     except (NoPlanFitsError, PlanError) as error:
         why = error.message
     name = "recommended, paraplan"
-    if ours.training.offloads_activations:  # which the runtime does not
-        ours = ours.trained_as(ours.training.replace(offloads_activations=False))
-        name += ", activations on the GPU"
     try:
         found[name] = Estimate(ours, search(ours, num_candidates=1).best)
     except NoPlanFitsError as error:

@@ -74,8 +74,8 @@ def training_reason(training: TrainingSpec | None) -> str | None:
     """Return why the runtime does not train so under any plan, None where it does or nothing is known."""
     if training is not None and training.linear_precision != "16bit":
         return f"--linear-precision {training.linear_precision}: the runtime multiplies in the training's own precision"
-    if training is not None and training.offloads_activations:
-        return "--offload-activations: the runtime keeps activations on the GPU, or computes them again"
+    if training is not None and training.offloads_activations and training.compiled:
+        return "--offload-activations: what compiled blocks keep is the compiler's choice"
     if training is not None and training.stack.mlp_tile is not None and training.compiled:
         return f"--stack mlp_tile={training.stack.mlp_tile}: tiles run again, which compiled blocks have compiled"
     for name, value in training.stack.of_engines.items() if training is not None else ():

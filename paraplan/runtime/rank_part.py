@@ -21,6 +21,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import RankParameters
 from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.recompute.blocks import recompute_blocks
+from paraplan.runtime.recompute.host_activations import offload_activations
 from paraplan.runtime.recompute.policy import RecomputedBlocks, RecomputePolicy
 from paraplan.runtime.recompute.tiles import find_feed_forward, run_in_tiles
 from paraplan.runtime.shards.group import Shardings
@@ -86,7 +87,8 @@ class ParallelContext:
     `find_unused` says that parameters may take no part in some steps; `recompute` refines what the plan says of it.
     `compile_backend` is what torch.compile compiles blocks by, None where it does not. Gradients travel between
     replicas in `reduce_dtype`. `chunks_loss` says that the loss is computed in chunks of tokens, `mlp_tile` in how many
-    tokens at a time feed-forward layers work, None for all.
+    tokens at a time feed-forward layers work, None for all. With `offloads_activations` those of blocks wait in the
+    host's memory.
     """
 
     plan: ParallelPlan
@@ -99,6 +101,7 @@ class ParallelContext:
     reduce_dtype: ReduceType = "fp32"
     chunks_loss: bool = False
     mlp_tile: int | None = None
+    offloads_activations: bool = False
 
     @classmethod
     def of(
@@ -126,6 +129,13 @@ class ParallelContext:
                 "loss=chunked, find_unused=True: DDP looks for unused parameters by the logits, which are not there",
                 hint="use a plan with the plain loss, or leave find_unused out",
             )
+        offloads = training is not None and training.offloads_activations
+        if offloads and compile_backend is not None:
+            raise UnsupportedPlanError(
+                f"offloads_activations=True, compile_backend={compile_backend}: what compiled blocks keep is the "
+                "compiler's choice",
+                hint="use a plan that keeps activations on the GPU, or one that is not compiled",
+            )
         if mlp_tile is not None and compile_backend is not None:
             raise UnsupportedPlanError(
                 f"mlp_tile={mlp_tile}, compile_backend={compile_backend}: tiles run again in the backward pass, which "
@@ -148,6 +158,7 @@ class ParallelContext:
             reduce_dtype=reduce_dtype,
             chunks_loss=chunks_loss,
             mlp_tile=mlp_tile,
+            offloads_activations=offloads,
         )
 
     @property
@@ -253,6 +264,8 @@ def wrap_module(
         keeps=again.keeps,
         every_second=again.every_second,
     )
+    if parallel.offloads_activations:
+        offload_activations(blocks, parallel.mesh.world.device)
     called = wrap_data_parallel(
         module,
         blocks,

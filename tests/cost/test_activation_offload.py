@@ -89,10 +89,11 @@ def test_copies_that_take_longer_than_compute_are_the_time_of_a_pass(torchtune: 
     assert offloaded.step.step_time_s < slow_offloaded.step.step_time_s / 2
 
 
-def test_paraplans_runtime_refuses_it_with_what_would_do(torchtune: Workload) -> None:
+def test_paraplans_runtime_refuses_it_beside_compiled_blocks_with_what_would_do(torchtune: Workload) -> None:
     own = Workload.of(torchtune.model, torchtune.training.replace(offloads_activations=True), torchtune.cluster)
-    with pytest.raises(UnsupportedPlanError, match="keeps activations on the GPU, or computes them again"):
+    with pytest.raises(UnsupportedPlanError, match="what compiled blocks keep is the compiler's choice"):
         check_supported(FULL, training=own.training)
+    check_supported(FULL, training=own.training.replace(compiled=False))
     with pytest.raises(NoPlanFitsError, match="no plan suits") as refused:
         search(own)
     assert "leave out --offload-activations" in (refused.value.hint or "")

@@ -21,7 +21,13 @@ from paraplan.runtime.data.batches import StepDivider, StepShape, batch_size
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu import FakeGpu
 from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
-from paraplan.runtime.fake.run import NUM_STEPS, keep_operators, materialise, split_without_values
+from paraplan.runtime.fake.run import (
+    NUM_STEPS,
+    check_keeps_on_gpu,
+    keep_operators,
+    materialise,
+    split_without_values,
+)
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.job import Job
 from paraplan.runtime.micro_batching import Checking
@@ -45,6 +51,7 @@ class FakeJob(Job):
 
     def prepare_with(self, model: nn.Module, options: TrainingOptions) -> Engine:
         """Put `model` under the plan without values; see `Job.prepare`. Nothing is compiled, read or verified."""
+        check_keeps_on_gpu(None if self.file is None else self.file.training)
         left_out = [] if options.compile_backend is None else [f"compiling with {options.compile_backend}"]
         left_out += [] if options.weights is None else [f"the weights in {options.weights}"]
         num_parameters = count_parameters(model)

@@ -97,6 +97,7 @@ def trace_memory(
             f"offload={plan.offload}: what lies on the host cannot be told apart without a GPU",
             hint="trace the plan with offload=none",
         )
+    check_keeps_on_gpu(training)
     silence_known_noise()
     with torch.device("meta"):
         model = call_user_code(source, "the model was built", factory)
@@ -179,6 +180,15 @@ def _forward_on_gpu(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return plain(block, *args, **kwargs)
     with GpuOperators():
         return plain(block, *args, **kwargs)
+
+
+def check_keeps_on_gpu(training: TrainingSpec | None) -> None:
+    """Raise `PlanError` where activations wait on the host: copies of tensors without values are counted as others."""
+    if training is not None and training.offloads_activations:
+        raise PlanError(
+            "offloads_activations=True: which activations wait on the host cannot be told apart without a GPU",
+            hint="count the plan without it; paraplan estimate says what it leaves on the GPU",
+        )
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
