@@ -191,10 +191,9 @@ def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
         return
     now = compared.now
     typer.echo(f"As {imported.setup.tool} runs it, predicted for {imported.framework}:")
-    for line in now.lines:
-        typer.echo(f"  {line}")
-    for warning in now.warnings:
-        typer.echo(f"  {'Note':9} {warning}")
+    from paraplan.cli.estimate_tables import print_heading  # rich, which --json does without
+
+    print_heading(now)
     typer.echo("\nWhat would be faster")
     if compared.reason is not None:
         typer.echo(f"  no plan to compare with: {compared.reason}")
