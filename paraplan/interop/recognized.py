@@ -9,10 +9,7 @@ from typing import Literal
 from paraplan.errors import PlanError, UsageError
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.sources.documents import load_document
-from paraplan.interop.sources.megatron_files import is_megatron_file
-from paraplan.interop.sources.ms_swift import COMMAND
-from paraplan.interop.sources.torchtitan_command import COMMAND as TITAN_COMMAND
-from paraplan.interop.sources.trainer_command import (
+from paraplan.interop.sources.launches import (
     TRL_SCRIPT,
     Launch,
     is_trainer_command,
@@ -20,6 +17,9 @@ from paraplan.interop.sources.trainer_command import (
     program_of,
     tool_of_command,
 )
+from paraplan.interop.sources.megatron_files import is_megatron_file
+from paraplan.interop.sources.ms_swift import COMMAND
+from paraplan.interop.sources.torchtitan_command import COMMAND as TITAN_COMMAND
 from paraplan.interop.sources.transformers import ARGUMENTS, CONFIG
 
 Tool = Literal[

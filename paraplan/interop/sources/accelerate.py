@@ -11,8 +11,8 @@ from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, steps_of
 from paraplan.interop.sources.deepspeed import deepspeed_setup
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.launches import launch_of, launched_by_accelerate
 from paraplan.interop.sources.narrow_products import accelerates_fp8
-from paraplan.interop.sources.trainer_command import launch_of, launched_by_accelerate
 from paraplan.plan.training import TrainingPrecision
 
 _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")

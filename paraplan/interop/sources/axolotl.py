@@ -11,10 +11,10 @@ from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import quantizer_asked, released_format
 from paraplan.interop.sources.experts import axolotl_ep, with_ep
+from paraplan.interop.sources.launches import content_of
 from paraplan.interop.sources.liger import with_axolotls_liger
 from paraplan.interop.sources.narrow_products import axolotls_fp8
 from paraplan.interop.sources.objectives import Objective, objective_of
-from paraplan.interop.sources.trainer_command import content_of
 from paraplan.model.trainable import ALL_LINEAR, AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import LossKernel, TrainingPrecision

@@ -10,8 +10,8 @@ from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources import trainer
+from paraplan.interop.sources.launches import content_of
 from paraplan.interop.sources.liger import with_trainers_liger
-from paraplan.interop.sources.trainer_command import content_of
 from paraplan.plan.training import TrainingPrecision
 
 _MICRO_BATCH = 8

@@ -9,12 +9,12 @@ from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import quantizer_asked, released_format
+from paraplan.interop.sources.launches import content_of
 from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.megatron_lm import megatron_setup
 from paraplan.interop.sources.narrow_products import llama_factorys_fp8
 from paraplan.interop.sources.objectives import objective_of
 from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
-from paraplan.interop.sources.trainer_command import content_of
 from paraplan.model.trainable import AdapterKind
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import OptimizerName, TrainingPrecision

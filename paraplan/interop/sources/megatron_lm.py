@@ -10,11 +10,11 @@ from paraplan.errors import PlanError
 from paraplan.interop.fields import Fields
 from paraplan.interop.known_keys import key_table
 from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan, optimizer_of
+from paraplan.interop.sources.launches import TRAINS_NOTHING
 from paraplan.interop.sources.megatron_files import as_arguments
 from paraplan.interop.sources.megatron_stack import flexible_dispatcher, megatron_stack, recomputed_modules
 from paraplan.interop.sources.options import options_of
 from paraplan.interop.sources.shell import Command, command_of
-from paraplan.interop.sources.trainer_command import TRAINS_NOTHING
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.training import AttentionKind, Fp8Recipe, LinearPrecision, TrainingPrecision

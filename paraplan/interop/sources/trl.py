@@ -14,9 +14,9 @@ from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import released_format
+from paraplan.interop.sources.launches import content_of
 from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.objectives import Objective, objective_of
-from paraplan.interop.sources.trainer_command import content_of
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.training import LossKernel, TrainingPrecision
 

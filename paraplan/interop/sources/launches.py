@@ -1,4 +1,4 @@
-"""Command lines of scripts that run transformers' Trainer: TRL's, LLaMA-Factory's, transformers' examples, one's own.
+"""Commands that start a training, by accelerate, torchrun, DeepSpeed or a tool's own name, and what options they give.
 
 Options of such a script are the keys of its tool's files (`HfArgumentParser`), those of what starts it say on how many
 processes.
