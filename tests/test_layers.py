@@ -221,17 +221,16 @@ def undescribed_names(path: Path) -> Iterator[str]:
 
 
 STANDS_ALONE = ("api", "cli", "errors", "hardware", "interop", "plan", "records", "report", "search", "units")
-"""Packages whose docstrings all name their subject; in others each is mended when it is next touched."""
-NEEDS_ITS_NEIGHBOUR = re.compile(r"(The same|Those|What|Of)\b")
+"""Packages where no docstring begins with "What" either; in others each is mended when it is next touched."""
+NEEDS_ITS_NEIGHBOUR = re.compile(r"(The same|Those|Of|As|Its|It)\b")
 
 
 def texts_that_need_a_neighbour(path: Path) -> Iterator[str]:
     """Yield docstrings, of fields too, that begin without a subject: a tooltip shows one alone."""
-    if relative(path).split("/")[0].removesuffix(".py") not in STANDS_ALONE:
-        return
+    names_all = relative(path).split("/")[0].removesuffix(".py") in STANDS_ALONE
     for node in nodes_of(path):
         text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
-        if isinstance(text, str) and NEEDS_ITS_NEIGHBOUR.match(text):
+        if isinstance(text, str) and (NEEDS_ITS_NEIGHBOUR.match(text) or (names_all and text.startswith("What "))):
             yield f"{path}:{node.lineno}: a docstring begins with its subject, not with {text[:30]!r}"
 
 

@@ -160,7 +160,7 @@ class _Shared:
     own: Floats
     """Variance of what each does not."""
     weights: Floats
-    """Those of the correction."""
+    """Weights of the correction, one a run."""
 
     @classmethod
     def of(cls, runs: Sequence[CalibrationRun], residual: Floats) -> _Shared:

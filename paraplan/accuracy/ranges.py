@@ -119,7 +119,7 @@ class MemoryRisk(Record):
     """
 
     log_odds_when_full: float
-    """Of the line, where the allocator takes all memory of the GPU."""
+    """Logarithm of the odds of failing where the allocator takes all memory of the GPU."""
     slope: float
     """More for e times as much."""
     highest: float
@@ -127,7 +127,7 @@ class MemoryRisk(Record):
     rows: int
     """Runs from which it was made, of any quality."""
     failed: int
-    """Of these, those that ran out of memory."""
+    """Runs among `rows` that ran out of memory."""
 
     @classmethod
     def of(cls, runs: Sequence[tuple[float, bool]]) -> Self:
@@ -176,11 +176,11 @@ class AccuracyTable(Record):
     measured: dict[str, dict[str, int]]
     """By framework the GPUs on which its step times were measured, with the number of sources."""
     step_time: dict[Evidence, Errors]
-    """Of step times."""
+    """Errors of step times, by what was measured before."""
     memory: dict[Peak, Errors]
-    """Of peaks, by what is read."""
+    """Errors of memory peaks, by what is read."""
     memory_risk: MemoryRisk
-    """Of running out of memory."""
+    """The risk of running out of memory."""
 
 
 class StepRange(Record):

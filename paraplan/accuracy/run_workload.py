@@ -64,7 +64,7 @@ class BundledData:
     configs: Mapping[str, Fields] = field(default_factory=dict)
     """Configurations of models by name (`model.named.known_configs`)."""
     models: dict[tuple[str, int | None, int, int, int], ModelSpec] = field(default_factory=dict)
-    """Those that runs named so far, by name, number of layers, and what runs state of them: many state the same."""
+    """Models that runs named so far, by name, number of layers, and what runs state of them: many state the same."""
 
     def completed(self, run: MeasuredRun) -> MeasuredRun:
         """Return a run with what its published recipe says where its own cells are blank."""

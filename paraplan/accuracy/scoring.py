@@ -95,7 +95,7 @@ class Outcomes:
     """Runs by how they ended. Left out are runs that keep something in the host's memory in a way no plan says."""
 
     ran: Sequence[RunPrediction]
-    """Those that ran."""
+    """Runs that ran."""
     out_of_memory: Sequence[RunPrediction]
     """Failed runs, but those that something else ended."""
     ended_otherwise: int
@@ -103,7 +103,7 @@ class Outcomes:
 
 
 class FitScore(Record):
-    """Of runs that ran and of runs that ran out of memory, as `Outcomes` has them: for how many it was predicted."""
+    """For how many runs that ran, and that ran out of memory, as `Outcomes` has them, this was predicted."""
 
     ran: int
     ran_predicted: int

@@ -36,13 +36,13 @@ class SourceErrors(Record):
 
     source: str
     kinds: tuple[str, ...]
-    """Of each run what has to be the same: GPU and framework."""
+    """What has to be the same for each run: GPU and framework."""
     sizes: tuple[tuple[float, ...], ...]
-    """Of each run where it stands among plans."""
+    """Where each run stands among plans."""
     logs: tuple[float, ...]
-    """Of each run log(measured / predicted)."""
+    """log(measured / predicted) of each run."""
     ranges: tuple[tuple[float, float], ...]
-    """Of each run the factors between which it is to lie where nothing is known of its source."""
+    """Factors between which each run is to lie where nothing is known of its source."""
 
     def cut(self, most: int = MOST_ROWS) -> SourceErrors:
         """Return `most` of its runs, evenly chosen, or all."""
@@ -135,9 +135,9 @@ class _Draw:
     width: Floats
     """What is left of these ranges, whatever the known rows strayed."""
     distance: Floats
-    """Of the known rows of their kind: how far these are from predictions, in units of their covariance."""
+    """How far the known rows of a kind are from predictions, in units of their covariance."""
     count: Ints
-    """Of the known rows of their kind: how many there are."""
+    """How many known rows of a kind there are."""
 
 
 def _figures(draws: Sequence[_Draw], prior_runs: float) -> tuple[float, float, float]:

@@ -46,9 +46,9 @@ class FactorEffect(Record):
     """One factor, the scale at which a source's mean error is least, and that error."""
 
     factor: str
-    """Its name."""
+    """Name of the factor."""
     title: str
-    """Its name in print."""
+    """Name of the factor in print."""
     scale: float
     """What it is multiplied by, 1/4 to 4."""
     error: float

@@ -22,7 +22,7 @@ _NUMBERS_OF_REPLICAS = (
     np.arange(9, 128),
     np.array([*range(128, 1024, 8), *range(1024, 16385, 64)]),
 )
-"""Those of one machine, and what is asked about where none of these is enough."""
+"""World sizes that are asked about: those of one machine, and more where none of these is enough."""
 _FIRST_SIZES = 2 ** np.arange(MOST_SEQUENCES.bit_length())
 """Micro-batches that are asked about first: the search has priced most of them."""
 _WAYS = 64  # parts into which each further round divides what is open

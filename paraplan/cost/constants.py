@@ -45,9 +45,9 @@ class CostConstants(Record):
     """What a multiprocessor moves in a second of operations that convert types, repeat a smaller operand over a larger
     one or sum along rows (profiles/measured, kernels-*.json)."""
     fused_bytes_per_multiprocessor_s: float = 30e9
-    """The same of fused kernels, which convert in registers: 29e9 where Transformer Engine permutes tokens on a B200
-    (MooreThreads/SimuMax on GitHub, configs/system/b200_bf16_ceperm.json), 30e9 in a loss under torch.compile on an
-    H200, which its memory allows too. Only Blackwell's memory is faster."""
+    """Bytes in a second of fused kernels, which convert in registers: 29e9 where Transformer Engine permutes tokens on
+    a B200 (MooreThreads/SimuMax on GitHub, configs/system/b200_bf16_ceperm.json), 30e9 in a loss under torch.compile on
+    an H200, which its memory allows too. Only Blackwell's memory is faster."""
     unaligned_slowdown: float = 3.5
     """How much longer a 16-bit matmul takes whose operands' rows are not multiples of 16 bytes (NVIDIA, Matrix
     Multiplication Background User's Guide, requirements of tensor cores): the geometric mean of 2.6, which makes GPT-2
@@ -59,11 +59,11 @@ class CostConstants(Record):
     ranks (marin-community/marin issue 7668), 0.26 with a bias, 0.74 and 1.1 under a loss (UltraEP, arXiv 2606.04101,
     figure 11)."""
     trained_expert_deviation: float = 1.28
-    """The same of a released model on the text of one task, where nothing balances it: 1.28 of DeepSeek-R1's 256
-    experts, and 0.48 of 32 ranks with eight each, on a translation task (NVIDIA/TensorRT-LLM on GitHub,
-    docs/source/blogs/tech_blog/blog4_Scaling_Expert_Parallelism_in_TensorRT-LLM.md, table 1); 1.30 of gpt-oss 20B on
-    2.8 million tokens of instructions (0.92 of its 32 experts, see `busiest_load`), 0.97 to 1.66 on ten other sets
-    (AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting on GitHub, data)."""
+    """Deviation of the loads on a released model's experts on the text of one task, where nothing balances it: 1.28 of
+    DeepSeek-R1's 256 experts, and 0.48 of 32 ranks with eight each, on a translation task (NVIDIA/TensorRT-LLM on
+    GitHub, docs/source/blogs/tech_blog/blog4_Scaling_Expert_Parallelism_in_TensorRT-LLM.md, table 1); 1.30 of gpt-oss
+    20B on 2.8 million tokens of instructions (0.92 of its 32 experts, see `busiest_load`), 0.97 to 1.66 on ten other
+    sets (AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting on GitHub, data)."""
     gpu_deviation: float = 0.015
     """How much GPUs of one kind vary around their mean under the same work. Over five clusters of V100, RTX 5000 and
     MI60 times vary by 8 % on average (Sinha et al. 2022, SC22, arXiv 2208.11035), read as the range between whiskers
@@ -85,7 +85,7 @@ class CostConstants(Record):
     """NCCL's buffers of one communicator of more than two ranks: 4 A100 with NVLink, one all-reduce in each group
     (NVIDIA/nccl issue 964)."""
     pair_communicator_bytes: int = 544 * MIB
-    """The same of two ranks."""
+    """NCCL's buffers of one communicator of two ranks."""
     allocated_per_reserved: float = 0.94
     """Allocated over reserved memory of torch's allocator (SimuMax)."""
     memory_margin: float = 0.0

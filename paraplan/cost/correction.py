@@ -15,7 +15,7 @@ _OF_PLAN, _OF_WORKLOAD = len(AXES) + 3, 6
 NUM_SIZES = _OF_PLAN + _OF_WORKLOAD + len(RECOMPUTES)
 """Sizes of a plan, as `sizes_of` counts them."""
 WORKLOAD_SIZES = slice(_OF_PLAN, _OF_PLAN + _OF_WORKLOAD)
-"""Those that all plans for one model and training share."""
+"""The sizes that all plans for one model and training share."""
 MOST_WEIGHT = 1e4
 """A run with this weight multiplies the prediction of a plan as it is by e^100 and more."""
 MOST_LOG_FACTOR = 5.0
@@ -53,7 +53,7 @@ class CorrectedRun(Record):
     kind: str
     """What has to be the same: GPU and framework."""
     sizes: tuple[Finite, ...] = Field(min_length=NUM_SIZES, max_length=NUM_SIZES)
-    """Its sizes, as `sizes_of` counts them."""
+    """Sizes of the run, as `sizes_of` counts them."""
     weight: float = Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)
     """What its error adds to that of a plan as it is, in units of the covariance."""
 

@@ -27,15 +27,16 @@ FUSED_TRAFFIC = 1.6
 pass, counted by operation: a GPT block moves 54 bytes and saves 34 for each hidden feature."""
 
 COMPILED_TRAFFIC = 1.1
-"""The same of blocks under torch.compile: 1.16 and 1.15 of Llama 1B and 8B, 1.1 of Qwen3 0.6B, 1.0 of GPT-2, from their
-kernels on an H200 (profiles/measured, kernels-*.json); inductor fuses a norm with the sum before and the cast after."""
+"""Bytes moved for each byte saved of blocks under torch.compile: 1.16 and 1.15 of Llama 1B and 8B, 1.1 of Qwen3 0.6B,
+1.0 of GPT-2, from their kernels on an H200 (profiles/measured, kernels-*.json); inductor fuses a norm with the sum
+before and the cast after."""
 
 MODULES_BACKWARD_HOST = 2.4
 """How many times as long as for a forward pass the host needs for the backward pass of transformers' modules."""
 
 MODULES_RERUN_HOST = (1.65, 6.2, 2.9)
-"""The same for a block that runs again under recompute `selective`, `selective_ops` and `full` by torch's checkpoints
-that are not reentrant: hooks see every tensor that is saved, and modes every operation."""
+"""How many times as long for a block that runs again under recompute `selective`, `selective_ops` and `full` by torch's
+checkpoints that are not reentrant: hooks see every tensor that is saved, and modes every operation."""
 
 MODULES_COMPILED_HOST = 0.5
 """The share of all this that torch.compile leaves, which compiles hooks and modes as well."""
@@ -95,7 +96,7 @@ class KernelProfile(_Group):
     host_s_per_block: float
     """Seconds of the host to start the kernels of one block's forward pass: a floor under its time."""
     starts_modules: bool = False
-    """Those are the seconds of a Llama block of transformers, and others take as much more or less as they have
+    """`host_s_per_block` is that of a Llama block of transformers, and others take as much more or less as they have
     kernels; a backward pass and a block that runs again take as many times as long as theirs (`MODULES_BACKWARD_HOST`,
     `MODULES_RERUN_HOST`), and torch.compile leaves a half."""
     compiles_checkpointed: bool = True
@@ -130,7 +131,7 @@ class KernelProfile(_Group):
     """Grouped keys and values are given to torch's sdpa as they are, which of its kernels FlashAttention alone and the
     one that writes out all scores take (`enable_gqa` in torch's documentation)."""
     recomputes_ops_by_default: bool = False
-    """Its own configurations recompute so: it makes a plan no harder to run."""
+    """The framework's own configurations recompute single operations: it makes a plan no harder to run."""
     recomputed_ops: RecomputedOps | None = None
     """Who chooses the operations of `selective_ops`; None: it does not have it."""
 
@@ -191,7 +192,7 @@ class TensorParallelProfile(_Group):
     """Kernels, collectives and events that the host queues in a pass over a block, where tensors of asynchronous
     collectives are freed by torch's `record_stream`; 0 where nothing waits so."""
     has_sequence_parallel: bool = True
-    """It can split norms along the tokens."""
+    """The framework can split norms along the tokens."""
     sequence_parallel_by_default: bool = False
     """Runs with tp that do not mention sequence parallelism use it."""
     vocabulary_multiple: int = 1
@@ -212,7 +213,7 @@ class LossProfile(_Group):
     logit_bytes: float | None = None
     """Bytes for each logit at its peak under mixed precision; None: as the implementation has."""
     parallel_logit_bytes: float | None = None
-    """The same of a loss on logits that tensor parallelism divided; None: as of those that are not."""
+    """Bytes for each logit that tensor parallelism divided, at its peak; None: as for those that it did not."""
     gathers_logits: bool = False
     """Logits that tensor parallelism divided are gathered, and each of its ranks computes the loss of all."""
     recomputes_chunks: bool = False

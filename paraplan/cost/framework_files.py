@@ -22,8 +22,9 @@ GROUPS = (
 FALLBACK_FRAMEWORK = "plain-pytorch"
 """The profile that stands for a framework which a table of runs names and nobody described (assumed)."""
 FALLBACK_OF_SPLIT_LAYERS = "megatron-core"
-"""The same where runs split layers or stages: what does so took its kernels and its order of work from Megatron-LM
-(assumed; OneFlow, LiBai and Meta's stack, as if unknown, are 16, 6 and 23 % off so, as plain PyTorch 59, 55 and 45)."""
+"""The profile for an unknown framework whose runs split layers or stages: what does so took its kernels and its order
+of work from Megatron-LM (assumed; OneFlow, LiBai and Meta's stack, as if unknown, are 16, 6 and 23 % off so, as plain
+PyTorch 59, 55 and 45)."""
 
 _MAX_BASES = 8
 

@@ -22,9 +22,9 @@ class StorageProfile(Record):
     gradient_bytes: float
     """Gradients between micro-batches and until the optimizer step."""
     bf16_gradient_bytes: float | None = None
-    """The same where training is in bf16; None: as in fp16."""
+    """Bytes of a gradient where training is in bf16; None: as in fp16."""
     sharded_gradient_bytes: float | None = None
-    """The same where ranks keep shards of gradients (ZeRO-2 and ZeRO-3); None: as where they do not."""
+    """Bytes of a gradient where ranks keep shards of them (ZeRO-2 and ZeRO-3); None: as where they do not."""
     master_bytes: float
     """fp32 master weights beside 16-bit weights."""
     is_autocast: bool = False

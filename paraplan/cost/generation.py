@@ -26,7 +26,7 @@ class Generation:
     reserved_bytes: float
     """Held on each of them all the time."""
     weight_bytes: float
-    """Of these, weights."""
+    """Bytes of weights among what is reserved."""
     num_at_once: int
     """Sequences whose keys and values fit beside the weights; 0 where not even one does."""
     num_sequences: int

@@ -28,7 +28,7 @@ class HostSeconds(NamedTuple):
     again_in_part_s: Floats
     """One that finds operations kept: modules go through all of a block, and start no collective."""
     idle_s: Floats
-    """Of a forward pass, before which the host waits for the GPU, so that this comes on top of what the GPU takes."""
+    """Seconds of a forward pass before which the host waits for the GPU: they come on top of what the GPU takes."""
 
     def select(self, rows: Ints) -> HostSeconds:
         """Return those of some of the plans."""

@@ -36,7 +36,7 @@ class ShardingImplementation(Record):
     gather_host_s: float = 0.0
     """Seconds of the host to gather a block, or a module of it (`gathers_each_weight`)."""
     reduce_host_s: float = 0.0
-    """The same to reduce gradients."""
+    """Seconds of the host to reduce gradients of a block, or of a module of it."""
     gathers_each_weight: bool = False
     """ZeRO-3 gathers and scatters the weights of each module by itself, not those of a block together."""
     bucket_elements: float = 0.0
@@ -78,10 +78,10 @@ class DispatchImplementation(Record):
     """How often either pass reads or writes the rows of tokens for their experts, beside what saved tensors tell:
     permutations before and after the exchanges, counted as plain copies."""
     sent_row_moves: float = 0.0
-    """The same of what stands around exchanges alone: it is added where ranks share out the experts."""
+    """How often either pass moves rows around exchanges alone: added where ranks share out the experts."""
     padding_row_moves: float = 0.0
-    """The same of filling up the rows of each expert to a multiple that products in 8 bits need, and of taking these
-    out again."""
+    """How often either pass moves rows to fill up those of each expert to a multiple that products in 8 bits need, and
+    to take these out again."""
     link_efficiency: dict[str, float] = Field(default_factory=dict)
     """What its own exchange reaches of the payload of a kind of link (`profiles/links.json`), where that is not what
     NCCL's all-to-all does."""

@@ -211,7 +211,7 @@ class _Sizes:
     largest_bytes: float
     """The largest tensor, as it is before it is converted."""
     ranks: int
-    """Of a machine."""
+    """Ranks of a machine."""
 
     @classmethod
     def of(cls, workload: Workload, *, converts: bool) -> _Sizes:

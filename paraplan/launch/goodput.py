@@ -66,7 +66,7 @@ class Goodput:
     start_s: float
     """Until the first step, and from the last one to the end."""
     num_steps: int
-    """Those that count."""
+    """Steps that count: not those that a restart did again."""
     steps_done_again: int
     num_restarts: int
     costs: Mapping[str, float | None]

@@ -196,7 +196,7 @@ class BlockSpec(Record):
     gathered_per_token: float = 0.0
     """Elements of a token that ranks of tensor parallelism gather between the products of the block."""
     loops_over_tokens: bool = False
-    """Of a traced block whose code does so, as references of scan kernels do: what all tokens do counts as one."""
+    """A traced block's code goes token by token, as references of scan kernels do: what all tokens do counts as one."""
 
     @property
     def is_end(self) -> bool:

@@ -16,7 +16,7 @@ ATTEMPTS: tuple[Attempt, ...] = ("main", "all")
 IMAGE_SIZE = 224
 """Pixels each way where a configuration states none, as of most image classifiers (ImageNet's crops)."""
 SOUND_FRAMES = 1_000
-"""Of a spectrum with one frame in 10 ms: ten seconds."""
+"""Frames of a spectrum with one in 10 ms: ten seconds."""
 SOUND_SAMPLES = 160_000
 """Ten seconds at 16 kHz, where a model reads the wave itself."""
 

@@ -28,7 +28,8 @@ from paraplan.model.trace_torch_private import (
 EMBEDDING, HEAD = "embedding", "head"
 
 Mark = Literal["column", "row", "gathered", "split"]
-"""Of a weight: what tensor parallelism divides, and whether the output is gathered. Of an activation: it is divided."""
+"""What tensor parallelism divides of a weight, and whether the output is gathered; "split": an activation is
+divided."""
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FEWEST, TOKENS = 8, 1024
-"""As many as torchtune's CEWithChunkedOutputLoss has, and more of them where a chunk would have more tokens."""
+"""Number of chunks, that of torchtune's CEWithChunkedOutputLoss, and tokens of a chunk from which there are more."""
 
 
 def num_loss_chunks(tokens: float) -> int:

@@ -86,19 +86,19 @@ class SharedGpuGroup(GroupOverGloo):
         return tensor.detach().to("cpu", copy=True) if self.is_staged(tensor) else tensor
 
     def barrier(self, opts: Any) -> dist.Work:
-        """As torch's."""
+        """Wait for all ranks, as torch's process groups do."""
         return self.gloo.barrier(opts)
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
-        """As torch's."""
+        """Send tensors to a rank, as torch's process groups do."""
         return self.run("send", tensors, rank, tag, num_outputs=0)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
-        """As torch's; the tensors have their values once the work was waited for."""
+        """Receive tensors from a rank; they have their values once the work was waited for."""
         return self._receive(tensors, lambda copies: self.gloo.recv(copies, rank, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """As `recv`, from whichever rank sends."""
+        """Receive tensors from whichever rank sends."""
         return self._receive(tensors, lambda copies: self.gloo.recv_anysource(copies, tag))
 
     def _receive(self, tensors: list[torch.Tensor], begin: Callable[[list[torch.Tensor]], dist.Work]) -> dist.Work:

@@ -71,7 +71,7 @@ class Inputs(Record):
     read: tuple[tuple[str, int, int], ...]
     """Place, time and number of every reading of a rank's, in the order of the tensors' names."""
     rates: tuple[dict[str, dict[str, float]], ...]
-    """Of each step the numbers of the optimizer, by parameter."""
+    """Numbers of the optimizer in each step, by parameter."""
     times_a_batch: dict[str, int] | None = None
     """How often a batch reads at each place, where one process reads the ranks' batches one after another, as
     micro-batches of its own; None where it reads them at once."""
@@ -91,7 +91,7 @@ class StepRecord(Record):
     num_skipped: int = 0
     """How often gradients were clipped, and then thrown away, since the step before."""
     members: tuple[tuple[str, ...], ...] = ()
-    """Of each group the names of its parameters."""
+    """Names of the parameters of each group."""
 
     def rates_of(self, name: str) -> dict[str, float] | None:
         """Return the numbers by which a parameter is stepped, None where this optimizer does not hold it."""
@@ -102,17 +102,17 @@ class SourceRecord(Record):
     """One place of the script where something was read, and each time that it was."""
 
     number: int
-    """Its number in the record's tensors."""
+    """Number of the source in the record's tensors."""
     place: str
     """File, line and function."""
     prints: tuple[str, ...]
-    """Of each time a digest of the values."""
+    """A digest of the values each time."""
     is_used: tuple[bool, ...]
-    """Of each time: whether a model, or a loss, took something made of it."""
+    """Whether a model, or a loss, took something made of it each time."""
     is_end: tuple[bool, ...]
-    """Of each time: whether a data loader ended."""
+    """Whether a data loader ended each time."""
     made_of: tuple[tuple[tuple[str, int], ...], ...]
-    """Of each time: the places and times of what it was computed from."""
+    """Places and times of what it was computed from, each time."""
 
 
 class ProcessRecord(Record):
@@ -138,7 +138,7 @@ class ProcessRecord(Record):
     given: tuple[str, ...]
     """Digests of what its models were given."""
     outputs: dict[str, float]
-    """Of modules inside of models the sum of squares of what they gave in the first step, in the order of the calls."""
+    """Sum of squares of what modules inside of models gave in the first step, in the order of the calls."""
     rounding: float
     """The unit of the last place, relative to a value, of the coarsest type in which its models computed."""
     is_whole: bool
@@ -181,7 +181,7 @@ class ScriptReport(Record):
     """Largest relative difference of a gradient that counts as equal."""
     parameter_error: float
     losses: tuple[float, ...]
-    """Of each step the mean over ranks."""
+    """Losses of the steps, as means over ranks."""
     alone_losses: tuple[float, ...]
     notes: tuple[str, ...]
     seconds: float

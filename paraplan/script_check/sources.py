@@ -38,7 +38,7 @@ Place = tuple[str, int]
 
 
 NOWHERE: Place = ("", -1)
-"""Of numbers, which are made of something and are nothing that is read."""
+"""The place of numbers, which are made of something and are nothing that is read."""
 
 
 @dataclass

@@ -21,7 +21,8 @@ class Constraints:
     pp: int | None = None
     cp: int | None = None
     ep: int | None = None
-    """As the framework counts: with the ranks of tp where these have experts of their own."""
+    """Degree of expert parallelism as the framework counts: with the ranks of tp where these have experts of their
+    own."""
     zero_stage: int | None = None
     micro_batch_size: int | None = None
     recompute: Recompute | None = None

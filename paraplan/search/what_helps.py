@@ -45,7 +45,7 @@ class Help(Record):
     is_same_plan: bool
     """Whether that is the recommended one."""
     step_time_s: float
-    """Its step."""
+    """Seconds of a step under the change."""
     saved_s: float
     """How much less that is, negative for more."""
     peak_memory_bytes: int

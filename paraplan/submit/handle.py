@@ -28,7 +28,7 @@ class Handle(Record):
     cluster: str
     """The scheduler's name of the cluster that it was submitted to."""
     folder: Path
-    """Its folder."""
+    """Folder of the submission."""
     work_folder: Path
     """Where the script starts: the folder of the submission, in the package or itself."""
     document: str

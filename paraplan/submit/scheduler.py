@@ -56,7 +56,7 @@ class Scheduler(Protocol):
     """One kind of scheduler, through its own client. Options are those of the client that the user named."""
 
     title: str
-    """Its name in messages."""
+    """Name of the scheduler in messages."""
     client: str
     """The program that has to be in PATH."""
     files: FilesWay

@@ -54,7 +54,7 @@ class BlockCosts(NamedTuple):
     saved_bytes: Floats
     """Saved activations in the first pipeline stage."""
     later_saved_bytes: Floats
-    """The same in other stages: under autocast the residual stream differs (`Shardings.residual_bytes`)."""
+    """Saved activations in other stages: under autocast the residual stream differs (`Shardings.residual_bytes`)."""
     recomputed_bytes: Floats
     """What a later stage's backward pass computes again."""
     output_gradient_bytes: Floats
@@ -66,7 +66,7 @@ class BlockCosts(NamedTuple):
     recompute_s: Floats
     """Seconds of recomputation."""
     unread_s: Floats
-    """Those of the product with which recomputation of all stops early."""
+    """Seconds of the product with which recomputation of whole blocks stops early."""
     largest_block_parameters: Floats
     """Parameters that train of the largest block."""
     largest_block_frozen_bytes: Floats
@@ -74,7 +74,7 @@ class BlockCosts(NamedTuple):
     working_bytes: Floats
     """What the costliest block holds beside its saved activations while its backward pass runs."""
     first_half_bytes: Floats
-    """The same of a backward pass that computes input gradients alone."""
+    """Bytes beside saved activations in a backward pass that computes input gradients alone."""
     distinct_weight_parameters: Floats
     """Weights of distinct shapes of all blocks, each once."""
     largest_weight_parameters: Floats
@@ -88,7 +88,7 @@ class BlockCosts(NamedTuple):
     embedding_frozen_bytes: Floats
     """Bytes of those that do not."""
     tower_parameters: Floats
-    """Those of the embedding that are a tower's, whose layers FSDP gathers one by one."""
+    """Parameters of the embedding that are a tower's, whose layers FSDP gathers one by one."""
     tower_frozen_bytes: Floats
     """Bytes of such that do not train."""
     embedding_saved_bytes: Floats
@@ -113,7 +113,7 @@ class BlockCosts(NamedTuple):
     boundary_bytes: Floats
     """The activation between two blocks."""
     first_boundary_bytes: Floats
-    """The same between blocks of the first stage, where an embedding in fp32 begins it."""
+    """The activation between two blocks of the first stage, where an embedding in fp32 begins it."""
     unscattered_bytes: Floats
     """What is embedded of the tokens of others, under sequence parallelism, in which the first block scatters it."""
 

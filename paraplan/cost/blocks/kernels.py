@@ -23,8 +23,8 @@ scaled and added in fp32, expert by expert, and all are joined and cast (Megatro
 _apply_bias; NeMo AutoModel's GroupedExpertsDeepEP does so too)."""
 
 _CLAMP_BYTES = (8.0, 10.0)
-"""The same for each element of the gates and inner inputs of such experts, which are clamped and joined before the
-fused activation (core/fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)."""
+"""Bytes, forward and backward, for each element of the gates and inner inputs of such experts, which are clamped and
+joined before the fused activation (core/fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)."""
 
 _UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
 """What torch's own operations move for each score beyond one fused kernel, forward and backward.
@@ -33,8 +33,8 @@ Forward 6 bytes to make a 16-bit score fp32, 8 to scale, 8 to mask, 8 for the so
 backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron/model/fused_softmax.py).
 """
 _UNFUSED_FP32_SOFTMAX_BYTES = 16.0
-"""The same of fp32 scores, in either pass: scaled and masked by themselves. No fused kernel takes these
-(`is_kernel_available` in the same file)."""
+"""Bytes for each fp32 score beyond one fused kernel, in either pass: scaled and masked by themselves. No fused kernel
+takes these (`is_kernel_available` in the same file)."""
 
 
 _FUSED_KERNELS = 10

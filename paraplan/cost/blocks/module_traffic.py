@@ -22,7 +22,7 @@ _WIDENED_SCORES = (25.5, 29.0)
 """Bytes for each score of eager attention in 16 bits with a softmax in fp32: scaled, masked, widened, exponentiated,
 narrowed, and back over the same."""
 _PLAIN_SCORES = (6.0, 5.0)
-"""The same without another type, for each byte of a score."""
+"""Bytes for each byte of a score of eager attention whose softmax is in the type of the scores."""
 
 
 class _Activation(NamedTuple):

@@ -40,7 +40,7 @@ class Shardings:
     is_autocast: bool
     """The model runs under autocast."""
     keeps_gathered_inputs: bool
-    """That of `TensorParallelProfile`."""
+    """Inputs that tensor parallelism gathers are kept (`TensorParallelProfile.keeps_gathered_inputs`)."""
     has_fp32_weights: Mask
     """Parameters are in fp32 under autocast: ZeRO gathers them in 16 bits."""
     ep: Floats

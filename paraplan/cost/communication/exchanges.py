@@ -22,8 +22,8 @@ forward and backward: outputs and gradients are added up in fp32 (torch.distribu
 _context_parallel._attention, counted operator by operator)."""
 
 _ENGINE_RING_BYTES = ((8.0, 6.0), (0.0, 6.0))
-"""The same of Transformer Engine (context_parallel.py): one fused operation reads what a step gives and adds it to the
-output (flash_attn_fwd_out_correction, 8 bytes an element, between outputs of 16 and 32 bits); gradients of queries,
+"""Bytes that a step of Transformer Engine's ring moves (context_parallel.py): one fused operation adds its result to
+the output (flash_attn_fwd_out_correction, 8 bytes an element, between outputs of 16 and 32 bits); gradients of queries,
 keys and values are added in 16 bits (6)."""
 
 _ORDER_STARTS = (80, 64)

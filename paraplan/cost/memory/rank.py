@@ -28,7 +28,7 @@ class RankMemory(RankState):
 
     @cached_property
     def backward_copies_bytes(self) -> Floats:
-        """Those that a backward pass has."""
+        """16-bit copies of weights that a backward pass has."""
         return self._copied_bytes(in_forward=False)
 
     def _copied_bytes(self, *, in_forward: bool) -> Floats:
@@ -60,7 +60,7 @@ class RankMemory(RankState):
 
     @cached_property
     def kept_bytes(self) -> Floats:
-        """Those of them that are on the GPU."""
+        """Activations that are on the GPU."""
         return on_gpu(self.workload, self.costs, self.activation_bytes)
 
     @cached_property
@@ -184,7 +184,7 @@ class RankMemory(RankState):
 
     @cached_property
     def waiting_bytes(self) -> Floats:
-        """The same of all micro-batches that wait for their second half while another one's first half begins.
+        """Bytes of all micro-batches that wait for their second half while another one's first half begins.
 
         Rank i puts off those of i micro-batches (ZB-H1, Qi et al. 2024, figure 3).
         """
@@ -192,7 +192,7 @@ class RankMemory(RankState):
 
     @cached_property
     def unfinished_bytes(self) -> Floats:
-        """The same, and the last second half's gradients of weights, which FSDP adds up in the next first half."""
+        """`waiting_bytes`, and gradients of weights of the last second half, which FSDP adds up in the next first."""
         unadded = self.splits_backward & self.is_fsdp & self.has_earlier_gradients
         return np.asarray(self.waiting_bytes + np.where(unadded, self.parameters * self.compute_bytes, 0.0))
 

@@ -189,17 +189,17 @@ class RankState:
 
     @cached_property
     def gathered_head_bytes(self) -> Floats:
-        """The same while the head is in use."""
+        """Bytes of gathered parameters while the head is in use."""
         return self.gathered_bytes(num_blocks=0, end=self.head_alone)
 
     @cached_property
     def gathered_embedding_bytes(self) -> Floats:
-        """The same while the embedding is in use."""
+        """Bytes of gathered parameters while the embedding is in use."""
         return self.gathered_bytes(num_blocks=0, end=self.embedding_alone)
 
     @cached_property
     def gathered_blocks_bytes(self) -> Floats:
-        """The same while a block is in use, beside which the next one is gathered."""
+        """Bytes of gathered parameters while a block is in use, beside which the next one is gathered."""
         return self.gathered_bytes(num_blocks=2)
 
     def gathered_bytes(self, *, num_blocks: int, end: Floats | float = 0.0) -> Floats:

@@ -34,7 +34,7 @@ class _Graph(NamedTuple):
     """The operations of one pipeline by level: none depends on another of its level or of a later one."""
 
     levels: Ints
-    """Of each operation, ascending."""
+    """The level of each operation, ascending."""
     ranks: Ints
     inputs: Ints
     """The operation that each waits for, -1 for none."""

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-"""Of questions and answers: those of another version are refused with a sentence."""
+"""Version of questions and answers: those of another one are refused with a sentence."""
 
 _NAME = re.compile(r"@(paraplan-launch-(?P<pid>\d+)-[0-9a-f]{16})$")
 _LISTENS = "00010000"  # flag of unix(7) sockets in /proc/net/unix: linux/net.h, __SO_ACCEPTCON
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred of socket(7): process, user, group
 _MAX_REQUEST_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 64 << 20
-"""Of thousands of ranks the stacks are a few MiB: what is larger does not come from a launcher."""
+"""Largest answer: stacks of thousands of ranks are a few MiB, and what is larger does not come from a launcher."""
 
 _REQUEST_S = 5.0
 """For a request to come whole, and for its answer to be taken: both are at hand."""
@@ -103,7 +103,7 @@ def _as_object(line: bytes) -> dict[str, Any] | None:
 
 
 MAX_BYTES = 1 << 16
-"""Of one piece."""
+"""Largest piece of a log."""
 
 
 def read_log(path: str, offset: int) -> tuple[int, str]:

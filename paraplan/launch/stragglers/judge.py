@@ -40,8 +40,8 @@ _MIN_SLOWER = 0.18
 queue took less than a tenth of the time."""
 
 _MIN_SLOWER_CONTENDED = 0.38
-"""The same of CPU time where ranks wait for cores: those that share cores and caches with other programs differed by up
-to 0.28 over 15 steps (load 14 on 2 cores)."""
+"""A rank is late by this share of its peers' CPU time where ranks wait for cores: those that share cores and caches
+with other programs differed by up to 0.28 over 15 steps (load 14 on 2 cores)."""
 
 _FULL_CONTENTION = 0.5
 """Waiting for a core, as a share of running, from which on that holds; below it, in proportion."""
@@ -69,10 +69,11 @@ _MAX_CHANCE = 0.02
 """The chance with which strikes that fall on any rank would have fallen on one so often."""
 
 _MAX_CHANCE_ALONE = 0.0625
-"""The same where no other rank is struck: five of two ranks. Pauses that strike inside of a collective are not seen."""
+"""The largest such chance where no other rank is struck: five of two ranks. Pauses that strike inside of a collective
+are not seen."""
 
 _MAX_CHANCE_SUSPECTED = 0.13
-"""The same from which on a rank is suspected: three ranks and three strikes, or two ranks and four."""
+"""The largest chance with which a rank is suspected: three ranks and three strikes, or two ranks and four."""
 
 _MIN_JITTER_COST = 0.13
 _MIN_JITTER_STRIKES = 8

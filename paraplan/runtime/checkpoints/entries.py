@@ -61,7 +61,7 @@ class Options(Record):
     """The options of the optimizer for one parameter, and the numbers in its state."""
 
     options: dict[str, _Value | tuple[_Value, ...]]
-    """Those of its group: learning rate and the like; pairs are tuples, as optimizers have them."""
+    """Options of the parameter's group: learning rate and the like; pairs are tuples, as optimizers have them."""
     numbers: dict[str, _Value | tuple[_Value, ...]]
     """What is no tensor in its state."""
 

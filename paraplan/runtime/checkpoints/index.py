@@ -28,9 +28,9 @@ class SavedTensor(Record):
     """A whole tensor, and the boxes that it is written in."""
 
     dtype: str
-    """Its type, as torch calls it."""
+    """Type of the elements, as torch calls it."""
     shape: Sizes
-    """Its shape."""
+    """Shape of the whole tensor."""
     boxes: tuple[SavedBox, ...]
     """Boxes that have each element once."""
 

@@ -16,7 +16,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import pytree, tensors_in
 
 FEWEST_SEQUENCES = 8
-"""Of which a batch consists that shows what compares them."""
+"""Fewest sequences of a batch that shows what compares them."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from paraplan.runtime.torch_private import (
 
 
 class ScriptShards:
-    """Those of `parameters` that FSDP2 divides in `module`, between the calls of an engine."""
+    """The `parameters` of `module` that FSDP2 divides, between the calls of an engine."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         names = {id(one): name for name, one in parameters.items() if isinstance(one, DTensor)}

@@ -44,7 +44,7 @@ _IN_FP32 = frozenset(
 )
 
 _BINS = 100
-"""Those of torch.histc where it is not told."""
+"""Bins of torch.histc where none are told."""
 
 _REPLACED = _IN_FP32 | {SDPA, F.dropout, F.cross_entropy}
 
@@ -101,7 +101,7 @@ def _is_plain_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, label_smoothing: float = 0.0, **options: Any
 ) -> torch.Tensor:
-    """As on CUDA, where the function asks for log-probabilities in the type of the logits: autocast leaves that alone.
+    """Return the loss as on CUDA, where log-probabilities are in the type of the logits, under autocast too.
 
     The loss of them is then computed in fp32, from a copy (ATen/native/LossNLL.cpp; autocast's fp32_set_opt_dtype).
     """

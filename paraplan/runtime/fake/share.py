@@ -33,7 +33,7 @@ _GPIPE_FIRST = (
 
 @dataclass(frozen=True)
 class StepShare:
-    """Of a step's micro-batches `count` are run and `left` are not, in `left_rounds` equal parts."""
+    """`count` of a step's micro-batches are run and `left` are not, in `left_rounds` equal parts."""
 
     count: int
     left: int

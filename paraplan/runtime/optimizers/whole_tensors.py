@@ -32,7 +32,7 @@ _OF_NUMBERS = frozenset(
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 )
 _OF_PLAIN_NUMBERS = (torch.optim.Rprop,)
-"""Those among them that write by masks, which torch does not in a sharded tensor."""
+"""Optimizers that write by masks, which torch does not in a sharded tensor."""
 _TRIAL_STEPS = 12  # some begin otherwise than they go on
 _TRIAL_LENGTH = 6  # of a dimension
 _TOLERANCE = 1e-4
