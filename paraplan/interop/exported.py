@@ -216,7 +216,7 @@ def runtime_gap(subject: Subject) -> list[Gap]:
     model, training, framework = subject.file.model, subject.training, subject.file.framework
     if framework is not None:
         return [Gap(part=f"framework={framework}", reason="the plan was made for it, and paraplan does not launch it")]
-    reason = training_reason(training) or unsupported_reason(
+    reason = training_reason(training, subject.plan) or unsupported_reason(
         subject.plan,
         num_blocks=model.num_blocks if model is not None else None,
         precision=training.precision if training is not None else None,

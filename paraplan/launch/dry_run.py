@@ -176,7 +176,7 @@ def _command(spec: LaunchSpec) -> list[str]:
 
 def _problems(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget) -> list[str]:
     problems = []
-    reason = training_reason(request.file.training) if request.file is not None else None
+    reason = training_reason(request.file.training, request.plan) if request.file is not None else None
     if reason is None and request.plan is not None:
         reason = unsupported_reason(request.plan)
     if reason is not None:

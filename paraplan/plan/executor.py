@@ -29,7 +29,7 @@ class Executor:
 
 def _own_reason(plan: ParallelPlan, training: TrainingSpec, num_blocks: int) -> str | None:
     del num_blocks  # stages that are too many are ruled out before
-    return training_reason(training) or unsupported_reason(
+    return training_reason(training, plan) or unsupported_reason(
         plan, precision=training.precision, compiled=training.compiled
     )
 

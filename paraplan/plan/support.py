@@ -56,7 +56,7 @@ def check_supported(
 
     Of the `training` that the plan was made for only options are looked at that the runtime has not.
     """
-    reason = training_reason(training)
+    reason = training_reason(training, plan)
     reason = reason or unsupported_reason(plan, num_blocks=num_blocks, precision=precision, compiled=compiled)
     if reason is not None:
         raise UnsupportedPlanError(
@@ -70,12 +70,15 @@ def rule_of(reason: str) -> str:
     return reason.partition(": ")[2] or reason
 
 
-def training_reason(training: TrainingSpec | None) -> str | None:
-    """Return why the runtime does not train so under any plan, None where it does or nothing is known."""
+def training_reason(training: TrainingSpec | None, plan: ParallelPlan | None = None) -> str | None:
+    """Return why the runtime does not train so under `plan`, or under any, None where it does or nothing is known."""
     if training is not None and training.linear_precision != "16bit":
         return f"--linear-precision {training.linear_precision}: the runtime multiplies in the training's own precision"
     if training is not None and training.offloads_activations and training.compiled:
         return "--offload-activations: what compiled blocks keep is the compiler's choice"
+    keeps_operations = plan is not None and plan.recompute == "selective_ops"
+    if training is not None and training.offloads_activations and keeps_operations:
+        return "recompute=selective_ops: results of operations that are kept stay on the GPU"
     if training is not None and training.stack.mlp_tile is not None and training.compiled:
         return f"--stack mlp_tile={training.stack.mlp_tile}: tiles run again, which compiled blocks have compiled"
     for name, value in training.stack.of_engines.items() if training is not None else ():

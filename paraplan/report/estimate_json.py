@@ -51,7 +51,7 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
     without = _without_experts(workload, plan)
     if without is not None:
         notes += (f"{workload.framework.title} does not train so: {without}",)
-    reason = training_reason(training) or unsupported_reason(
+    reason = training_reason(training, plan) or unsupported_reason(
         plan, num_blocks=workload.model.num_blocks, precision=training.precision
     )
     if reason is None or not workload.framework.is_own_runtime:

@@ -123,10 +123,11 @@ def test_what_a_block_has_kept_goes_once_the_next_has_run(offloads: bool) -> Non
     assert alive["backward"] == ([0, 0, 0, 0, 0] if offloads else [4, 3, 2, 1, 0])  # copies come back in their place
 
 
-def test_compiled_blocks_do_not_go_with_it() -> None:
-    file = file_of(ONE, offloads=True, compiled=True)
+def test_compiled_blocks_and_kept_operations_do_not_go_with_it() -> None:
     with pytest.raises(UnsupportedPlanError, match="what compiled blocks keep is the compiler's choice"):
-        runtime.init(file)
+        runtime.init(file_of(ONE, offloads=True, compiled=True))
+    with pytest.raises(UnsupportedPlanError, match="results of operations that are kept stay on the GPU"):
+        runtime.init(file_of(ONE.replace(recompute="selective_ops"), offloads=True))
 
 
 def test_a_run_without_values_says_that_it_cannot_tell() -> None:
