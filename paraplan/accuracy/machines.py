@@ -6,7 +6,7 @@ import re
 from itertools import combinations
 
 from paraplan.errors import ProfileError, near_names
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_gpus, load_network
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, list_gpus, load_machine, load_network
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile, NetworkProfile
 from paraplan.hardware.topology import Gpu, GpuLink, LinkType, NodeTopology
@@ -107,7 +107,7 @@ def described_cluster(machines: DescribedMachines, gpus: list[GpuProfile] | None
 def _node(gpu: GpuProfile, count: int, link: str, *, is_board: bool) -> NodeTopology:
     words = link.lower()
     if gpu.vendor == "amd" and count > 1 and "pcie" not in words:
-        return cluster_from_profile(f"{count}x{gpu.name}").node.replace(source="description")
+        return load_machine(f"{count}x{gpu.name}").node.replace(source="description")
     has_nvlink = bool(gpu.nvlink_count) and ("pcie" not in words or "nvlink" in words)
     pairs_only = "pair" in words or "bridge" in words
     shares = 1

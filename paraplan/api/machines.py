@@ -12,16 +12,17 @@ from paraplan.hardware.topology import NodeTopology
 def load_cluster(
     source: str | Path | None = None,
     *,
-    num_nodes: int = 1,
+    num_nodes: int | None = None,
     gpus_per_node: int | None = None,
     network: str | None = None,
     link: LinkKind | None = None,
 ) -> Cluster:
-    """Return `num_nodes` machines of one kind, of each the first `gpus_per_node` GPUs, all of them by default.
+    """Return `num_nodes` machines of one kind, one by default, of each the first `gpus_per_node` GPUs (or all).
 
     `source` is the name of a profile (`dgx-h100`), the path of one, a number of GPUs of a kind (`8xh100`, which `link`
-    connects), or None for this machine. `network` names the network between machines. Raises `ProfileError`
-    for a profile that does not exist or cannot be read, and `NoGpuError` where this machine has no GPU.
+    connects; `32xh100` are 4 machines of 8), or None for this machine. `network` names the network between machines.
+    Raises `ProfileError` for a profile that does not exist or cannot be read, and `NoGpuError` where this machine has
+    no GPU.
     """
     if source is not None:
         from paraplan.hardware.catalogue.profile_files import cluster_from_profile
@@ -31,7 +32,7 @@ def load_cluster(
         )
     from paraplan.hardware.probe.this_machine import cluster_of_this_machine
 
-    return cluster_of_this_machine(num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+    return cluster_of_this_machine(num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node)
 
 
 def load_cluster_for(
@@ -44,11 +45,10 @@ def load_cluster_for(
     link: LinkKind | None = None,
 ) -> Cluster:
     """Return the machines of `load_cluster`, by default as many as `num_ranks` ranks need."""
-    cluster = load_cluster(source, num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node, network=network, link=link)
+    cluster = load_cluster(source, num_nodes=num_nodes, gpus_per_node=gpus_per_node, network=network, link=link)
     if num_nodes is not None or num_ranks <= cluster.num_gpus:
         return cluster
-    needed = -(-num_ranks // cluster.gpus_per_node)
-    return load_cluster(source, num_nodes=needed, gpus_per_node=gpus_per_node, network=network, link=link)
+    return cluster.replace(num_nodes=-(-num_ranks // cluster.gpus_per_node))
 
 
 def probe_topology() -> NodeTopology:

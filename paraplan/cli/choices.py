@@ -113,7 +113,7 @@ class HardwareOptions:
 
     def cluster(self) -> Cluster:
         """Return the machines. Raises `ProfileError` and `NoGpuError` as `paraplan.load_cluster` does."""
-        return load_cluster(self._source(), num_nodes=self.nodes or 1, **self._how())
+        return load_cluster(self._source(), num_nodes=self.nodes, **self._how())
 
     def each(self) -> tuple[HardwareOptions, ...]:
         """Return the options for each of several machines that --profile names: `8xh100,dgx-b200`."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from paraplan.errors import CheckFailedError
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_machine
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.launch.accelerate import accelerate_variables, drives_accelerate
 from paraplan.launch.nodes.hosts import Host, carried_variables, read_host_file
 from paraplan.launch.planning import make_plan
@@ -258,7 +258,7 @@ def _dry_request(spec: LaunchSpec, target: LaunchTarget) -> LaunchRequest:
         spec,
         num_gpus=target.num_gpus,
         current_folder=Path.cwd(),
-        read_gpus=lambda: load_machine(profile).node.gpus,
+        read_gpus=lambda: cluster_from_profile(profile).node.gpus,
         environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # a profile's GPUs have no UUIDs, only their numbers
     )
 

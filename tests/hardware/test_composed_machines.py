@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paraplan.errors import ParaplanError, ProfileError
+from paraplan.errors import ParaplanError, ProfileError, UsageError
 from paraplan.hardware.catalogue.composed_machines import LinkKind, counted_gpus
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_gpu, load_machine
 
@@ -79,10 +79,39 @@ def test_a_machine_that_nobody_described_is_composed_with_the_links_that_are_usu
     rig = cluster_from_profile("4xrtx-3090")
     assert (rig.name, rig.num_gpus, {link.link_type for link in rig.node.links}) == ("4xrtx-3090", 4, {"PHB"})
     assert len(rig.node.links) == 6
-    large = cluster_from_profile("16xh100", num_nodes=2, network="100g")
+    large = cluster_from_profile("8xh100", num_nodes=4, network="100g")
     assert (large.num_gpus, {link.nvlink_count for link in large.node.links}) == (32, {18})
     assert large.network is not None
     assert large.network.name == "ethernet-100g"
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "machine", "nodes", "per_node"),
+    [
+        ("32xh100", {}, "dgx-h100", 4, 8),
+        ("12xh100", {}, "dgx-h100", 2, 6),
+        ("32xh100", {"num_nodes": 8}, "dgx-h100", 8, 4),
+        ("32xh100", {"gpus_per_node": 4}, "dgx-h100", 8, 4),
+        ("16xrtx-4090", {}, "8xrtx-4090", 2, 8),
+        ("16xv100-sxm3-32gb", {}, "dgx-2", 1, 16),
+        ("144xgb200", {}, "gb200-nvl72", 2, 72),
+        ("2048xb200", {}, "dgx-b200", 256, 8),
+        ("16xh100-pcie-pcie", {}, "16xh100-pcie-80gb", 1, 16),  # links that a name says are those of one machine
+    ],
+)
+def test_more_gpus_than_a_machine_has_are_several_machines(
+    name: str, how: dict[str, int], machine: str, nodes: int, per_node: int
+) -> None:
+    found = cluster_from_profile(name, **how)
+    assert (found.name, found.num_nodes, found.gpus_per_node) == (machine, nodes, per_node)
+    assert found.network is not None
+
+
+@pytest.mark.parametrize(("name", "how"), [("17xh100", {}), ("9xh100", {}), ("32xh100", {"num_nodes": 2})])
+def test_gpus_that_do_not_divide_over_machines_are_told_with_a_way_out(name: str, how: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"{name}: a machine has at most 8 NVIDIA H100") as refused:
+        cluster_from_profile(name, **how)
+    assert "--profile 8xh100-sxm-80gb --nodes" in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize(

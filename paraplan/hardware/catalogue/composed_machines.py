@@ -20,7 +20,7 @@ Without P2P each copy goes through the memory of the host, as slowly as somebody
 HOST_MEMORY_PER_GPU = 64 * 2**30
 """Nominal, as in the profiles of workstations."""
 
-_COUNTED = re.compile(r"(?P<count>\d{1,3}) ?x ?-?(?P<gpu>[a-z0-9].*)")
+_COUNTED = re.compile(r"(?P<count>\d{1,3}|\d{4,5}(?= ?x ?-?[a-z])) ?x ?-?(?P<gpu>[a-z0-9].*)")  # 3090x2
 _SUFFIXED = re.compile(r"(?P<gpu>[a-z].*?)-?x(?P<count>\d{1,3})")
 
 

@@ -25,6 +25,8 @@ from paraplan.hardware.profile_json import read_object, validated
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
 from paraplan.resources import profiles_folder
 
+_MOST_CARDS = 8
+"""GPUs of one machine where no bundled one has more of the kind."""
 _COUNTED_FILE = re.compile(r"(?P<count>[1-9]\d{0,2}) ?x ?(?P<gpu>.+\.json)")
 """So many GPUs of a kind that a file describes."""
 
@@ -96,23 +98,25 @@ def profile_names(kind: str) -> set[str]:
 def cluster_from_profile(
     name_or_path: str,
     *,
-    num_nodes: int = 1,
+    num_nodes: int | None = None,
     gpus_per_node: int | None = None,
     network: str | None = None,
     link: LinkKind | None = None,
 ) -> Cluster:
-    """Return `num_nodes` machines of a profile, each with its first `gpus_per_node` GPUs (all of them by default).
+    """Return `num_nodes` machines of a profile, one by default, each with its first `gpus_per_node` GPUs (or all).
 
     A machine without GPUs (vendor "cpu") takes any `gpus_per_node`: its ranks are processes that share its memory.
     `8xh100` is a machine with so many GPUs of a kind: the first GPUs of a bundled one that has them, with their share
-    of its memory, or a composed one whose GPUs `link` connects. `network` names another network than the profile's,
-    `10g` is Ethernet.
+    of its memory, or a composed one whose GPUs `link` connects. `32xh100`, which no machine has, are several: 4 of 8.
+    `network` names another network than the profile's, `10g` is Ethernet.
 
     Raises `ProfileError` for a profile that cannot be had and `UsageError` for numbers that the machine does not allow.
     """
     for option, number in (("--nodes", num_nodes), ("--gpus-per-node", gpus_per_node)):
         if number is not None and number < 1:
             raise UsageError(f"{option}={number} must be at least 1")
+    if link is None:
+        name_or_path, num_nodes = _over_machines(name_or_path, num_nodes, gpus_per_node)
     machine, data, where = _loaded_machine(name_or_path, link)
     if gpus_per_node is not None and gpus_per_node != len(machine.node.gpus):
         machine = _resized(machine, data, where=where, num_gpus=gpus_per_node)
@@ -120,7 +124,7 @@ def cluster_from_profile(
         name=machine.name,
         gpu=machine.gpu,
         node=machine.node,
-        num_nodes=num_nodes,
+        num_nodes=num_nodes or 1,
         network=load_network(_network_name(network)) if network is not None else machine.network,
         host_memory_bytes=machine.host_memory_bytes,
         measured=machine.measured,
@@ -251,6 +255,39 @@ def _counted_machine(name: str) -> tuple[int, GpuProfile, LinkKind | None] | Non
         if counted is not None and gpu is not None:
             return counted[0], gpu, link
     return None
+
+
+def _over_machines(name: str, num_nodes: int | None, gpus_per_node: int | None) -> tuple[str, int | None]:
+    """Return the machine and the number of machines of a name such as `32xh100`, whose GPUs no one machine has.
+
+    Of other names these are `name` and `num_nodes`. Raises `UsageError` where the GPUs do not divide over machines.
+    """
+    counted = (
+        None if _looks_like_path(name) or plain_name(name) in profile_names("machines") else _counted_machine(name)
+    )
+    if counted is None or counted[2] is not None or counted[1].vendor == "cpu":
+        return name, num_nodes
+    count, gpu, _ = counted
+    most = max([_MOST_CARDS, *_sizes_of_bundled(gpu)])
+    if count <= most:
+        return name, num_nodes
+    nodes = num_nodes or (0 if gpus_per_node is None else count // gpus_per_node)
+    if num_nodes is None and gpus_per_node is None:
+        # As few machines as hold them, all alike and more than half full.
+        nodes = next((each for each in range(-(-count // most), -(-2 * count // most)) if count % each == 0), 0)
+    if not nodes or count % nodes or count // nodes > most:
+        full = count // most
+        raise UsageError(
+            f"{name}: a machine has at most {most} {gpu.title}",
+            hint=f"say how many each has: --profile {most}x{gpu.name} --nodes {full} are {full * most}",
+        )
+    return f"{count // nodes}x{gpu.name}", nodes
+
+
+def _sizes_of_bundled(gpu: GpuProfile) -> list[int]:
+    """Return the numbers of GPUs of the bundled machines that have a kind."""
+    found = (read_object(profiles_folder() / "machines" / f"{stem}.json") for stem in _stems("machines"))
+    return [data["num_gpus"] for data in found if data.get("gpu") == gpu.name and "num_gpus" in data]
 
 
 def _gpu_called(name: str) -> GpuProfile | None:
