@@ -107,6 +107,13 @@ def test_more_gpus_than_a_machine_has_are_several_machines(
     assert found.network is not None
 
 
+def test_more_gpus_of_a_file_than_a_machine_has_are_several_machines(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(load_gpu("h100").model_dump(mode="json", exclude={"architecture_profile"})))
+    found = cluster_from_profile(f"16x{path}")
+    assert (found.num_nodes, found.gpus_per_node) == (2, 8)
+
+
 @pytest.mark.parametrize(("name", "how"), [("17xh100", {}), ("9xh100", {}), ("32xh100", {"num_nodes": 2})])
 def test_gpus_that_do_not_divide_over_machines_are_told_with_a_way_out(name: str, how: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=f"{name}: a machine has at most 8 NVIDIA H100") as refused:

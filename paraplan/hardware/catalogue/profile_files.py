@@ -207,8 +207,8 @@ def _host_share(machine: MachineProfile, num_gpus: int) -> int | None:
 
 def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str, int | None]:
     """Return the content of a machine, where it stands, and how many of its GPUs are meant where a name says so."""
-    of_file = _COUNTED_FILE.fullmatch(name)
-    if of_file is not None and not Path(name).exists():
+    of_file = _counted_file(name)
+    if of_file is not None:
         gpu_data, where = _load_named("gpus", of_file["gpu"])
         composed = composed_machine(_gpu(gpu_data, where=where), int(of_file["count"]), link)
         return composed | {"gpu": gpu_data}, where, None
@@ -262,13 +262,16 @@ def _over_machines(name: str, num_nodes: int | None, gpus_per_node: int | None) 
 
     Of other names these are `name` and `num_nodes`. Raises `UsageError` where the GPUs do not divide over machines.
     """
-    counted = (
-        None if _looks_like_path(name) or plain_name(name) in profile_names("machines") else _counted_machine(name)
-    )
-    if counted is None or counted[2] is not None or counted[1].vendor == "cpu":
-        return name, num_nodes
-    count, gpu, _ = counted
-    most = max([_MOST_CARDS, *_sizes_of_bundled(gpu)])
+    of_file = _counted_file(name)
+    if of_file is not None:
+        count, gpu_name, title, most = int(of_file["count"]), of_file["gpu"], of_file["gpu"], _MOST_CARDS
+    else:
+        is_named = _looks_like_path(name) or plain_name(name) in profile_names("machines")
+        counted = None if is_named else _counted_machine(name)
+        if counted is None or counted[2] is not None or counted[1].vendor == "cpu":
+            return name, num_nodes
+        count, gpu, _ = counted
+        gpu_name, title, most = gpu.name, gpu.title, max([_MOST_CARDS, *_sizes_of_bundled(gpu)])
     if count <= most:
         return name, num_nodes
     nodes = num_nodes or (0 if gpus_per_node is None else count // gpus_per_node)
@@ -278,10 +281,16 @@ def _over_machines(name: str, num_nodes: int | None, gpus_per_node: int | None) 
     if not nodes or count % nodes or count // nodes > most:
         full = count // most
         raise UsageError(
-            f"{name}: a machine has at most {most} {gpu.title}",
-            hint=f"say how many each has: --profile {most}x{gpu.name} --nodes {full} are {full * most}",
+            f"{name}: a machine has at most {most} {title}",
+            hint=f"say how many each has: --profile {most}x{gpu_name} --nodes {full} are {full * most}",
         )
-    return f"{count // nodes}x{gpu.name}", nodes
+    return f"{count // nodes}x{gpu_name}", nodes
+
+
+def _counted_file(name: str) -> re.Match[str] | None:
+    """Return the count and the path in `4xgpu.json`, None for other names, and for a file that is called so."""
+    found = _COUNTED_FILE.fullmatch(name)
+    return None if found is None or Path(name).exists() else found
 
 
 def _sizes_of_bundled(gpu: GpuProfile) -> list[int]:
