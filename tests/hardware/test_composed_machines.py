@@ -59,6 +59,8 @@ def test_a_bundled_machine_with_these_gpus_is_taken(name: str, machine: str, gpu
         ("Standard_NC24ads_A100_v4", "--profile nc96ads-a100-v4 --gpus-per-node N"),
         ("2xm40", "profiles list --kind gpu"),
         ("my-server", "8xh100, 4xrtx-3090"),
+        ("8xh100x2", "did you mean 8xh100"),
+        ("32 h100s", "did you mean 32xh100"),
     ],
 )
 def test_the_name_of_a_machine_that_nobody_described_leads_to_one_that_works(name: str, hint: str) -> None:
@@ -96,6 +98,8 @@ def test_a_machine_that_nobody_described_is_composed_with_the_links_that_are_usu
         ("16xv100-sxm3-32gb", {}, "dgx-2", 1, 16),
         ("144xgb200", {}, "gb200-nvl72", 2, 72),
         ("2048xb200", {}, "dgx-b200", 256, 8),
+        *((name, {}, "dgx-h100", 4, 8) for name in ("4xdgx-h100", "dgx-h100 x4", "4x8xh100", "32 H100", "H100:32")),
+        ("2 x p5.48xlarge", {"num_nodes": 2}, "aws-p5-48xlarge", 2, 8),
         ("16xh100-pcie-pcie", {}, "16xh100-pcie-80gb", 1, 16),  # links that a name says are those of one machine
     ],
 )

@@ -12,6 +12,7 @@ from paraplan.hardware.catalogue.composed_machines import (
     HOST_MEMORY_PER_GPU,
     LinkKind,
     composed_machine,
+    counted_file,
     counted_gpus,
     mixed_machine,
     plain_name,
@@ -27,7 +28,6 @@ from paraplan.resources import profiles_folder
 
 _MOST_CARDS = 8
 """GPUs of one machine where no bundled one has more of the kind."""
-_COUNTED_FILE = re.compile(r"(?P<count>[1-9]\d{0,2}) ?x ?(?P<gpu>.+\.json)")
 """So many GPUs of a kind that a file describes."""
 
 
@@ -207,7 +207,7 @@ def _host_share(machine: MachineProfile, num_gpus: int) -> int | None:
 
 def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str, int | None]:
     """Return the content of a machine, where it stands, and how many of its GPUs are meant where a name says so."""
-    of_file = _counted_file(name)
+    of_file = counted_file(name)
     if of_file is not None:
         gpu_data, where = _load_named("gpus", of_file["gpu"])
         composed = composed_machine(_gpu(gpu_data, where=where), int(of_file["count"]), link)
@@ -262,12 +262,14 @@ def _over_machines(name: str, num_nodes: int | None, gpus_per_node: int | None) 
 
     Of other names these are `name` and `num_nodes`. Raises `UsageError` where the GPUs do not divide over machines.
     """
-    of_file = _counted_file(name)
+    of_file = counted_file(name)
     if of_file is not None:
         count, gpu_name, title, most = int(of_file["count"]), of_file["gpu"], of_file["gpu"], _MOST_CARDS
     else:
         is_named = _looks_like_path(name) or plain_name(name) in profile_names("machines")
         counted = None if is_named else _counted_machine(name)
+        if counted is None and not is_named:
+            return _several(name, num_nodes, gpus_per_node)
         if counted is None or counted[2] is not None or counted[1].vendor == "cpu":
             return name, num_nodes
         count, gpu, _ = counted
@@ -287,10 +289,20 @@ def _over_machines(name: str, num_nodes: int | None, gpus_per_node: int | None) 
     return f"{count // nodes}x{gpu_name}", nodes
 
 
-def _counted_file(name: str) -> re.Match[str] | None:
-    """Return the count and the path in `4xgpu.json`, None for other names, and for a file that is called so."""
-    found = _COUNTED_FILE.fullmatch(name)
-    return None if found is None or Path(name).exists() else found
+def _several(name: str, num_nodes: int | None, gpus_per_node: int | None) -> tuple[str, int | None]:
+    """Return the machine and the number of machines of a name such as `4xdgx-h100`; of others `name`, `num_nodes`."""
+    count, machine = counted_gpus(name) or (0, name)
+    is_unclear = re.fullmatch(r"[a-z]\w+x\d+", machine) is not None  # 8xh100x2: eight of two, or two of eight
+    if (
+        not count
+        or is_unclear
+        or (plain_name(machine) not in profile_names("machines") and _counted_machine(machine) is None)
+    ):
+        return name, num_nodes
+    if num_nodes not in (None, count):
+        raise UsageError(f"{name} are {count} machines, and --nodes={num_nodes}", hint=f"use --profile {machine}")
+    machine, nodes = _over_machines(machine, None, gpus_per_node)
+    return machine, count * (nodes or 1)
 
 
 def _sizes_of_bundled(gpu: GpuProfile) -> list[int]:
