@@ -15,7 +15,7 @@ from paraplan.model.config_file import MAX_LAYERS, OWN_CODE_HINT, ModelConfig, l
 from paraplan.model.family_table import READERS, is_read
 from paraplan.model.hub import hub_config
 from paraplan.model.hybrid import is_hybrid, read_hybrid
-from paraplan.model.model_names import same_layers
+from paraplan.model.model_names import same_layers, spelled
 from paraplan.model.multi_token import with_prediction_layers
 from paraplan.model.spec import ModelSpec
 from paraplan.model.transformers_model import can_build, trace_config
@@ -94,6 +94,9 @@ def find_config(reference: str) -> Path:
     bundled = bundled_models()
     if reference in bundled:
         return bundled[reference]
+    alike = [] if set(reference) & _OF_PATHS else [name for name in bundled if spelled(name) == spelled(reference)]
+    if len(alike) == 1:
+        return bundled[alike[0]]
     if _looks_like_hub_id(reference):
         known = bundled_config(reference)
         if known is not None:
@@ -143,6 +146,7 @@ def read_fields(config: ModelConfig) -> ModelSpec:
     raise ModelError(f"{config.source}: no reader knows model_type={model_type!r}", hint=hint)
 
 
+_OF_PATHS = frozenset("/\\")
 _OWNERLESS_ID = re.compile(r"[A-Za-z0-9][\w.-]*")
 """A hub id without an owner, as the first models have: bert-large-uncased, t5-11b."""
 

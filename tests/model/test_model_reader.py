@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paraplan.errors import ModelError
 from paraplan.model.config_file import ModelConfig
 from paraplan.model.family_table import READERS
+from paraplan.model.model_names import same_layers, spelled
 from paraplan.model.reader import bundled_models, is_factory, read_fields, read_model
 
 LLAMA: dict[str, Any] = {
@@ -75,6 +76,30 @@ def test_rope_scaling_makes_the_longest_sequence(
 def test_a_near_name_is_offered_for_an_unknown_model() -> None:
     with pytest.raises(ModelError, match=r"did you mean llama-3-8b"):
         read_model("lama-3-8b")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("llama3 8B", "llama-3-8b"),
+        ("gpt-oss:20b", "gpt-oss-20b"),
+        ("Qwen3_30B_A3B", "qwen3-30b-a3b"),
+        ("phi4", "phi-4"),
+        ("gemma3:27b", "gemma-3-27b"),
+    ],
+)
+def test_a_bundled_model_is_known_however_it_is_spelled(written: str, name: str) -> None:
+    assert read_model(written).name == name
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-R1", "DeepSeek-R1-0528"])
+def test_deepseek_r1_has_the_layers_of_v3(name: str) -> None:
+    assert same_layers(name, bundled_models()) == "deepseek-v3"
+    assert same_layers("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", bundled_models()) is None
+
+
+def test_no_two_bundled_models_are_spelled_alike() -> None:
+    assert len({spelled(name) for name in bundled_models()}) == len(bundled_models())
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
