@@ -15,6 +15,7 @@ from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.model.reader import read_model
 from paraplan.plan.executor import ANYTHING
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stack import StackSettings
 from paraplan.plan.support import check_supported
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.constraints import Constraints
@@ -73,6 +74,25 @@ def test_long_sequences_need_as_much_less_of_the_gpu(torchtune: Workload) -> Non
     freed = kept.peak_memory_bytes - offloaded.peak_memory_bytes
     assert freed == pytest.approx(offloaded.host_bytes_per_node, rel=0.01)
     assert freed > 8 * GIB
+
+
+@pytest.mark.parametrize(("profile", "tokens"), [("8xh100", 3_670_016), ("32xh100", 15_728_640)])
+def test_the_longest_sequences_that_somebody_trained_just_fit(profile: str, tokens: int) -> None:
+    """Llama 8B, ZeRO-3, optimizer and checkpoints on the host, tiles (Bekman et al. 2025, arXiv 2506.13996)."""
+    cluster = cluster_from_profile(profile)
+    training = TrainingSpec(
+        global_batch_size=1,
+        seq_length=tokens,
+        precision="bf16",
+        loss="chunked",
+        offloads_activations=True,
+        stack=StackSettings(mlp_tile=4096),
+    )
+    workload = Workload.of(read_model("llama-3-8b"), training, cluster)
+    plan = ParallelPlan(cp=cluster.num_gpus, zero_stage=3, recompute="full", offload="optimizer")
+    found = evaluate_plan(workload, plan)
+    assert found.fits
+    assert found.peak_memory_bytes > 0.85 * found.usable_memory_bytes
 
 
 def test_copies_that_take_longer_than_compute_are_the_time_of_a_pass(torchtune: Workload) -> None:
