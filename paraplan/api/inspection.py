@@ -43,9 +43,9 @@ def inspect_machine(
     from paraplan.hardware.survey import survey_node
 
     if profile is not None:
-        from paraplan.hardware.catalogue.profile_files import load_machine
+        from paraplan.hardware.catalogue.profile_files import one_machine
 
-        machine = load_machine(profile)
+        machine = one_machine(profile)
         return survey_node(machine.node, machine=machine, gpus=gpus, thresholds=thresholds)
     if text is not None:
         from paraplan.hardware.readers.any_text import decode_text, read_topology

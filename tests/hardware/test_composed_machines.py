@@ -9,7 +9,7 @@ import pytest
 
 from paraplan.errors import ParaplanError, ProfileError, UsageError
 from paraplan.hardware.catalogue.composed_machines import LinkKind, counted_gpus
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_gpu, load_machine
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile, load_gpu, load_machine, one_machine
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,7 @@ def test_more_gpus_than_a_machine_has_are_several_machines(
     found = cluster_from_profile(name, **how)
     assert (found.name, found.num_nodes, found.gpus_per_node) == (machine, nodes, per_node)
     assert found.network is not None
+    assert len(one_machine(name).node.gpus) == per_node or how
 
 
 def test_more_gpus_of_a_file_than_a_machine_has_are_several_machines(tmp_path: Path) -> None:

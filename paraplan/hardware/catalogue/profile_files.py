@@ -54,6 +54,11 @@ def load_machine(name_or_path: str) -> MachineProfile:
     return _loaded_machine(name_or_path)[0]
 
 
+def one_machine(name: str) -> MachineProfile:
+    """Return one of the machines that a name means: of `32xh100`, which no machine has, one with 8."""
+    return load_machine(_over_machines(name, None, None)[0])
+
+
 def list_gpus() -> list[GpuProfile]:
     """Return all bundled kinds of GPU, by name."""
     known: dict[str, ArchitectureProfile] = {}
