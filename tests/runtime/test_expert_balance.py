@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tiny_transformers import TOKENS, VOCABULARY, build
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+from paraplan.runtime.fake.run import trace_memory
 
 pytestmark = pytest.mark.ranks
 
@@ -92,3 +95,10 @@ def test_micro_batches_are_balanced_one_by_one_and_the_run_says_so(ranks: RankHa
     plan = ParallelPlan(dp=2, num_microbatches=2, micro_batch_size=2)
     found = ranks.run(train, "mixtral", plan, False, size=2)
     assert any("compares samples" in line for line in found[0][3])
+
+
+@pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(cp=2)], ids=lambda plan: plan.describe())
+def test_a_run_without_values_balances_too(plan: ParallelPlan) -> None:
+    training = TrainingSpec(global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision="fp32")
+    made = trace_memory(partial(build, "qwen3_moe", output_router_logits=True), plan=plan, training=training)
+    assert made.activation_bytes > 0
