@@ -146,6 +146,11 @@ def wrap_model(
     `has_values` nothing is compared in numbers.
     """
     plan = parallel.plan
+    if parallel.offloads_activations and stack is None:
+        raise UnsupportedPlanError(
+            f"offloads_activations=True, but {type(model).__name__} has no repeated blocks whose activations could wait",
+            hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use a plan without it",
+        )
     layers = check_experts(model, ep=plan.ep, tp=plan.tp) if plan.ep > 1 else {}
     again = recomputed_blocks(parallel.recompute, plan, () if stack is None else stack.names)
     multiple = plan.cp * plan.tp if plan.cp > 1 else 1

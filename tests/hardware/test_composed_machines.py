@@ -60,6 +60,8 @@ def test_a_bundled_machine_with_these_gpus_is_taken(name: str, machine: str, gpu
         ("2xm40", "profiles list --kind gpu"),
         ("my-server", "8xh100, 4xrtx-3090"),
         ("8xh100x2", "did you mean 8xh100"),
+        ("32xh100:4", "did you mean 32xh100"),
+        ("1 " * 50_000 + "x", "8xh100, 4xrtx-3090"),
         ("32 h100s", "did you mean 32xh100"),
     ],
 )

@@ -130,6 +130,12 @@ def test_compiled_blocks_and_kept_operations_do_not_go_with_it() -> None:
         runtime.init(file_of(ONE.replace(recompute="selective_ops"), offloads=True))
 
 
+def test_a_model_without_blocks_has_nothing_to_offload() -> None:
+    job = runtime.init(file_of(ONE, offloads=True))
+    with pytest.raises(UnsupportedPlanError, match="Linear has no repeated blocks whose activations could wait"):
+        job.prepare(torch.nn.Linear(4, 4), loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.1))
+
+
 def test_a_run_without_values_says_that_it_cannot_tell() -> None:
     training = file_of(ONE, offloads=True).training
     assert training is not None

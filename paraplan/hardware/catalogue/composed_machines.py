@@ -21,6 +21,9 @@ Without P2P each copy goes through the memory of the host, as slowly as somebody
 HOST_MEMORY_PER_GPU = 64 * 2**30
 """Nominal, as in the profiles of workstations."""
 
+LONGEST_NAME = 200
+"""Characters of a name of GPUs or machines; what is longer is none."""
+
 _COUNTED = re.compile(r"(?P<count>\d{1,3}|\d{4,5}(?= ?[x* ] ?-?[a-z]))(?: ?[x*] ?-?| )(?P<gpu>[a-z0-9].*)")  # 3090x2
 _SUFFIXED = re.compile(r"(?P<gpu>[a-z].*?)(?:[ -]?x|:)(?P<count>\d{1,5})")  # SkyPilot's too
 _COUNTED_FILE = re.compile(r"(?P<count>[1-9]\d{0,2}) ?x ?(?P<gpu>.+\.json)")
@@ -37,7 +40,7 @@ def split_link(name: str) -> tuple[str, LinkKind | None]:
 def counted_gpus(name: str) -> tuple[int, str] | None:
     """Return the number and the kind of GPU of a name such as `8xH100`, `4 RTX 3090` or `H100:8`, else None."""
     words = name.strip().lower().replace("_", "-")
-    found = _COUNTED.fullmatch(words) or _SUFFIXED.fullmatch(words)
+    found = None if len(words) > LONGEST_NAME else _COUNTED.fullmatch(words) or _SUFFIXED.fullmatch(words)
     if found is None or int(found["count"]) < 1:
         return None
     return int(found["count"]), re.sub(r"[ -]+", "-", found["gpu"].removeprefix("nvidia ").strip())

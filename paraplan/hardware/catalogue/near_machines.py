@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from paraplan.errors import near_names
-from paraplan.hardware.catalogue.composed_machines import counted_gpus, plain_name
+from paraplan.hardware.catalogue.composed_machines import LONGEST_NAME, counted_gpus, plain_name
 
 OTHER_WAYS = (
     "give a name of paraplan profiles list or a number of GPUs (8xh100, 4xrtx-3090); paraplan explain machines says "
@@ -31,6 +31,8 @@ def machine_hint(name: str, *, machines: Collection[str], gpus: Collection[str])
     In this order: a larger size of the same cloud machine, GPUs that the name counts, names that look alike.
     """
     words = plain_name(name)
+    if len(words) > LONGEST_NAME:
+        return OTHER_WAYS
     return _larger_size(words, machines) or _counted(words, gpus) or _alike(words, machines)
 
 

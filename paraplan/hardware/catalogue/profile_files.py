@@ -297,7 +297,7 @@ def _over_machines(name: str, num_nodes: int | None, gpus_per_node: int | None) 
 def _several(name: str, num_nodes: int | None, gpus_per_node: int | None) -> tuple[str, int | None]:
     """Return the machine and the number of machines of a name such as `4xdgx-h100`; of others `name`, `num_nodes`."""
     count, machine = counted_gpus(name) or (0, name)
-    is_unclear = re.fullmatch(r"[a-z]\w+x\d+", machine) is not None  # 8xh100x2: eight of two, or two of eight
+    is_unclear = re.fullmatch(r"[a-z]\w+[x:]\d+", machine) is not None  # 8xh100x2: eight of two, or two of eight
     if (
         not count
         or is_unclear
