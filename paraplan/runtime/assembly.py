@@ -148,7 +148,7 @@ def wrap_model(
     plan = parallel.plan
     if parallel.offloads_activations and stack is None:
         raise UnsupportedPlanError(
-            f"offloads_activations=True, but {type(model).__name__} has no repeated blocks whose activations could wait",
+            f"offloads_activations=True, but {type(model).__name__} has no repeated blocks, whose activations wait",
             hint="keep the blocks in an nn.ModuleList or nn.Sequential, or use a plan without it",
         )
     layers = check_experts(model, ep=plan.ep, tp=plan.tp) if plan.ep > 1 else {}

@@ -45,7 +45,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 def test_a_deepspeed_config_is_priced_beside_what_would_be_faster(deepspeed: Path) -> None:
     status, stdout, stderr = run("import", str(deepspeed), *GPT2)
     assert status == 0
-    assert "FSDP (ZeRO-3) over 8 GPUs, micro-batch size 1, 8 accumulation steps" in stdout
+    assert "FSDP (ZeRO-3) over 8 GPUs, micro-batch size 1, 8 accumulation steps" in " ".join(stdout.split())
     assert "now, DeepSpeed" in stdout
     assert "recommended, paraplan" in stdout
     assert "note: recompute is switched on by the script" in stderr

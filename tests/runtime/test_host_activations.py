@@ -132,7 +132,7 @@ def test_compiled_blocks_and_kept_operations_do_not_go_with_it() -> None:
 
 def test_a_model_without_blocks_has_nothing_to_offload() -> None:
     job = runtime.init(file_of(ONE, offloads=True))
-    with pytest.raises(UnsupportedPlanError, match="Linear has no repeated blocks whose activations could wait"):
+    with pytest.raises(UnsupportedPlanError, match="Linear has no repeated blocks, whose activations wait"):
         job.prepare(torch.nn.Linear(4, 4), loss_fn=loss_fn, optimizer=lambda held: torch.optim.SGD(held, lr=0.1))
 
 
