@@ -120,7 +120,10 @@ def _is_known(function: Any) -> bool:
     if type(logits[0]) is not torch.Tensor:  # a run without values has nothing to compare
         return True
     for mask in (None, torch.tensor([[1, 1, 0], [1, 0, 0]], device="cpu")):
-        own = function(logits, 5, 2, mask)
+        try:
+            own = function(logits, 5, 2, mask)
+        except Exception:  # somebody else's function of that name
+            return False
         if not torch.is_tensor(own) or not torch.isclose(own, _balance(_sums(logits, 5, 2, mask))):
             return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny_transformers import TOKENS, VOCABULARY, build
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
+from paraplan.runtime.expert_balance import without_balance
 from paraplan.runtime.fake.run import trace_memory
 
 pytestmark = pytest.mark.ranks
@@ -102,3 +104,22 @@ def test_a_run_without_values_balances_too(plan: ParallelPlan) -> None:
     training = TrainingSpec(global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision="fp32")
     made = trace_memory(partial(build, "qwen3_moe", output_router_logits=True), plan=plan, training=training)
     assert made.activation_bytes > 0
+
+
+@pytest.mark.parametrize("own", ["raises", "computes something else"])
+def test_another_function_of_that_name_is_left_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mixtral")
+
+    def function(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> torch.Tensor:
+        if own == "raises":
+            raise RuntimeError("other logits are meant")
+        return gate_logits[0].sum()
+
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "load_balancing_loss_func", function)
+    with without_balance(model):
+        assert module.load_balancing_loss_func is function
+    monkeypatch.undo()
+    with without_balance(model):
+        assert module.load_balancing_loss_func is not function
+        assert module.load_balancing_loss_func((torch.ones(4, 2),), 2, 1) == 0.0
