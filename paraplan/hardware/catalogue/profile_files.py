@@ -271,25 +271,25 @@ def _over_machines(name: str, num_nodes: int | None, gpus_per_node: int | None) 
     if of_file is not None:
         count, gpu_name, title, most = int(of_file["count"]), of_file["gpu"], of_file["gpu"], _MOST_CARDS
     else:
-        is_named = _looks_like_path(name) or plain_name(name) in profile_names("machines")
-        counted = None if is_named else _counted_machine(name)
-        if counted is None and not is_named:
-            return _several(name, num_nodes, gpus_per_node)
-        if counted is None or counted[2] is not None or counted[1].vendor == "cpu":
+        if _looks_like_path(name) or plain_name(name) in _stems("machines") or counted_gpus(name) is None:
             return name, num_nodes
+        counted = _counted_machine(name)
+        is_one = counted and (counted[0] <= _MOST_CARDS or counted[2] is not None or counted[1].vendor == "cpu")
+        if is_one or plain_name(name) in profile_names("machines"):
+            return name, num_nodes
+        if counted is None:
+            return _several(name, num_nodes, gpus_per_node)
         count, gpu, _ = counted
         gpu_name, title, most = gpu.name, gpu.title, max([_MOST_CARDS, *_sizes_of_bundled(gpu)])
     if count <= most:
         return name, num_nodes
     nodes = num_nodes or (0 if gpus_per_node is None else count // gpus_per_node)
-    if num_nodes is None and gpus_per_node is None:
-        # As few machines as hold them, all alike and more than half full.
+    if num_nodes is None and gpus_per_node is None:  # as few as hold them, all alike and more than half full
         nodes = next((each for each in range(-(-count // most), -(-2 * count // most)) if count % each == 0), 0)
     if not nodes or count % nodes or count // nodes > most:
-        full = count // most
         raise UsageError(
             f"{name}: a machine has at most {most} {title}",
-            hint=f"say how many each has: --profile {most}x{gpu_name} --nodes {full} are {full * most}",
+            hint=f"name the machines: --profile {most}x{gpu_name} --nodes {count // most}, say",
         )
     return f"{count // nodes}x{gpu_name}", nodes
 

@@ -137,6 +137,7 @@ class _Group:
         """Have the host's copies alone be there."""
         self.copies.wait(self.copied)
         for kept in self._kept:
+            kept.settle()  # a copy that comes back too early
             kept.on_device = None
 
     def fetch(self) -> None:
