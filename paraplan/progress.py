@@ -1,4 +1,4 @@
-"""What a long computation says while it runs, and whether somebody asked it to end with what it has.
+"""Progress of a long computation while it runs, and whether somebody asked it to end with what it has.
 
 A computation says what it does wherever it stands; nobody hears it unless a program watches, as the command line does.
 """

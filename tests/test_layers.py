@@ -220,17 +220,14 @@ def undescribed_names(path: Path) -> Iterator[str]:
                 yield f"{path}:{item.lineno}: {item.name} has no docstring"
 
 
-STANDS_ALONE = ("api", "cli", "errors", "hardware", "interop", "plan", "records", "report", "search", "units")
-"""Packages where no docstring begins with "What" either; in others each is mended when it is next touched."""
-NEEDS_ITS_NEIGHBOUR = re.compile(r"(The same|Those|Of|As|Its|It)\b")
+NEEDS_ITS_NEIGHBOUR = re.compile(r"(The same|Those|What|Of|As|Its|It)\b")
 
 
 def texts_that_need_a_neighbour(path: Path) -> Iterator[str]:
     """Yield docstrings, of fields too, that begin without a subject: a tooltip shows one alone."""
-    names_all = relative(path).split("/")[0].removesuffix(".py") in STANDS_ALONE
     for node in nodes_of(path):
         text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
-        if isinstance(text, str) and (NEEDS_ITS_NEIGHBOUR.match(text) or (names_all and text.startswith("What "))):
+        if isinstance(text, str) and NEEDS_ITS_NEIGHBOUR.match(text):
             yield f"{path}:{node.lineno}: a docstring begins with its subject, not with {text[:30]!r}"
 
 

@@ -58,7 +58,7 @@ class Calibration(Record):
     error_left_out: float
     source: str
     correction: RunCorrection | None = None
-    """What is left of the runs' errors, for plans that are alike; None in files of earlier releases."""
+    """The rest of the runs' errors, for plans that are alike; None in files of earlier releases."""
 
     @property
     def is_worth_it(self) -> bool:
@@ -150,7 +150,7 @@ def calibrate(runs: Sequence[CalibrationRun], *, source: str) -> Calibration:
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """What runs that are alike share of the errors that constants leave."""
+    """The share of errors left by constants that runs which are alike have in common."""
 
     errors: SharedErrors
     kinds: list[str]

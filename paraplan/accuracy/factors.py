@@ -1,4 +1,4 @@
-"""What a few constants multiplied by factors do to predicted step times: the knobs of calibration, and their prices."""
+"""Effects of a few constants multiplied by factors on predicted step times: the knobs of calibration."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ from paraplan.plan.training import LossKernel, OptimizerName, TrainingSpec
 _ADAPTERS: dict[str, AdapterKind] = {"lora": "lora", "qlora": "lora", "rslora": "lora", "dora": "dora", "ia3": "ia3"}
 _DEFAULT_RANK = 8  # peft's LoraConfig
 _NVIDIA_RANK, _NVIDIA_TARGETS = 16, ("q", "k", "v")
-"""What NVIDIA's published times of LoRA are of: `peft.target_modules = ["linear_qkv"]` in NeMo's `performance_mode`
-(nemo/collections/llm/recipes/llama3_70b.py) and in Megatron-Bridge's llama3_70b_peft performance recipes."""
+"""Rank and targets of NVIDIA's published times of LoRA: `peft.target_modules = ["linear_qkv"]` in NeMo's
+`performance_mode` (nemo/collections/llm/recipes/llama3_70b.py) and in Megatron-Bridge's llama3_70b_peft performance
+recipes."""
 _FORMATS: tuple[tuple[str, WeightFormat], ...] = (
     ("nf4.*(double|torchao)", "nf4:double"),
     ("nf4", "nf4"),

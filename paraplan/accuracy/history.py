@@ -1,4 +1,4 @@
-"""What the user's own runs say of predictions: `History`, which corrects those of plans that are alike."""
+"""`History`: the user's own runs, which correct predictions of plans that are alike."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MOST_USED = 64
 """Runs that correct a workload: the nearest."""
 CPU = "cpu"
 WORTH_SAYING = 0.01
-"""What multiplies a prediction by less, and narrows its range by less, goes unsaid."""
+"""The least change of a prediction, or of the width of its range, that is said."""
 
 
 class HistoryEffect(Record):
-    """What the user's own runs have done to the prediction of one plan."""
+    """The effect of the user's own runs on the prediction of one plan."""
 
     runs: int
     """Runs on this kind of GPU with this framework."""

@@ -19,7 +19,7 @@ _GH200, _GH200_ON_BOARDS = "gh200-96gb", "gh200-quad-96gb"
 
 
 class DescribedMachines(Record):
-    """What a table says of the machines of a run; None is unknown.
+    """The machines of a run as a table describes them; None is unknown.
 
     `gpu` is a name such as `A100-80GB`; `link` names the links inside a node (`NVLink3 600GB/s`, `PCIe`), "" if
     unknown; `network_bits_per_s_per_gpu` is the rate of the NICs divided by the GPUs of a node; `network` names one of

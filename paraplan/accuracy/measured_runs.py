@@ -21,7 +21,7 @@ REQUIRED_COLUMNS = ("gpu", "num_gpus", *SHAPES, "seq_len")
 """Without these columns a table is none of runs; in a row the shapes and what others imply may be blank."""
 
 UNKNOWN = ("-", "--", "?", "n/a", "na", "nan", "none", "null", "unknown")
-"""What stands for a blank in columns of numbers."""
+"""Words that stand for a blank in columns of numbers."""
 
 WORDS = {
     "precision": {
@@ -107,7 +107,7 @@ class MeasuredRun(Record):
     measured_tokens_per_s_per_gpu: float | None = None
     measured_peak_mem_gib: float | None = None
     memory_metric: str = ""
-    """What was read: max_allocated, max_reserved or nvidia-smi."""
+    """The reading of memory: max_allocated, max_reserved or nvidia-smi."""
     memory_rank: str = ""
     """Whose memory was read: "last" is the last rank, "all" the largest of all. Blank: of nvidia-smi the largest on the
     first machine, else the largest of all."""
@@ -148,7 +148,7 @@ class MeasuredRun(Record):
     overlaps_products: bool | None = None
     """Collectives of tensor parallelism go chunk by chunk beside products. Blank: as the framework does."""
     offload: str = ""
-    """What lies in the host's memory."""
+    """The tensors that lie in the host's memory."""
     fp8_attention: bool | None = None
     """Attention multiplied in 8 bits."""
     mtp_layers: int | None = None
@@ -163,13 +163,14 @@ class MeasuredRun(Record):
     """Whether an even load of experts was forced, as in most benchmarks, or routers chose. Blank: even, of our own
     runtime natural."""
     cp_exchange: ContextExchange | Literal[""] = ""
-    """What context parallelism sends: keys and values around a ring, or tokens for heads. Blank: as the framework."""
+    """The exchange of context parallelism: keys and values around a ring, or tokens for heads. Blank: as the
+    framework."""
     fuses_rotations: bool | None = None
     """Queries and keys of packed samples were turned at once, not one by one. Blank: as the framework does."""
     overlaps_experts: bool | None = None
     """Exchanges of experts run beside compute of another micro-batch."""
     cuda_graphs: Graphs | Literal[""] = ""
-    """What CUDA graphs hold: none, layers, full."""
+    """The part of a step that CUDA graphs hold: none, layers, full."""
     notes: str = ""
     """For people; nothing is read from them."""
 

@@ -122,7 +122,7 @@ def _as_read(estimate: PlanEstimate, workload: Workload, reading: MemoryReading,
 
 
 _MODELLED_OFFLOADS = ("", "none", "activations to cpu")
-"""What fine-tuning rows that count may keep on the host."""
+"""Tensors that fine-tuning rows may keep on the host and still count."""
 
 
 def is_standard(run: MeasuredRun) -> bool:

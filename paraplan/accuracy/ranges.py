@@ -41,7 +41,7 @@ _FEWEST_SOURCES = 8
 _SCORING_STEPS, _LARGEST_STEP, _LAST_STEP = 100, 1.0, 1e-5
 """Fisher scoring converges in ten to thirty steps; they are cut because the first may overshoot."""
 _HIGHEST_RISKS = tuple(round(0.01 * step, 2) for step in range(70, 101))
-"""What the risk of a plan of any size is tried to be at most."""
+"""The highest risks that are tried for plans of any size."""
 _SMALLEST_VARIANCE = 1e-12
 
 Ratio = tuple[str, float]
@@ -49,7 +49,7 @@ Ratio = tuple[str, float]
 
 
 class Errors(Record):
-    """What predictions are multiplied by to hold `SHARE` of runs, counted by rows and as the mean over sources.
+    """Factors that predictions are multiplied by to hold `SHARE` of runs, counted by rows and as the mean over sources.
 
     The ends are quantiles of measured / predicted, equal shares beyond each: as many as make ranges without a source
     hold `SHARE` of its runs, by the count that is further off. A source weighs the root of its rows, the geometric mean
@@ -171,7 +171,7 @@ def _fitted_line(inputs: Floats, failed: Floats, *, highest: float) -> tuple[flo
 
 
 class AccuracyTable(Record):
-    """What is known of errors, as `scripts/trust_table.py` writes it to `profiles/accuracy.json`."""
+    """The errors that are known, as `scripts/trust_table.py` writes them to `profiles/accuracy.json`."""
 
     measured: dict[str, dict[str, int]]
     """By framework the GPUs on which its step times were measured, with the number of sources."""
@@ -191,7 +191,7 @@ class StepRange(Record):
     high_s: float
     """The upper end."""
     evidence: Evidence
-    """What was measured of this framework on this GPU."""
+    """The measurements that there are of this framework on this GPU."""
     rows: int
     """Runs from whose errors the range was made."""
     sources: int

@@ -1,4 +1,4 @@
-"""What published recipes switch on and tables of their runs do not say: dispatcher, overlap, CUDA graphs, recompute."""
+"""Options of published recipes that tables of their runs do not say: dispatcher, overlap, CUDA graphs, recompute."""
 
 from __future__ import annotations
 

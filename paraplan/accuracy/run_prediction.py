@@ -1,4 +1,4 @@
-"""What was predicted of a measured run, beside what was measured."""
+"""Predictions of a measured run, beside its measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEAKS: dict[MemoryReading, Peak] = {
     "nvidia-smi": "device",
     "not stated": "device",
 }
-"""What is predicted of each reading."""
+"""The predicted peak that each reading is compared with."""
 
 
 class RunPrediction(Record):
@@ -51,15 +51,15 @@ class RunPrediction(Record):
     fits: bool | None = None
     predicted_fits: bool | None = None
     predicted_step_time_low_s: float | None = None
-    """What 80 % of runs took no less and no more than, as `paraplan estimate` tells it."""
+    """The lower end of the range that holds 80 % of runs, as `paraplan estimate` tells it."""
     predicted_step_time_high_s: float | None = None
     predicted_peak_memory_low_bytes: int | None = None
-    """What 80 % of peaks of this reading were no less and no more than."""
+    """The lower end of the range that holds 80 % of peaks of this reading."""
     predicted_peak_memory_high_bytes: int | None = None
     evidence: Evidence | None = None
-    """What was measured of this framework on this GPU; an unknown framework was not."""
+    """The measurements that there are of this framework on this GPU; an unknown framework has none."""
     allocator_share: float | None = None
-    """What torch's allocator was predicted to take of the GPU's memory."""
+    """The share of the GPU's memory that torch's allocator was predicted to take."""
     out_of_memory_risk: float | None = None
     """The share of measured runs predicted as full that ran out of memory."""
     skipped: str | None = None

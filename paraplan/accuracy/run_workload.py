@@ -1,4 +1,4 @@
-"""What a measured run ran: its model, training, machines, framework and plan."""
+"""The workload of a measured run: its model, training, machines, framework and plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NO_HEAD = "no lm head"
 
 @dataclass(frozen=True)
 class BundledData:
-    """What descriptions of runs refer to by name."""
+    """Data that descriptions of runs refer to by name."""
 
     gpus: list[GpuProfile] = field(default_factory=list_gpus)
     """Kinds of GPU."""
@@ -60,7 +60,7 @@ class BundledData:
     frameworks: FrameworkCatalog = field(default_factory=FrameworkCatalog)
     """Framework profiles."""
     recipes: RecipeTable = field(default_factory=load_recipes)
-    """What published recipes switch on."""
+    """The options that published recipes switch on."""
     configs: Mapping[str, Fields] = field(default_factory=dict)
     """Configurations of models by name (`model.named.known_configs`)."""
     models: dict[tuple[str, int | None, int, int, int], ModelSpec] = field(default_factory=dict)

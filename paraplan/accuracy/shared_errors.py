@@ -36,7 +36,7 @@ class SourceErrors(Record):
 
     source: str
     kinds: tuple[str, ...]
-    """What has to be the same for each run: GPU and framework."""
+    """The GPU and framework that runs must share."""
     sizes: tuple[tuple[float, ...], ...]
     """Where each run stands among plans."""
     logs: tuple[float, ...]
@@ -58,7 +58,7 @@ class SourceErrors(Record):
 
 
 class LeftOut(Record):
-    """What is off where some rows of a source are known, and the others are predicted: means over sources."""
+    """Errors where some rows of a source are known, and the others are predicted: means over sources."""
 
     known: int
     """Rows that are known."""
@@ -129,11 +129,11 @@ class _Draw:
     """Rows of a source of which some others are known."""
 
     rest: Floats
-    """What is left of their logarithms."""
+    """The rest of their logarithms."""
     ranges: Floats
     """The logarithms of the ends between which each is to lie where nothing is known, `[N, 2]`."""
     width: Floats
-    """What is left of these ranges, whatever the known rows strayed."""
+    """The rest of these ranges, whatever the known rows strayed."""
     distance: Floats
     """How far the known rows of a kind are from predictions, in units of their covariance."""
     count: Ints

@@ -34,7 +34,7 @@ _DEEPSPEED = re.compile(
 
 
 class LoggedRun(Record):
-    """What a trainer's log says of a run. One of time and rates is there; None is not said."""
+    """One run as a trainer's log tells it. One of time and rates is there; None is not said."""
 
     trainer: Literal["transformers", "torchtitan", "Megatron-LM", "DeepSpeed"]
     """Who wrote it."""
@@ -47,7 +47,7 @@ class LoggedRun(Record):
     global_batch_size: int | None = None
     """Sequences of a step."""
     peak_memory_bytes: int | None = None
-    """What torch's allocator has given out at most on the ranks that told it."""
+    """The most that torch's allocator has given out on the ranks that told it."""
     num_times: int
     """Times behind the median; 1 for the mean of a whole training."""
 

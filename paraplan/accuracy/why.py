@@ -50,18 +50,18 @@ class FactorEffect(Record):
     title: str
     """Name of the factor in print."""
     scale: float
-    """What it is multiplied by, 1/4 to 4."""
+    """The number that the constant is multiplied by, 1/4 to 4."""
     error: float
     """The mean of |predicted / measured - 1| then."""
 
 
 class SourceFactors(Record):
-    """What each factor alone would make of the errors of one source."""
+    """The errors of one source under each factor alone."""
 
     source: str
     """The source of the runs."""
     quantity: Literal["step time", "peak memory"]
-    """What was predicted."""
+    """The predicted quantity."""
     runs: int
     """Runs that were looked at."""
     error: float

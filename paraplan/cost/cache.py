@@ -56,7 +56,7 @@ def counts_of_kinds(model: ModelSpec) -> Ints:
 
 @dataclass(eq=False)
 class CostCache:
-    """What was computed before for one workload, however many tables of plans ask for it."""
+    """Tables that were computed before for one workload, however many tables of plans ask for them."""
 
     blocks: BlockCostCache = field(default_factory=BlockCostCache)
     """Costs of blocks by sharding."""

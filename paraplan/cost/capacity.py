@@ -1,4 +1,4 @@
-"""What would fit: micro-batches and worlds under each ZeRO stage and recompute, and the largest layer alone."""
+"""Largest trainings that fit: micro-batches and worlds by ZeRO stage and recompute, and the largest layer alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WAYS = 64  # parts into which each further round divides what is open
 
 
 class FitRow(Record):
-    """What fits under one ZeRO stage and recompute, the other choices of the plan kept.
+    """The largest training that fits under one ZeRO stage and recompute, the other choices of the plan kept.
 
     `largest_micro_batch` is that of a world of `num_gpus`, None where not even one sequence fits; `fewest_gpus` is the
     smallest world in which a micro-batch of one fits, None where no world of the plan's tp, pp and cp does.

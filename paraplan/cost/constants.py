@@ -42,8 +42,8 @@ class CostConstants(Record):
     memory_bandwidth_efficiency: float = 0.80
     """Share of the data sheet's memory bandwidth that element-wise kernels reach (0.6 to 0.9 for usual sizes)."""
     mixed_bytes_per_multiprocessor_s: float = 17e9
-    """What a multiprocessor moves in a second of operations that convert types, repeat a smaller operand over a larger
-    one or sum along rows (profiles/measured, kernels-*.json)."""
+    """The rate of one multiprocessor in operations that convert types, repeat a smaller operand over a larger one or
+    sum along rows (profiles/measured, kernels-*.json)."""
     fused_bytes_per_multiprocessor_s: float = 30e9
     """Bytes in a second of fused kernels, which convert in registers: 29e9 where Transformer Engine permutes tokens on
     a B200 (MooreThreads/SimuMax on GitHub, configs/system/b200_bf16_ceperm.json), 30e9 in a loss under torch.compile on
@@ -93,12 +93,12 @@ class CostConstants(Record):
     counts_matmul_workspaces: bool = True
     """cuBLAS workspaces count as memory."""
     cublas_workspace_bytes: int | None = None
-    """What CUBLAS_WORKSPACE_CONFIG sets for each thread; None: the default of torch on the architecture."""
+    """The size that CUBLAS_WORKSPACE_CONFIG sets for each thread; None: the default of torch on the architecture."""
     block_matmul_speedup: float = 1.0
     """How many times as fast as in 16 bits the linear layers of blocks run in training with 8-bit matmuls."""
     quantizing_bytes: float = 4.0
-    """What training with 8-bit matmuls moves for each element that it quantizes, inputs and gradients of outputs. 4: it
-    reads 16 bits and writes one byte by rows and one by columns, for the two products that read it (Transformer
+    """Bytes that training with 8-bit matmuls moves for each element that it quantizes, inputs and gradients of outputs.
+    4: it reads 16 bits and writes one byte by rows and one by columns, for the two products that read it (Transformer
     Engine, pytorch/tensor, `rowwise_usage` and `columnwise_usage`). Weights, cast once a step or on their shards, are
     not counted."""
     quantizing_start_s: float = 8e-6

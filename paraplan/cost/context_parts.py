@@ -12,7 +12,7 @@ from paraplan.plan.context_heads import context_shares
 
 
 class ContextParts(NamedTuple):
-    """What a rank of `cp` has of an attention, one entry a plan."""
+    """The part of an attention that a rank of `cp` has, one entry a plan."""
 
     heads: Floats
     """Parts of the heads: ranks that exchange tokens for them."""

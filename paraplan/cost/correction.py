@@ -1,4 +1,4 @@
-"""What measured runs say of predictions beyond constants: `RunCorrection`, a regression on how alike plans are."""
+"""`RunCorrection`: errors of measured runs beyond constants, as a regression on how alike plans are."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class CorrectedRun(Record):
     """A run whose error is known: where it stands among plans, and its weight."""
 
     kind: str
-    """What has to be the same: GPU and framework."""
+    """The GPU and framework that runs must share."""
     sizes: tuple[Finite, ...] = Field(min_length=NUM_SIZES, max_length=NUM_SIZES)
     """Sizes of the run, as `sizes_of` counts them."""
     weight: float = Field(ge=-MOST_WEIGHT, le=MOST_WEIGHT)
-    """What its error adds to that of a plan as it is, in units of the covariance."""
+    """The weight of its error in that of a plan as it is, in units of the covariance."""
 
 
 class RunCorrection(Record):

@@ -60,7 +60,7 @@ class StepPart(NamedTuple):
     """The field of `StepEstimate`."""
     title: str
     waste: str = ""
-    """What it is called as time that the GPUs do not compute; nothing for what is work."""
+    """The name of this time where the GPUs do not compute; nothing for work."""
 
 
 STEP_PARTS = (
@@ -101,7 +101,7 @@ class StepEstimate(Record):
 
 
 class PlanEstimate(Record):
-    """What one plan costs: memory of each pipeline stage, the step, and whether it fits.
+    """The costs of one plan: memory of each pipeline stage, the step, and whether it fits.
 
     `host_bytes_per_node` is what offload keeps in the memory of one machine, at most, beside the
     `host_memory_bytes` that it has, None where nobody said.
@@ -126,7 +126,7 @@ class PlanEstimate(Record):
 
     @property
     def cached_device_bytes(self) -> int:
-        """What torch's allocator would take of the fullest GPU, with the context, if it gave nothing back."""
+        """The bytes that torch's allocator would take of the fullest GPU, with the context, if it gave nothing back."""
         return max(stage.cached_device_bytes for stage in self.memory)
 
     @property

@@ -103,7 +103,7 @@ class KernelProfile(_Group):
     """Under recompute `full` blocks are compiled as well. Where flash attention breaks their graph they are not: of a
     checkpointed function torch.compile makes one graph or none (tests/cost/test_compiled_checkpoint.py)."""
     checkpoints: Checkpoints = "reentrant"
-    """What runs a block again."""
+    """The function that runs a block again."""
     collective_host_s: float = 0.0
     """Seconds of the host to start one collective of tensor parallelism, where `host_s_per_block` holds none."""
     default_attention: AttentionKind = "flash"
@@ -263,7 +263,7 @@ class FrameworkProfile(Record):
     loading: LoadingProfile = LoadingProfile()
     """How ranks come to their weights."""
     fixed: FixedChoices = FixedChoices()
-    """What it switches on whatever a training names."""
+    """The options that it switches on whatever a training names."""
     levers: LeverProfile = LeverProfile()
     """Options that save memory."""
 
@@ -274,7 +274,7 @@ class FrameworkProfile(Record):
 
     @property
     def split_rules(self) -> SplitRules:
-        """What it may divide that others may not."""
+        """The dimensions that it may divide and others may not."""
         return SplitRules(
             any_context=self.kernels.ring_attention or self.kernels.gathers_keys,
             whole_experts=self.experts.over_tensor_ranks,

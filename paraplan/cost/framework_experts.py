@@ -1,4 +1,4 @@
-"""What a framework's mixtures of experts do: how tokens reach their experts and return, and how these multiply."""
+"""A framework's mixtures of experts: how tokens reach their experts and return, and how these multiply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a framework switches on whatever a training names, and the axes that it has where no target says so."""
+"""Options that a framework switches on whatever a training names, and the axes that it has where no target says so."""
 
 from __future__ import annotations
 

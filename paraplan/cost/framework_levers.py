@@ -1,4 +1,4 @@
-"""What a framework has of the options that save memory or time, as far as its configuration does not say so."""
+"""The options of a framework that save memory or time, as far as its configuration does not say so."""
 
 from __future__ import annotations
 

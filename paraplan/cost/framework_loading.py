@@ -22,8 +22,8 @@ class LoadingProfile(Record):
     sharded: LoadWay | None = None
     """Where they keep shards: FSDP and ZeRO-3."""
     option: str | None = None
-    """What `sharded` takes in the tool's configuration, and `replicated` where that is the same way; None where it is
-    the only way."""
+    """The value of the tool's configuration for `sharded`, and for `replicated` where that is the same way; None where
+    it is the only way."""
     without: LoadWay | None = None
     """How weights are loaded without that."""
     quantized: LoadWay | None = None

@@ -1,4 +1,4 @@
-"""What a framework stores for each parameter, and what stores frozen ones in fewer bits."""
+"""Bytes that a framework stores for each parameter, and the libraries that store frozen ones in fewer bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paraplan.records import Record, Source
 
 
 class StorageProfile(Record):
-    """What is stored for each parameter, in bytes.
+    """Storage of each parameter, in bytes.
 
     The first three hold under mixed precision; training in fp32 stores 4, 4 and 0.
     """
@@ -37,7 +37,8 @@ class StorageProfile(Record):
     optimizer_step: Literal["foreach", "for_loop", "fused"] = "fused"
     """How the optimizer visits parameters: foreach copies all of them, for_loop one at a time, fused none."""
     quantizer: str = DEFAULT_QUANTIZER
-    """What stores frozen weights in fewer bits where a training names nothing else (`profiles/quantizers.json`)."""
+    """The library that stores frozen weights in fewer bits where a training names nothing else
+    (`profiles/quantizers.json`)."""
     expandable_segments: ExpandableSegments = "no"
     """Whether torch's allocator grows its segments: what is freed then serves larger requests too."""
     context_bytes: int | None = None

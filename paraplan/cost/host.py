@@ -17,7 +17,7 @@ from paraplan.cost.workload import Workload
 
 
 class HostSeconds(NamedTuple):
-    """What the host needs for a block on average, one entry a plan, in seconds: it starts kernels and collectives."""
+    """The host's time for a block on average, one entry a plan, in seconds: it starts kernels and collectives."""
 
     kernels_s: Floats
     """The kernels of a forward pass."""

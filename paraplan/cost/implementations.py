@@ -57,7 +57,7 @@ class LossImplementation(Record):
     traffic_per_logit: float
     """Bytes that it moves for each logit, forward and backward, counted by operation."""
     multiprocessor_bytes_per_s: float
-    """What a multiprocessor moves of that in a second at most: logits are converted to fp32 and back."""
+    """The most of that which a multiprocessor moves in a second: logits are converted to fp32 and back."""
     in_model: bool = False
     """Labels are inputs of the model, which returns its loss and fp32 logits."""
     compiled: str | None = None
@@ -83,8 +83,8 @@ class DispatchImplementation(Record):
     """How often either pass moves rows to fill up those of each expert to a multiple that products in 8 bits need, and
     to take these out again."""
     link_efficiency: dict[str, float] = Field(default_factory=dict)
-    """What its own exchange reaches of the payload of a kind of link (`profiles/links.json`), where that is not what
-    NCCL's all-to-all does."""
+    """The share of the payload of a kind of link (`profiles/links.json`) that its own exchange reaches, where that is
+    not NCCL's share in an all-to-all."""
     host_s_per_layer: float = 0.0
     """Seconds of the host to start what an expert layer has beside a dense one in a pass."""
     option_of: tuple[str, ...] = ()

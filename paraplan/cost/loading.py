@@ -1,4 +1,4 @@
-"""What it takes to load a model: on each GPU and in the host's memory, before the first step."""
+"""Memory that loading a model takes: on each GPU and in the host's memory, before the first step."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _WORTH_SAYING = 0.5
 
 
 class LoadingEstimate(Record):
-    """What loading takes in one way, beside what there is."""
+    """The memory of loading in one way, beside what there is."""
 
     way: LoadWay
     """Who reads the weights, and where they are whole (`LoadWay`)."""
     option: str | None = None
-    """What this way takes in the tool's configuration, None where it is the tool's only one."""
+    """The value of the tool's configuration for this way, None where it is the tool's only one."""
     weights_bytes: int
     """All weights as they are loaded."""
     gpu_bytes: int
-    """What a GPU holds at most while they are loaded."""
+    """The most that a GPU holds while they are loaded."""
     host_bytes_per_node: int
-    """What the ranks of a machine hold in its memory at most, without the files that the kernel caches."""
+    """The most that the ranks of a machine hold in its memory, without the files that the kernel caches."""
     usable_memory_bytes: int
-    """What training may allocate on a GPU."""
+    """The memory that training may allocate on a GPU."""
     host_memory_bytes: int | None
     """The memory of a machine, with what GPUs share of it; None where nobody said."""
     step_memory_bytes: int
-    """What a GPU holds at the peak of a step."""
+    """The memory of a GPU at the peak of a step."""
     way_out: str
-    """What to do where there is no room."""
+    """The remedy where there is no room."""
     keeps_plan: bool = True
     """Whether that leaves the plan, its framework and its GPUs as they are."""
     without: LoadingEstimate | None = None
@@ -81,7 +81,7 @@ class LoadingEstimate(Record):
 
     @property
     def lacking_in_words(self) -> str | None:
-        """What there is no room for while it is loaded, None where there is."""
+        """A sentence that names what there is no room for while it is loaded, None where there is."""
         if self.fits:
             return None
         if not self.fits_gpu:
@@ -125,7 +125,7 @@ class _Loading:
     option: str | None = None
     without: LoadWay | None = None
     way_out: str | None = None
-    """What to do where there is no room, None where the way itself says it."""
+    """The remedy where there is no room, None where the way itself says it."""
     keeps_plan: bool = True
     """Whether that leaves the plan as it is."""
     converts: bool = False
@@ -204,7 +204,7 @@ def _loading(workload: Workload, *, is_sharded: bool) -> _Loading | None:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is loaded."""
+    """Sizes of the weights that are loaded."""
 
     whole_bytes: float
     """All weights."""

@@ -1,4 +1,4 @@
-"""What is to know of a workload that is no mistake, whatever its plan."""
+"""Notes on a workload that name no mistake, whatever its plan."""
 
 from __future__ import annotations
 

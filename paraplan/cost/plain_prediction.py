@@ -1,4 +1,4 @@
-"""What is predicted of a plan without the user's own runs: what they are compared with once they were measured."""
+"""The prediction of a plan without the user's own runs, which these are compared with once they were measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the slowest of many takes, which the others wait for."""
+"""The time of the slowest of many, which the others wait for."""
 
 from __future__ import annotations
 

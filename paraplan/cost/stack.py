@@ -1,4 +1,4 @@
-"""What settings of a framework's software (`StackSettings`) change of its profile."""
+"""Settings of a framework's software (`StackSettings`), and the changes that they make to its profile."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _stated(**values: Any) -> dict[str, Any]:
 
 
 class GraphValues(Record):
-    """What CUDA graphs leave to the host."""
+    """The work that CUDA graphs leave to the host."""
 
     host_s_per_block: float
     host_s_per_expert_layer: float | None = None
@@ -151,7 +151,7 @@ class GraphValues(Record):
 
 
 class StackValues(Record):
-    """What settings are worth, of `profiles/stack.json`."""
+    """Values of settings, of `profiles/stack.json`."""
 
     fp8_attention_speedup: float
     fp8_attention_source: str

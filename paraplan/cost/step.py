@@ -172,7 +172,7 @@ def micro_batch_times(
 
 @dataclass(frozen=True, eq=False)
 class _StepContext:
-    """What all stages of the plans of a table share."""
+    """Inputs that all stages of the plans of a table share."""
 
     workload: Workload
     table: PlanTable
@@ -186,7 +186,7 @@ class _StepContext:
     work: WeightWork
     """Weight handling of one micro-batch."""
     host: HostSeconds
-    """What the host needs for one block."""
+    """The host's time for one block."""
 
     @classmethod
     def of(cls, workload: Workload, table: PlanTable, costs: BlockCosts) -> _StepContext:

@@ -1,4 +1,4 @@
-"""What is to know of frozen weights in fewer bits: those that the format does not reach, and what trains over none."""
+"""Notes on frozen weights in fewer bits: those that the format does not reach, and methods that train over none."""
 
 from __future__ import annotations
 

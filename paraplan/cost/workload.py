@@ -52,9 +52,9 @@ class Workload:
     plain_framework: FrameworkProfile | None = None
     """The framework as its file describes it, None where that is `framework`."""
     correction: RunCorrection | None = None
-    """What step times are multiplied by, plan by plan, for what measured runs were off by."""
+    """The factors of step times, plan by plan, for the errors of measured runs."""
     memory_correction: RunCorrection | None = None
-    """What peaks are multiplied by."""
+    """The factors of peaks."""
     num_corrected_by: int = 0
     """The user's own runs behind both; 0 for a calibration."""
 
@@ -242,7 +242,7 @@ class Workload:
 
     @property
     def usable_memory_bytes(self) -> int:
-        """What training may allocate on the smallest GPU, with one communicator of all; `usable_bytes` is of a plan."""
+        """The memory for training on the smallest GPU, with one communicator of all; `usable_bytes` is of a plan."""
         return int(self._usable_beside(self._of_group(np.array(self.cluster.num_gpus))))
 
     def communicators_bytes(self, columns: Mapping[str, Ints]) -> Ints:
@@ -287,12 +287,12 @@ class Workload:
 
     @property
     def memory_bandwidth_bytes_per_s(self) -> float:
-        """What kernels that do nothing but move bytes reach of the GPU's memory."""
+        """Return the rate of the GPU's memory that kernels reach which do nothing but move bytes."""
         return self.cluster.gpu.memory_bandwidth_bytes_per_s * self.constants.memory_bandwidth_efficiency
 
     @cached_property
     def run_kind(self) -> str:
-        """What runs have to share for the errors of one to say something of another: GPU, framework, calibration."""
+        """The GPU, framework and calibration that runs share where the errors of one say something of another."""
         gpu, framework = self.cluster.gpu, self.framework
         calibrated = "" if gpu.calibration is None else f", {gpu.calibration.source}"
         return f"{gpu.name}, {framework.family or framework.name}{calibrated}"

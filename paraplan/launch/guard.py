@@ -1,4 +1,4 @@
-"""What ranks must hold alike, and must not read alike, compared by the sums that they write (`ranks.replica_sums`)."""
+"""Guard of replicas: what ranks must hold alike, and read unlike, compared by their sums (`ranks.replica_sums`)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _entry_of(row: Sequence[Any]) -> Entry:
 
 @dataclass
 class _Learned:
-    """What is known of one tensor of whose replicas nothing says: who holds it alike."""
+    """One tensor of whose replicas nothing says who holds it alike, as far as the sums have told."""
 
     first: Mapping[int, int]
     follows: list[tuple[int, ...]] | None = None

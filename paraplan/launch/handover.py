@@ -12,7 +12,7 @@ from typing import NoReturn
 from paraplan.errors import UsageError
 
 ENTRY = Path(__file__).with_name("__main__.py")
-"""What the launcher's process runs."""
+"""The file that the launcher's process runs."""
 
 
 def become_launcher(

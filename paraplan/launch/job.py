@@ -198,7 +198,7 @@ class Launch:
     keeps_logs: bool = False
     node: NodeTopology | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    """What ranks get beside this process's own."""
+    """Variables that ranks get beside this process's own."""
 
     def run(self) -> dict[int, Any]:
         """Run the ranks until all have ended; return torch's results by rank.

@@ -1,4 +1,4 @@
-"""What the ranks of a plan measured of themselves: noted in the folder of the run, and kept for later estimates."""
+"""Measurements of the ranks of a plan: noted in the folder of the run, and kept for later estimates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PARTS = ("wait_s", "loader_s", "backward_s", "optimizer_s")
 
 @dataclass(frozen=True)
 class Noted:
-    """What is to be written about a run, and said."""
+    """Notes to be written about a run, and to be said."""
 
     record: dict[str, Any] | None = None
     """For run.json; None where nothing was measured."""

@@ -32,7 +32,7 @@ _PATIENCE_S = 600.0  # a model given as code imports torch and is traced
 
 @dataclass(frozen=True)
 class PlannerRequest:
-    """What is to be trained: MODEL and the options of `paraplan recommend` that describe the training.
+    """The training that a plan is asked for: MODEL and the options of `paraplan recommend` that describe it.
 
     `profile` is a hardware profile in place of this machine's GPUs, None for these.
     """

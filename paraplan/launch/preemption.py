@@ -27,13 +27,13 @@ from paraplan.shared_memory import StatusPage
 from paraplan.units import one_line
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What batch systems send before they end a job: SIGTERM, and SIGUSR1 where sbatch --signal asks for it."""
+"""Signals that batch systems send before they end a job: SIGTERM, and SIGUSR1 where sbatch --signal asks for it."""
 
 _LOOK_S = 1.0
 _ANSWER_S = 2.0
 _SCONTROL_S = 30.0
 _SHARE_OF_KILL_WAIT = 0.8
-"""What ranks may take of the time until Slurm kills them: their launcher ends after them."""
+"""The share of the time until Slurm kills ranks that they may take: their launcher ends after them."""
 _NO_NOTICE = {"", "false", "none", "null", "{}", "[]"}
 """Answers of a metadata service that say that nothing is planned; Azure's is an object with an empty list of Events."""
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}
@@ -59,7 +59,7 @@ class StopRequest:
     reason: str | None = None
     """In words, once it was asked for."""
     sigval: signal.Signals = signal.SIGTERM
-    """What ends ranks that did not come to it."""
+    """The signal that ends ranks which did not come to it."""
     is_over: threading.Event = field(default_factory=threading.Event)
     """Set at the end of the job: nobody looks for a notice any more."""
     _lock: threading.RLock = field(default_factory=threading.RLock)  # a signal may strike in the handler of another

@@ -1,4 +1,4 @@
-"""What can be known before ranks start: GPUs that are taken, links that are down, memory and disks that are short."""
+"""Faults known before ranks start: GPUs that are taken, links that are down, memory and disks that are short."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Findings:
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     hint: str = "free the GPU or make another plan"
-    """What to do about the problems."""
+    """The remedy of the problems."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job needs of this node: ranks, what the plan expects a GPU to hold, and parameters; None for unknown."""
+    """The needs of a job on this node: ranks, what the plan expects a GPU to hold, and parameters; None for unknown."""
 
     num_ranks: int
     peak_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""What is to be launched: the arguments checked and completed by the plan, before anything starts."""
+"""The request of a launch: the arguments checked and completed by the plan, before anything starts."""
 
 from __future__ import annotations
 

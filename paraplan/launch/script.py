@@ -1,4 +1,4 @@
-"""What the text of a training script says about how its ranks are best started."""
+"""Facts in the text of a training script that tell how its ranks are best started."""
 
 from __future__ import annotations
 

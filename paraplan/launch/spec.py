@@ -1,4 +1,4 @@
-"""What the user gives to `paraplan launch`: one frozen record, which the parser makes and nobody changes."""
+"""The user's words to `paraplan launch`: one frozen record, which the parser makes and nobody changes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from paraplan.launch.live.channel import MAX_BYTES, read_log
 from paraplan.live.runs import Run, RunEndedError, RunError, ask_run, question
 
 _BYTES_PER_LINE = 400
-"""What is read of the end of a log for each line that is wanted of it: longer lines give fewer."""
+"""Bytes that are read of the end of a log for each line that is wanted of it: longer lines give fewer."""
 
 _POLL_S = 0.3
 _POLL_OF_NODES_S = 1.0
@@ -26,7 +26,7 @@ _ENDS = re.compile(rb"\r?\n|\r(?!$)")
 """Ends of lines; progress bars begin anew with \\r. One at the end of what is known may be half of an end."""
 
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""What colors a text and moves the cursor of a terminal (ECMA-48, control sequences)."""
+"""Sequences that color a text and move the cursor of a terminal (ECMA-48, control sequences)."""
 
 
 def _text(line: bytes) -> str:

@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Answers:
-    """What the nodes of a run have answered, each with its `host`, and the hosts that have not."""
+    """The answers of the nodes of a run, each with its `host`, and the hosts that have not answered."""
 
     nodes: Sequence[Mapping[str, Any]]
     silent: tuple[str, ...]

@@ -19,7 +19,7 @@ weight_per_head: each head normalised alone and scaled by its own weights."""
 
 
 Shares = Literal["nothing", "values", "keys_and_values"]
-"""What has no projection of its own in an attention."""
+"""The projections that an attention takes from another one."""
 
 
 class Heads(NamedTuple):

@@ -38,7 +38,7 @@ class CompressedHeads(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """What tells the kinds of layers: a compressed key for each `rate` tokens, None for layers without.
+    """The compression of a kind of layer: a compressed key for each `rate` tokens, None for layers without.
 
     `indexer` are its heads, and their features. Where there is one, windows overlap: a key is made of two.
     """

@@ -21,14 +21,14 @@ input, each through a norm of its own."""
 
 
 class Mixer(NamedTuple):
-    """What mixes tokens without attention, and what tensor parallelism divides of it."""
+    """A mixer of tokens without attention, and the part of it that tensor parallelism divides."""
 
     part: Part
     tp_limit: int
 
 
 class LayerKind(NamedTuple):
-    """What tells one layer of a model from another: its attention window, its feed-forward part, rotary positions.
+    """A kind of layer: its attention window, its feed-forward part, rotary positions.
 
     `indexer` chooses the tokens that a layer attends to. `mixer` stands in the place of attention, `heads` in that of
     the model's. `attention` is how the layer writes its attention down where that is not how all do.

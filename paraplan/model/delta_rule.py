@@ -32,7 +32,7 @@ class DeltaRule(NamedTuple):
 
     @property
     def tp_limit(self) -> int:
-        """What tensor parallelism divides: the heads."""
+        """The number that tensor parallelism divides: the heads."""
         return gcd(self.key_heads, self.value_heads)
 
     @property

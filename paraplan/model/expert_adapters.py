@@ -29,7 +29,7 @@ weight, and writes and reads what the adapters make."""
 
 
 class _Peft(Record):
-    """What peft makes of the names of experts' layers (`profiles/peft.json`)."""
+    """Peft's answer to the names of experts' layers (`profiles/peft.json`)."""
 
     version: str
     """The release that was read."""

@@ -25,7 +25,7 @@ from paraplan.model.part import Part
 
 
 class LatentFamily(NamedTuple):
-    """What tells a family with latent attention from DeepSeek-V3.
+    """A family with latent attention, by its differences from DeepSeek-V3.
 
     `ranks` and `head_dims` are what absent fields mean: q_lora_rank, kv_lora_rank; qk_nope_head_dim, qk_rope_head_dim,
     v_head_dim. `mixture` is None where every layer is dense. `index_heads` is the default number of an indexer's heads,
@@ -44,7 +44,7 @@ class LatentFamily(NamedTuple):
     has_head_gates: bool = False
     """The output of each head is scaled by a gate of its own."""
     names: Mapping[str, str] = MappingProxyType({})
-    """What checkpoints call fields, and transformers' classes call them."""
+    """Names of fields in checkpoints, and in transformers' classes."""
 
 
 def latent_shape(config: ModelConfig, family: LatentFamily) -> DecoderShape:

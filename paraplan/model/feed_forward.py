@@ -84,7 +84,7 @@ def activation_saved(
 
 
 Router = Literal["softmax", "softmax_in_activations", "softmax_of_chosen", "fp32"]
-"""What is made of a router's logits: a softmax (or sigmoid) of all of them in fp32 or in the activations' type, a
+"""The function of a router's logits: a softmax (or sigmoid) of all of them in fp32 or in the activations' type, a
 softmax of the chosen only, or logits computed in fp32 from the cast input."""
 
 

@@ -11,7 +11,7 @@ from paraplan.model.spec import Attention
 
 
 class Indexer(NamedTuple):
-    """What chooses the `top_k` tokens that a query attends to (DeepSeek-AI 2025, DeepSeek-V3.2, section 2.1).
+    """The chooser of the `top_k` tokens that a query attends to (DeepSeek-AI 2025, DeepSeek-V3.2, section 2.1).
 
     Where `is_shared`, a layer takes the choice of the layer before it and has none of its own.
     """

@@ -1,4 +1,4 @@
-"""What a traced forward pass did, and the parts of a `ModelSpec` that follow from it."""
+"""Records of a traced forward pass, and the parts of a `ModelSpec` that follow from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Product:
 
 
 class Kept(NamedTuple):
-    """What tells apart tensors that a scope keeps for its backward pass.
+    """The kind of a tensor that a scope keeps for its backward pass.
 
     `size` is that of an element in bytes. `is_split` says that tensor parallelism divides it. `weights_of` is that of
     `SavedTensor`.
@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 
 @dataclass
 class Measured:
-    """What one forward pass did, by scope: "embedding", a block's name, "head".
+    """One traced forward pass, by scope: "embedding", a block's name, "head".
 
     `saved_elements` counts the elements kept for the backward pass, `layer_inputs` those of inputs of linear layers
     that are not kept. `module_scopes` holds the scope in which each module first ran, by the module's name.

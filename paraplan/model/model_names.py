@@ -1,4 +1,4 @@
-"""What models are called, and which names mean the same layers."""
+"""Names of models, and which of them mean the same layers."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Quantizer(Record):
     keeps_copies: bool = False
     """The copy in 16 bits that experts are multiplied by stays for the backward pass."""
     way: str | None = None
-    """What to use to have experts stored so, None where it is no way out for users of another tool."""
+    """The way to have experts stored so, None where it is no way out for users of another tool."""
     sources: tuple[Source, ...] = Field(min_length=1)
     """Where the values come from."""
 

@@ -41,5 +41,5 @@ SavedRole = (
     | _OfEnds
     | Literal["gradient", "traced"]
 )
-"""What a kept tensor is to the operations around it. "layer_inputs" are what full recompute keeps of a tower, "streams"
-residual streams side by side, "traced" sums of all that a traced module keeps."""
+"""The role of a kept tensor for the operations around it. "layer_inputs" are what full recompute keeps of a tower,
+"streams" residual streams side by side, "traced" sums of all that a traced module keeps."""

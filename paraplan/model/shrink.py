@@ -83,7 +83,7 @@ _HEAD_DIM, _NO_HEADS_WIDTH, _SMALL_VOCABULARY, _SMALL_EXPERTS = 16, 64, 128, 4
 
 @dataclass(frozen=True)
 class Smaller:
-    """What a smaller model is made for: at most `num_layers` layers, `tp` ranks that share one, short sequences.
+    """Limits of a smaller model: at most `num_layers` layers, `tp` ranks that share one, short sequences.
 
     Each of these shares its heads with `cp` ranks that have other tokens. `depth` is the number of layers of the model
     that a part of its configuration belongs to, None for the whole.

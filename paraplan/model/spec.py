@@ -1,4 +1,4 @@
-"""What is trained: a model as a sequence of blocks, each with its parameters, matmuls and saved activations.
+"""A model as it is trained: a sequence of blocks, each with its parameters, matmuls and saved activations.
 
 Shapes are those of one unsplit model. `split` fields say which of them tensor and sequence parallelism divide;
 `paraplan.cost` divides, nothing here does.
@@ -26,8 +26,8 @@ NormOutput = Literal["promoted", "weights", "residual"]
 BlockModule = Literal["self_attn", "linear_attn", "mlp", "shared_experts"]
 """The parts of a decoder's block between two sums with the residual stream."""
 Layer = Literal["linear", "experts", "embedding", "other"]
-"""What holds a parameter: torch's nn.Linear (or transformers' Conv1D), experts fused in one tensor of three dimensions,
-a table of embeddings, or another module: norms, routers and convolutions."""
+"""The layer that holds a parameter: torch's nn.Linear (or transformers' Conv1D), experts fused in one tensor of three
+dimensions, a table of embeddings, or another module: norms, routers and convolutions."""
 
 
 class Parameter(Record):
@@ -225,7 +225,7 @@ class BlockRun(Record):
 
 
 TowerKind = Literal["image", "audio"]
-"""What a tower encodes. Frames of video are images."""
+"""The input that a tower encodes. Frames of video are images."""
 
 
 class TowerAttention(Record):
@@ -239,7 +239,7 @@ class TowerAttention(Record):
 
 
 class TowerSpec(Record):
-    """What a tower does for one patch of a picture, or one frame of sound: its weights are the embedding's.
+    """The work of a tower for one patch of a picture, or one frame of sound: its weights are the embedding's.
 
     `tower` and `projector` are sums over their layers. `patches_per_token` patches become one token of the language
     model. `picture_patches` are those of one picture, None where it has any size: then all tokens of a sequence are
@@ -329,7 +329,7 @@ class ModelSpec(Record):
 
     @property
     def tp_limits(self) -> frozenset[int]:
-        """What each degree of tensor parallelism has to divide."""
+        """The numbers that each degree of tensor parallelism has to divide."""
         return frozenset(run.block.tp_limit for run in self.runs if run.block.tp_limit is not None)
 
     @property

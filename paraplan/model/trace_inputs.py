@@ -11,7 +11,8 @@ import torch
 Inputs = dict[str, torch.Tensor]
 Attempt = Literal["main", "all"]
 ATTEMPTS: tuple[Attempt, ...] = ("main", "all")
-"""What is tried in turn: the input that the class names as its main one, and all of its inputs that are known here."""
+"""Inputs that are tried in turn: the one that the class names as its main one, and all of its inputs that are known
+here."""
 
 IMAGE_SIZE = 224
 """Pixels each way where a configuration states none, as of most image classifiers (ImageNet's crops)."""

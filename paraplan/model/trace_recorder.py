@@ -28,8 +28,8 @@ from paraplan.model.trace_torch_private import (
 EMBEDDING, HEAD = "embedding", "head"
 
 Mark = Literal["column", "row", "gathered", "split"]
-"""What tensor parallelism divides of a weight, and whether the output is gathered; "split": an activation is
-divided."""
+"""The dimension of a weight that tensor parallelism divides, and whether the output is gathered; "split": an activation
+is divided."""
 
 
 def is_linear(module: nn.Module) -> bool:

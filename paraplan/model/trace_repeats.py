@@ -44,7 +44,7 @@ def skipped_repeats(module: nn.Module, blocks: Mapping[str, nn.Module], records:
 
 @dataclass
 class _Repeats:
-    """What the first blocks of a kind did."""
+    """The traces of the first blocks of a kind."""
 
     names: list[str] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)

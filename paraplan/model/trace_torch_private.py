@@ -1,4 +1,4 @@
-"""What tracing uses of torch that torch does not promise to keep, and why there is no public way.
+"""Names of torch that tracing uses and torch does not promise to keep, and why there is no public way.
 
 All was seen in torch 2.11 and 2.13. `tests/test_torch_contract.py` asks each new torch for it. The runtime, which needs
 some of it too, takes it from here.
@@ -16,7 +16,7 @@ RE_EXPORTED = {
     "TorchDispatchMode": "the only way to see every operator below autograd; torch documents it under this path",
     "pytree": "tensors in nested containers; torch has no public module for it",
 }
-"""What is handed on as it is, and why."""
+"""Names that are handed on as they are, and why."""
 
 pytree = _pytree
 

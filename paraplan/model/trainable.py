@@ -1,4 +1,4 @@
-"""What of a model trains: adapters, parts or all of it; read from the words of `--train`."""
+"""The part of a model that trains: adapters, parts or all of it; read from the words of `--train`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from paraplan.records import Record
 
 AdapterKind = Literal["lora", "dora", "ia3"]
 InputCopy = Literal["shared", "activation", "fp32", "fused"]
-"""What an adapter keeps of its input: what its layer read, a copy in the type of activations or in fp32; fused: what
-its layer read, in one operation with it (unsloth's `LoRA_QKV`, `LoRA_W`)."""
+"""The copy of its input that an adapter keeps: the tensor that its layer read, a copy in the type of activations or in
+fp32; fused: the tensor that its layer read, in one operation with it (unsloth's `LoRA_QKV`, `LoRA_W`)."""
 ALL_LINEAR = "all-linear"
 FORMS = (
     "full, lora:r=16,targets=q|v, dora:..., rslora:..., ia3, head, embeddings, norms or layers:last4, joined by + where"
     " several train; of models with a tower for pictures or sound text, projector or tower"
 )
 _IA3_TARGETS = ("k", "v", "down")
-"""What peft's IA3 scales by default: keys, values, and the input of the second feed-forward layer (Liu et al. 2022)."""
+"""Layers that peft's IA3 scales by default: keys, values, and the input of the second feed-forward layer (Liu et al.
+2022). 2022)."""
 
 
 _PARTS = {
@@ -51,7 +52,7 @@ class AdapterSpec(Record):
 
 
 class Trainable(Record):
-    """What trains. Nothing named trains all of a model."""
+    """The parameters that train. Nothing named trains all of a model."""
 
     adapter: AdapterSpec | None = None
     """Adapters of linear layers; their own weights train."""
@@ -66,7 +67,7 @@ class Trainable(Record):
     text_model: bool = False
     """The whole language model trains, its towers do not where they are not named too."""
     projector: bool = False
-    """What makes tokens of a tower's features trains."""
+    """Whether the layers train that make tokens of a tower's features."""
     tower: bool = False
     """A tower for pictures or sound trains."""
 

@@ -1,4 +1,4 @@
-"""What ranks agree on: the outcome of what each of them does, and the call that all of them make next."""
+"""Agreement of ranks: the outcome of each one's own work, and the call that all of them make next."""
 
 from __future__ import annotations
 

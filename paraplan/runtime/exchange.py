@@ -1,4 +1,4 @@
-"""What ranks tell each other as bytes and JSON, none of which is code when it is read."""
+"""Messages between ranks as bytes and JSON, none of which is code when it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script does by hand to weights, gradients and the optimizer: seen where ranks would go apart by it.
+"""Changes that a script makes by hand to weights, gradients and the optimizer: seen where ranks would go apart by it.
 
 Parameters that it freezes and unfreezes between steps are followed too.
 """

@@ -1,4 +1,4 @@
-"""What `prepare` takes beside the model, and what an engine works with."""
+"""Options of `prepare` beside the model, and of an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paraplan.runtime.step.reports import RunWatch
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What a training is made of beside the model and the plan. Only `loss_fn` and `optimizer` have no default."""
+    """The parts of a training beside the model and the plan. Only `loss_fn` and `optimizer` have no default."""
 
     loss_fn: LossFunction
     """`loss_fn(outputs, targets)` returns the mean over the targets of its micro-batch, or `(loss_sum, count)`.
@@ -58,7 +58,7 @@ class TrainingOptions:
     The model may then be built in `runtime.without_weights()`, for one that no rank can hold whole.
     """
     batch_coupling: Coupling = "warn"
-    """What is done where samples of a batch are compared (batch norm, contrastive losses, the balance of experts).
+    """The treatment of samples of a batch that are compared (batch norm, contrastive losses, the balance of experts).
 
     "warn" computes them by parts of the batch, as DistributedDataParallel does, and says so with the losses of both
     ways; "refuse" ends the training there. "gather" gives batch norms the statistics, and `loss_fn` the outputs and
@@ -88,7 +88,7 @@ class TrainingOptions:
 
 @dataclass
 class EngineOptions:
-    """What an engine works with beside its part of the model and the optimizer. `loss_scale` is given in fp16."""
+    """The parts of an engine beside its part of the model and the optimizer. `loss_scale` is given in fp16."""
 
     max_grad_norm: float | None = None
     scheduler: LRScheduler | None = None

@@ -42,7 +42,7 @@ Options = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class Predictor:
-    """What the model of one engine returns, without a graph and without dropout, on every rank as in one process."""
+    """Predictions of the model of one engine, without a graph and without dropout, on every rank as in one process."""
 
     def __init__(self, part: RankPart, plan: ParallelPlan, mesh: Mesh, batches: MicroBatching) -> None:
         self._part = part

@@ -1,4 +1,4 @@
-"""What one rank holds of a model, and what that depends on besides the model."""
+"""The part of a model that one rank holds, and the things that it depends on besides the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from paraplan.runtime.structure.model_structure import ModelStructure
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank holds of the model: the module, its parameters and buffers by their names in the whole model.
+    """The part of the model that one rank holds: the module, its parameters and buffers by names in the whole model.
 
     `own_buffers` returns those that belong to the model's state. `repeated` names the parameters that an earlier
     pipeline stage holds too, and counts in the norm of the gradient. `shardings` names those of which
@@ -192,7 +192,7 @@ class ModelSplit:
 
 @dataclass(frozen=True)
 class Divided:
-    """What a rank has been left: cuts of parameters by their names, its experts, and the parameters in `partial`.
+    """The parts left to a rank: cuts of parameters by their names, its experts, and the parameters in `partial`.
 
     Gradients of these are computed in part by every rank of `tp`.
     """

@@ -1,4 +1,4 @@
-"""What the runtime uses of torch that torch does not promise to keep, and why there is no public way.
+"""Names of torch that the runtime uses and torch does not promise to keep, and why there is no public way.
 
 Private names, methods of torch's classes that are replaced or overridden, and what torch writes in errors. All was seen
 in torch 2.11 and 2.13, unless an entry says otherwise. `tests/test_torch_contract.py` asks each new torch for it.
@@ -81,16 +81,16 @@ RE_EXPORTED = {
     "storage_key": "see paraplan.model.trace_torch_private",
     "unset_fake_temporarily": "numbers in the midst of a run without values; public modes cannot be left from inside",
 }
-"""What is handed on as it is, and why."""
+"""Names that are handed on as they are, and why."""
 
 LOST_PEER = "Connection closed by peer"
-"""What gloo raises on a rank whose peer has ended (transport/tcp/pair.cc); the error is a plain RuntimeError."""
+"""Gloo's error on a rank whose peer has ended (transport/tcp/pair.cc); the error is a plain RuntimeError."""
 
 LOST_CONNECTION = (LOST_PEER, "Connection reset by peer", "Broken pipe", "Socket closed")
-"""What gloo and the system say of a connection that is gone."""
+"""Errors of gloo and the system about a connection that is gone."""
 
 TIMED_OUT = re.compile(r"Timed out waiting (\d+)\s?ms for|Application timeout caused pair closure", re.IGNORECASE)
-"""What gloo raises after a timeout (transport/tcp/unbound_buffer.cc and pair.cc); the error is a plain RuntimeError."""
+"""Gloo's error after a timeout (transport/tcp/unbound_buffer.cc and pair.cc); the error is a plain RuntimeError."""
 
 NO_SHARDING = "in-place operations that require placement changes"
 WRITTEN_IN_PLACE = "has been modified by an inplace operation"
@@ -100,16 +100,16 @@ ONE_ENTRY = "Expected more than 1 value per channel"
 NO_STORAGE = "are out of bounds for storage of size 0"
 SPARSE_GRADIENT = "from the 'Sparse"
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
-"""What DTensor raises where a shard meets a plain tensor; the error is a plain RuntimeError."""
+"""DTensor's error where a shard meets a plain tensor; the error is a plain RuntimeError."""
 
 NO_HOST_MEMORY = "can't allocate memory"
-"""What the CPU's allocator raises (c10/core/impl/alloc_cpu.cpp); `OutOfMemoryError` is for GPUs alone."""
+"""The error of the CPU's allocator (c10/core/impl/alloc_cpu.cpp); `OutOfMemoryError` is for GPUs alone."""
 
 NOT_SUPPORTED = "not support"
-"""What gloo raises for a collective that it lacks; the error is a plain RuntimeError."""
+"""Gloo's error for a collective that it lacks; the error is a plain RuntimeError."""
 
 VIEW_WARNING = r"FSDP2-wrapped module.* returned a view tensor"
-"""What FSDP2 warns of with a model that ends in a view; it has no option for it. torch 2.13; 2.11 does not warn."""
+"""FSDP2's warning about a model that ends in a view; it has no option for it."""
 
 NOISY_LOGGERS = {
     "torch.distributed.tensor._redistribute": "ERROR",

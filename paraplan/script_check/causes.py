@@ -1,4 +1,4 @@
-"""What a difference is, and what it usually means: told by the values that ranks and one process have."""
+"""Causes of differences, and their usual meaning: told by the values that ranks and one process have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE_TOLERANCE = 1e-3
 
 
 class Cause(NamedTuple):
-    """What a difference is, the ratio to one process's value where the direction is the same, and words."""
+    """The kind of a difference, the ratio to one process's value where the direction is the same, and words."""
 
     kind: Kind
     factor: float | None

@@ -1,4 +1,4 @@
-"""What a check of a script has to judge by: the records of its ranks and of one process, with their tensors."""
+"""Evidence of a check of a script: the records of its ranks and of one process, with their tensors."""
 
 from __future__ import annotations
 

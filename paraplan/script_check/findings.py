@@ -25,8 +25,8 @@ _ROUNDING = 3e-5
 _NOISE_FACTOR = 16.0
 _SMALLEST = 1e-3
 _CANCELLED = 1e-5
-"""What is left of a gradient whose terms cancel, relative to the size that gradients of the model have: some tens
-of units of the last place of fp32."""
+"""The rest of a gradient whose terms cancel, relative to the size that gradients of the model have: some tens of units
+of the last place of fp32."""
 
 _SKIPPING = (
     "a step is skipped on some ranks alone, as where each decides by its own gradients or loss, or has fewer batches"

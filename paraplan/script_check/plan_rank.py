@@ -36,7 +36,7 @@ Pair = tuple[Any, torch.Tensor]
 
 @dataclass
 class Trace:
-    """What a training went through: its losses, the gradients of every step, and the parameters after the last."""
+    """The course of a training: its losses, the gradients of every step, and the parameters after the last."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)

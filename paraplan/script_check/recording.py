@@ -1,4 +1,4 @@
-"""What a process of a check notes while its script trains, and how it ends the script."""
+"""The notes of a process of a check while its script trains, and how it ends the script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Given:
-    """What one process takes in place of its own: parameters at the start, what it reads, and rates of each step."""
+    """The values given to one process in place of its own: parameters at the start, inputs, and rates of each step."""
 
     start: dict[str, torch.Tensor]
     replay: Replay

@@ -1,4 +1,4 @@
-"""What is asked of a rank of a checked script, what it tells, and the answer of a check."""
+"""Records of a check of scripts: the request to a rank, its account, and the answer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Literal
 from paraplan.records import Record
 
 Role = Literal["ranks", "alone", "shaken"]
-"""What a process does with the script: one of its ranks; one process on what ranks read; the same from weights that are
-shaken by as much as rounding does."""
+"""The part of a process in a check: one of the script's ranks; one process on what ranks read; the same from weights
+that are shaken by as much as rounding does."""
 
 ALONE: tuple[Role, ...] = ("alone", "shaken")
-"""What the processes do that each run the script by themselves, in their order."""
+"""The roles of processes that each run the script by themselves, in their order."""
 
 Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate", "steps"]
-"""What may part: the parameters before the first step, what ranks read, gradients after the last reduction and before
-they are clipped, the norm that clipping is told, parameters after a step, the rates of optimizers, and the number of
-steps that ranks make."""
+"""The quantities that may part: the parameters before the first step, what ranks read, gradients after the last
+reduction and before they are clipped, the norm that clipping is told, parameters after a step, the rates of optimizers,
+and the number of steps that ranks make."""
 
 Kind = Literal[
     "unlike start",
@@ -39,11 +39,11 @@ Kind = Literal[
     "update",
     "unlike steps",
 ]
-"""What a difference is, in a word or two."""
+"""The kind of a difference, in a word or two."""
 
 
 class ScriptRequest(Record):
-    """What a process of a check is told: the script as it would be started, and where its record goes."""
+    """The request to a process of a check: the script as it would be started, and where its record goes."""
 
     script: str
     is_module: bool
@@ -63,7 +63,10 @@ class ScriptRequest(Record):
 
 
 class Inputs(Record):
-    """What one process is given in place of its own values. The tensors lie beside it in a safetensors file."""
+    """The inputs that one process is given in place of its own values.
+
+    The tensors lie beside it in a safetensors file.
+    """
 
     width: int
     """Number of ranks whose batches it reads."""
@@ -85,7 +88,7 @@ class StepRecord(Record):
     losses: tuple[float, ...]
     """Values of which backward passes were made since the step before."""
     norm: float | None
-    """What `clip_grad_norm_` gave, None where gradients were not clipped by norm."""
+    """The norm that `clip_grad_norm_` gave, None where gradients were not clipped by norm."""
     rates: tuple[dict[str, float], ...]
     """Numbers of the optimizer's groups as this step used them."""
     num_skipped: int = 0
@@ -116,7 +119,7 @@ class SourceRecord(Record):
 
 
 class ProcessRecord(Record):
-    """What one process went through. Its tensors lie beside it in a safetensors file."""
+    """The training of one process. Its tensors lie beside it in a safetensors file."""
 
     rank: int
     num_ranks: int
@@ -158,12 +161,12 @@ class Difference(Record):
     error: float
     """Size of the difference, relative to one process's value."""
     tolerance: float
-    """What rounding explains of it."""
+    """The part of it that rounding explains."""
     factor: float | None
     """Ratio to one process's value where the direction is the same."""
     kind: Kind
     cause: str
-    """What is seen, and what it usually means."""
+    """The observation, and its usual meaning."""
     num_alike: int = 1
     """Number of parameters that part in this step."""
 

@@ -43,7 +43,7 @@ NOWHERE: Place = ("", -1)
 
 @dataclass
 class Reading:
-    """What one call gave: its tensors with the names of their keys, and what it was made of."""
+    """The result of one call: its tensors with the names of their keys, and the values that it was made of."""
 
     at: Place
     tensors: list[tuple[str, torch.Tensor]]
@@ -69,7 +69,7 @@ class Reading:
 
 @dataclass
 class Replay:
-    """What one process reads in place of its own values: at each place and time those of the ranks it stands for."""
+    """The inputs of one process in place of its own values: at each place and time those of the ranks it stands for."""
 
     read: dict[Place, list[list[tuple[str, torch.Tensor]]]]
     ended: set[Place]
@@ -105,7 +105,7 @@ class Replay:
 
 @dataclass
 class Sources:
-    """What was read at each place of the script, in order, while gradients were recorded."""
+    """The inputs at each place of the script, in order, while gradients were recorded."""
 
     readings: dict[str, list[Reading]] = field(default_factory=lambda: defaultdict(list))
     replay: Replay | None = None

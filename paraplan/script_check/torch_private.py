@@ -1,4 +1,4 @@
-"""What a check of scripts replaces in torch, and reads of it that is not public."""
+"""Names of torch that a check of scripts replaces, and reads of it that is not public."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _REPLICA_AXES = ("dp", "fsdp", "data", "replica", "shard", "batch")
 
 @dataclass(frozen=True)
 class Values:
-    """What parameters hold, by name: values, or gradients where they have some."""
+    """Values of parameters, by name, or gradients where they have some."""
 
     of: dict[str, torch.Tensor]
     split: tuple[str, ...]

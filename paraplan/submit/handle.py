@@ -40,7 +40,7 @@ class Handle(Record):
     options: dict[str, str] = Field(default_factory=dict)
     """Options of the scheduler's client."""
     job_id: str | None = None
-    """What the scheduler calls it, None until it has answered."""
+    """The scheduler's name for it, None until it has answered."""
     submitted_s: float
     """When, in seconds since 1970."""
 

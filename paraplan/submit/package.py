@@ -11,7 +11,7 @@ from paraplan.errors import UsageError
 from paraplan.units import format_bytes
 
 LIMIT_BYTES = 100 << 20
-"""What a package may have; data and checkpoints belong elsewhere."""
+"""The largest size of a package; data and checkpoints belong elsewhere."""
 _IGNORED = (".git", "__pycache__", ".venv")
 
 

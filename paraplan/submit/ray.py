@@ -22,7 +22,7 @@ _STATES: dict[str, StateName] = {
     "failed": "failed",
     "was stopped": "canceled",
 }
-"""What `ray job status` says behind the name of the job."""
+"""Words of `ray job status` behind the name of the job."""
 
 
 class Ray:

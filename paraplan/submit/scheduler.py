@@ -1,4 +1,4 @@
-"""What a scheduler is asked for, the table of those that are known, and how their clients are called."""
+"""Requests to a scheduler, the table of those that are known, and how their clients are called."""
 
 from __future__ import annotations
 

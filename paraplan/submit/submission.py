@@ -24,7 +24,7 @@ _OURS = Path(".paraplan")
 
 @dataclass(frozen=True)
 class Submission:
-    """What is to be submitted. Without a plan ranks plan when they start, on `nodes` x `gpus_per_node`."""
+    """A job to be submitted. Without a plan ranks plan when they start, on `nodes` x `gpus_per_node`."""
 
     to: str
     script: str

@@ -1,4 +1,4 @@
-"""What the blocks of a model cost on one rank: parameters, saved bytes, seconds, for every distinct sharding."""
+"""Costs of the blocks of a model on one rank: parameters, saved bytes, seconds, for every distinct sharding."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BlockCosts(NamedTuple):
     later_saved_bytes: Floats
     """Saved activations in other stages: under autocast the residual stream differs (`Shardings.residual_bytes`)."""
     recomputed_bytes: Floats
-    """What a later stage's backward pass computes again."""
+    """Bytes that a later stage's backward pass computes again."""
     output_gradient_bytes: Floats
     """The gradients of the outputs of matmuls and norms in a later stage."""
     forward_s: Floats
@@ -72,7 +72,7 @@ class BlockCosts(NamedTuple):
     largest_block_frozen_bytes: Floats
     """Bytes of the frozen parameters of the block that has most."""
     working_bytes: Floats
-    """What the costliest block holds beside its saved activations while its backward pass runs."""
+    """Bytes that the costliest block holds beside its saved activations while its backward pass runs."""
     first_half_bytes: Floats
     """Bytes beside saved activations in a backward pass that computes input gradients alone."""
     distinct_weight_parameters: Floats
@@ -115,7 +115,7 @@ class BlockCosts(NamedTuple):
     first_boundary_bytes: Floats
     """The activation between two blocks of the first stage, where an embedding in fp32 begins it."""
     unscattered_bytes: Floats
-    """What is embedded of the tokens of others, under sequence parallelism, in which the first block scatters it."""
+    """Embeddings of the tokens of others, under sequence parallelism, in which the first block scatters them."""
 
     def select(self, rows: Mask | Ints) -> BlockCosts:
         """Return the costs for some of the plans."""

@@ -27,7 +27,7 @@ _CLAMP_BYTES = (8.0, 10.0)
 joined before the fused activation (core/fusions/fused_bias_geglu.py, weighted_bias_quick_geglu_impl)."""
 
 _UNFUSED_SOFTMAX_BYTES = (32.0, 34.0)
-"""What torch's own operations move for each score beyond one fused kernel, forward and backward.
+"""Bytes that torch's own operations move for each score beyond one fused kernel, forward and backward.
 
 Forward 6 bytes to make a 16-bit score fp32, 8 to scale, 8 to mask, 8 for the softmax, 6 to return to 16 bits, less 4;
 backward 6, 12, 8, 8, 6, less 6 (forward_torch_softmax of Megatron-LM's megatron/model/fused_softmax.py).
@@ -38,8 +38,9 @@ takes these (`is_kernel_available` in the same file)."""
 
 
 _FUSED_KERNELS = 10
-"""What a forward pass of a block starts beside matmuls where kernels are fused: two norms, two rotations, attention, an
-activation, two sums with dropout, two copies into another order; a backward pass starts about twice as many."""
+"""Kernels that a forward pass of a block starts beside matmuls where they are fused: two norms, two rotations,
+attention, an activation, two sums with dropout, two copies into another order; a backward pass starts about twice as
+many."""
 INDEX_SCORE_BYTES = 4
 _INDEX_PASSES = 6
 """Times that scores of an indexer are read or written: made, scaled, rectified (two each), and summed over heads."""

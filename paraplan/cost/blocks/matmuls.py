@@ -211,7 +211,7 @@ class MatmulTimes:
 
     @cached_property
     def _shape_costs(self) -> MatmulShapeCosts:
-        """What a product's shape costs on this GPU.
+        """The cost of a product's shape on this GPU.
 
         Where nobody measured it the inner size that costs half of the rate is that whose arithmetic takes as long as
         writing the result, which nothing hides.
@@ -280,7 +280,7 @@ class MatmulTimes:
 
     @cached_property
     def _fit(self) -> KernelFit | None:
-        """What a calibration of this machine found for the training's precision."""
+        """The fit of a calibration of this machine for the training's precision."""
         calibration = self.gpu.calibration
         return None if calibration is None else calibration.fit(self.training.compute_precision)
 

@@ -1,4 +1,4 @@
-"""What towers for pictures and sound cost on the ranks that have the embedding: saved bytes and seconds."""
+"""Costs of towers for pictures and sound on the ranks that have the embedding: saved bytes and seconds."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ _ACTIVATIONS: dict[SavedRole, _Activation] = {
     "activation_internals": _Activation(2.0, 3.0, 2),
     "mlp_inner_output": _Activation(2.0, 3.0, 2),
 }
-"""What an activation keeps: all that it moves is counted by the first of these that a block has."""
+"""The traffic of an activation, by the tensor that it keeps: all that it moves is counted by the first of these that a
+block has."""
 _COUNTED_WITH_OTHERS: frozenset[SavedRole] = frozenset(
     {"up_projection", "value", "attention_output", "softmax_statistics", "norm_statistics", "normalised", "centred"}
 )
@@ -74,7 +75,7 @@ class _Widths(NamedTuple):
     residual: Floats
     weights: Floats
     norm: Floats
-    """What a norm of the residual stream gives."""
+    """The traffic of a norm of the residual stream."""
 
 
 def module_traffic(

@@ -17,7 +17,7 @@ _ACTIVATIONS = ("mlp_inner_output", "activated_gate")
 _UP_PROJECTED = ("query", "key", "value")
 _UP_PROJECTIONS = ("q_b_proj", "kv_b_proj")
 _ROUTED = ("router_probabilities", "routing_weights", "tokens_by_expert", "activation_input", "up_projection")
-"""What a block with experts keeps of them, beside what `modules` drops."""
+"""Tensors of experts that a block keeps, beside those that `modules` drops."""
 _ATTENTION_PRODUCTS = ("attn.", "q_proj", "k_proj", "v_proj", "o_proj", "qkv")
 _KERNEL_OUTPUTS = ("attention_output", "softmax_statistics")
 _NORMS_AFTER_LAST = ("post_feedforward", "output.LayerNorm", "post_mlp", "final_layer_norm")

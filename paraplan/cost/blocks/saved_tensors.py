@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass on one rank, for every distinct sharding."""
+"""The tensors that a block keeps for its backward pass on one rank, for every distinct sharding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Shardings:
     known_sizes: dict[tuple[int, bool, bool], list[tuple[SavedTensor, Floats]]] = field(
         default_factory=dict, init=False, repr=False
     )
-    """What `kept_sizes` was asked before."""
+    """Answers of `kept_sizes` to earlier questions."""
 
     @classmethod
     def of_columns(

@@ -15,14 +15,14 @@ from paraplan.model.spec import ModelSpec
 from paraplan.plan.parallel import Axis
 
 AUTOCAST_BYTES = 6.0
-"""What a cast between 16 bits and fp32 moves for each element: it reads one and writes the other."""
+"""Bytes that a cast between 16 bits and fp32 moves for each element: it reads one and writes the other."""
 
 
 _CONTAINERS = 4
 
 
 class WeightWork(NamedTuple):
-    """What each micro-batch does with weights and their gradients, one entry a plan.
+    """The work of each micro-batch on weights and their gradients, one entry a plan.
 
     Bytes through a GPU's memory: `cast` by autocast in each pass, a recomputed one too, for each weight of a matmul;
     `forward` and `backward` for each parameter that trains, `gathered` in either pass for each byte of the others.
@@ -92,7 +92,7 @@ def _modules_of_block(model: ModelSpec) -> float:
 
 
 class SlotSeconds(NamedTuple):
-    """What a rank does for one micro-batch, one entry a plan, in seconds."""
+    """The time of a rank's work for one micro-batch, one entry a plan, in seconds."""
 
     compute_s: Floats
     recompute_s: Floats

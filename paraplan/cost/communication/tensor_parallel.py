@@ -40,7 +40,7 @@ def tensor_parallel_s(
 
 
 class PlannedSends(NamedTuple):
-    """What ranks send in one pass of a block on average: the elements of a token of each collective, with its count."""
+    """The sends of ranks in one pass of a block on average: elements of a token of each collective, with its count."""
 
     sums: Counter[float]
     gathers: Counter[float]

@@ -1,4 +1,4 @@
-"""What optimizers keep of every parameter, and what a step of theirs allocates."""
+"""State that optimizers keep of every parameter, and the memory that a step of theirs allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds beside the tensors of its model: cuBLAS workspaces, and the padding of FSDP's shards."""
+"""Memory of a rank beside the tensors of its model: cuBLAS workspaces, and the padding of FSDP's shards."""
 
 from __future__ import annotations
 

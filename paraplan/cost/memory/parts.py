@@ -1,4 +1,4 @@
-"""What a rank holds, by parts, and the sizes of elements."""
+"""Memory of a rank, by parts, and the sizes of elements."""
 
 from __future__ import annotations
 

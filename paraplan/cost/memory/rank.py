@@ -50,7 +50,7 @@ class RankMemory(RankState):
 
     @cached_property
     def unscattered_bytes(self) -> Floats:
-        """What the model's code holds of an embedding until its forward pass ends, beside what the first block takes.
+        """The bytes of an embedding that the model's code holds through its forward pass, beside the first block's.
 
         Of that sequence parallelism gives a rank its own tokens inside of the block: recompute keeps all.
         """
@@ -82,7 +82,7 @@ class RankMemory(RankState):
 
     @cached_property
     def head_kept_bytes(self) -> Floats:
-        """What the head keeps of all micro-batches in flight, without what the loss keeps of the logits."""
+        """The bytes that the head keeps of all micro-batches in flight, without those of the loss."""
         kept = self.costs.head_saved_bytes[self.costs.key] * self.stage.is_last
         return np.asarray(kept * self.head_in_flight)
 
@@ -166,7 +166,7 @@ class RankMemory(RankState):
 
     @cached_property
     def split_backward_bytes(self) -> Floats:
-        """What one micro-batch keeps from the first to the second half of its backward pass: gradients of outputs.
+        """The gradients of outputs that one micro-batch keeps between the two halves of its backward pass, in bytes.
 
         Beside those of matmuls and norms it is what the stage sends back, and what the first half has computed again,
         which the second reads too: with full recompute the 16-bit copies of all weights are among it.
@@ -208,7 +208,7 @@ class RankMemory(RankState):
 
     @cached_property
     def standing_workspace_bytes(self) -> Floats:
-        """What a framework keeps through the whole step.
+        """The bytes that a framework keeps through the whole step.
 
         Workspaces of matrix libraries, Transformer Engine's dummies, from ZeRO-2 on the bucket in which DeepSpeed
         gathers gradients to reduce, and what generates answers here.
@@ -261,5 +261,5 @@ class RankMemory(RankState):
 
     @cached_property
     def error_factors(self) -> Floats:
-        """What measured runs say that peaks are to be multiplied by."""
+        """The factors that measured runs give for peaks."""
         return self.workload.memory_factors(self.table)

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline stage holds from step to step, and what ZeRO gathers of it for its use."""
+"""State that a rank of a pipeline stage holds from step to step, and the part that ZeRO gathers for its use."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class RankState:
 
     @cached_property
     def gathered_root_bytes(self) -> Floats:
-        """What ZeRO has gathered while no block is in use, nor an end that is gathered alone."""
+        """The bytes that ZeRO has gathered while no block is in use, nor an end that is gathered alone."""
         return self.gathered_bytes(num_blocks=0)
 
     @cached_property

@@ -91,7 +91,7 @@ class Timeline:
 
 
 class PipelineTask(NamedTuple):
-    """What a rank does in one operation."""
+    """One operation of a rank."""
 
     kind: OperationKind
     micro_batch: int

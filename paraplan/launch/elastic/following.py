@@ -1,4 +1,4 @@
-"""What follows the ranks of one attempt: the watch over their steps, the files beside their error files, their end."""
+"""Followers of the ranks of one attempt: the watch over their steps, files beside their error files, their end."""
 
 from __future__ import annotations
 

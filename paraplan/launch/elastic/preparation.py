@@ -1,4 +1,4 @@
-"""What is done before each start of the ranks: the nodes compare what they run, and get a plan if one is asked for."""
+"""Preparation of each start of the ranks: the nodes compare what they run, and get a plan if one is asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Round:
     """The nodes of one rendezvous, which start ranks together, and this node's place among them."""
 
     store: NodeStore | None
-    """What the nodes tell each other; None where there is one."""
+    """The store in which the nodes tell each other; None where there is one node."""
     world_size: int
     ranks_per_node: int
     master_addr: str
@@ -38,7 +38,7 @@ class Round:
 
 @dataclass
 class RoundPreparation:
-    """What is done before each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
+    """Prepare each start of the ranks: differences of the nodes are said, and a plan is made if asked for.
 
     `drives_accelerate` puts the plan into the variables of accelerate too.
     The plan is written into `job`, its folder and, for the ranks, into `environment`.

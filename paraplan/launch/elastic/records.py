@@ -52,7 +52,7 @@ class AttemptSettings:
 
     @property
     def grace_s(self) -> float:
-        """What passes between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending."""
+        """The seconds between a request to end (SIGTERM) and SIGKILL, whatever the reason for ending."""
         return _DEFAULT_GRACE_S if self.spec.shutdown_timeout is None else float(self.spec.shutdown_timeout)
 
     @property
@@ -66,7 +66,7 @@ class AttemptSettings:
 
 @dataclass
 class JobRecord:
-    """What is known of a job while it runs; the attempts write it, the report reads it.
+    """A job while it runs, as far as it is known; the attempts write it, the report reads it.
 
     `plan` is the plan that the ranks have got, `store` where the nodes of this round write to each other,
     `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or

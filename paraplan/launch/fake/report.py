@@ -1,4 +1,4 @@
-"""What a fake launch prints: memory of each rank by parts beside the estimate, and what it would have sent."""
+"""The output of a fake launch: memory of each rank by parts beside the estimate, and bytes that it would have sent."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What went wrong: which rank failed first, where ranks wait, and what is said of it."""
+"""Failures: which rank failed first, where ranks wait, and the sentences that say so."""

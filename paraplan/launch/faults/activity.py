@@ -1,4 +1,4 @@
-"""What a rank and its child processes have done so far, by the kernel's counters and the files that it writes."""
+"""Activity of a rank and its child processes so far, by the kernel's counters and the files that it writes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from paraplan.launch.torch_private.texts import (
 from paraplan.units import ranks_in_words
 
 DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""What torch reads, in this order, for the start of the path that NCCL's watchdog dumps to; it adds the rank."""
+"""Variables that torch reads, in this order, for the start of the path that NCCL's watchdog dumps to; it adds the
+rank."""
 
 DUMP_PREFIX = "flight_recorder_"
 _MESH = "mesh_"  # with which torch's DeviceMesh begins the description of a group, before the axis

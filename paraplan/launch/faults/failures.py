@@ -31,7 +31,7 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a rank wrote about its failure. Times count from the epoch; `exit_code` is None where only @record wrote.
+    """A rank's own record of its failure. Times count from the epoch; `exit_code` is None where only @record wrote.
 
     `step` is that of the engine of paraplan.runtime, counted from 1; None where the error was outside of one.
     """

@@ -1,4 +1,4 @@
-"""What CUDA, NCCL and torch's allocator say about a GPU, and what can be done about it.
+"""Errors of CUDA, NCCL and torch's allocator about a GPU, and the remedies.
 
 Texts of cudaGetErrorString (libcudart 13.0), of NCCL 2.28's ncclGetErrorString and its warnings, and of torch 2.11
 (c10/cuda/CUDACachingAllocator.cpp, CUDAFunctions.cpp; NCCLUtils.cpp and ProcessGroupNCCL.cpp of c10d), as the libraries

@@ -35,7 +35,7 @@ class HangVerdict:
     calls: Mapping[int, RankCalls] = field(default_factory=dict)
     stopped: tuple[int, ...] = ()
     elsewhere: tuple[str, ...] = ()
-    """What the other nodes say of their ranks, and which ranks of theirs this node's wait for."""
+    """Sentences of the other nodes on their ranks, and which ranks of theirs this node's wait for."""
 
     def note(self, host: str) -> dict[str, Any]:
         """Return what other nodes are to know of this verdict, as values of JSON."""

@@ -1,4 +1,4 @@
-"""What the launcher says on stderr: errors of the user, and the report of a job that failed, in at most ten lines."""
+"""The launcher's words on stderr: errors of the user, and the report of a job that failed, in at most ten lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ERROR_WORDS = ("error: ", "hint: ")
 
 @dataclass(frozen=True)
 class ReportContext:
-    """What the report says beside the failure: where it happened, and what is known of the job.
+    """The circumstances of a failure that the report tells: where it happened, and what is known of the job.
 
     `coordinates` gives a global rank's place on the axes of the plan, empty without a plan.
     `elapsed_s` counts from the start of the ranks to the first failure. `log_folder` is None where none is kept.
@@ -62,7 +62,7 @@ class ReportContext:
     free_bytes: int | None = None
     """Room on the disk of the logs; None where it is not known."""
     became: str = "had ended well"
-    """What became of the ranks of this node where none of them failed."""
+    """The end of the ranks of this node where none of them failed."""
 
 
 def say(text: str) -> None:

@@ -1,1 +1,1 @@
-"""What a launcher answers to commands about its job while that runs."""
+"""Answers of a launcher to commands about its job while that runs."""

@@ -1,4 +1,4 @@
-"""What a launcher answers about the ranks of its node: how they are, where they wait, their logs, and profiles."""
+"""Answers of a launcher about the ranks of its node: how they are, where they wait, their logs, and profiles."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """What other hosts reach it by: its name without the user's."""
+        """The address by which other hosts reach it: its name without the user's."""
         return self.name.rpartition("@")[2].strip("[]")
 
 

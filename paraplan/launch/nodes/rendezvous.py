@@ -214,7 +214,7 @@ def _nodes_in_words(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class NodeText:
-    """What one node has to tell: its rank (None: any that is free), its name in messages, and the text."""
+    """One node's message to the others: its rank (None: any that is free), its name in messages, and the text."""
 
     rank: int | None
     name: str

@@ -1,4 +1,4 @@
-"""What the nodes of a job tell each other: who they are, the plan of this round, and how their ranks failed.
+"""Messages between the nodes of a job: who they are, the plan of this round, and how their ranks failed.
 
 It uses the store of torch's rendezvous, which lives as long as the agent that hosts it.
 """
@@ -32,7 +32,7 @@ RecordT = TypeVar("RecordT", "NodeFacts", "NodeFailure")
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What should be the same on every node of a job, and its name.
+    """Facts that should be the same on every node of a job, and its name.
 
     `script` is a digest of the script's text, `address` what this node has towards the first one; "" for unknown.
     """
@@ -75,11 +75,11 @@ class NodeStore:
         self._values = SealedValues(store, seal)
         self._has_lost_node = has_lost_node
         self.facts: list[NodeFacts] = []
-        """What the nodes have said of themselves, once they have."""
+        """The facts that the nodes have told of themselves, once they have."""
         self.stops: dict[int, str] = {}
         self._news, self._questions = ValueLog(self._values, "news"), ValueLog(self._values, "questions")
         self._told: dict[str, dict[int, Any]] = {}
-        """What nodes have published, by its name and by node."""
+        """Values that nodes have published, by the name of the value and by node."""
         self._lock = threading.Lock()
         self._clock = clock
         self._pause = pause

@@ -1,4 +1,4 @@
-"""What runs in a rank around its script: it runs the script as `python script` would and records how it failed.
+"""The code around a rank's script: it runs the script as `python script` would and records how it failed.
 
 Standard library only, and importable alone: with `--start-method exec` the interpreter of a rank runs this file itself,
 and that interpreter (PYTHON_EXEC) may have no paraplan. A forked rank calls `run_target` of the imported module.
@@ -53,7 +53,7 @@ FAULT_FILE = "fault.txt"
 
 @dataclass(frozen=True)
 class Target:
-    """What a rank runs: a script, or a module as `python -m` does, with its arguments."""
+    """The target of a rank: a script, or a module as `python -m` runs it, with its arguments."""
 
     name: str
     arguments: tuple[str, ...] = ()

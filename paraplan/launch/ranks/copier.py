@@ -1,4 +1,4 @@
-"""What ranks write, to the console and to a log file of each: pipes or terminals, and the process that copies them.
+"""Output of ranks, to the console and to a log file of each: pipes or terminals, and the process that copies them.
 
 Ranks write to a pipe, or to a terminal of their own where the launcher's console is one, so that progress bars and
 colors stay as they are. The copying process ends when the last writer has closed its end.
@@ -19,7 +19,7 @@ from typing import NoReturn
 _CHUNK_BYTES = 1 << 16
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What a disk answers that takes no more."""
+"""Errors of a disk that takes no more."""
 
 
 @dataclass

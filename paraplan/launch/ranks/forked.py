@@ -1,4 +1,4 @@
-"""What a forked rank does before and after its script, so that it is like a process of its own."""
+"""The work of a forked rank before and after its script, so that it is like a process of its own."""
 
 from __future__ import annotations
 

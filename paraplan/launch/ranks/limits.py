@@ -1,4 +1,4 @@
-"""What the system gives: cores next to GPUs, open files, processes, locked memory; and whom it killed for memory."""
+"""Limits of the system: cores next to GPUs, open files, processes, locked memory; and whom it killed for memory."""
 
 from __future__ import annotations
 

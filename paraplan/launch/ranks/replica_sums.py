@@ -45,7 +45,7 @@ class _Entry:
 
 
 class _Watched:
-    """What is known of one optimizer."""
+    """One optimizer, as far as it is known."""
 
     def __init__(self, number: int) -> None:
         self.number = number

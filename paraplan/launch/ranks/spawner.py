@@ -37,7 +37,7 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a forked rank is to run: `command` as the arguments of an interpreter (`[-m] name ...`), and its threads.
+    """The start of a forked rank: `command` as the arguments of an interpreter (`[-m] name ...`), and its threads.
 
     A spare runs nothing yet: it imports `modules`, and waits at `place` for what it is to run (see `spares`).
     """

@@ -41,21 +41,22 @@ FIELDS = (
     "major_faults",
     "num_waits",
 )
-"""What a record holds, one double each."""
+"""Fields of a record, one double each."""
 
 CAPACITY = 1024
 """Records in the ring: the launcher looks several times a second."""
 
 _READING_S = 25e-6
-"""What a look at the run queue costs in a step, whose passes have emptied the caches: 25 us after 5 ms of matmuls, on a
-2-core virtual machine, where it is 1.4 us again and again."""
+"""Seconds that a look at the run queue takes in a step, whose passes have emptied the caches: 25 us after 5 ms of
+matmuls, on a 2-core virtual machine, where it is 1.4 us again and again."""
 
 _RUSAGE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 _SHARE_OF_READINGS = 0.004
 """The share of a step that looks at the run queue may take; where a step has more waits, only its end is looked at."""
 
 _NOTING_S = 220e-6
-"""What it costs to note a step by itself: 210 to 222 us of steps of 9 to 15 ms, on the same machine; in pairs less."""
+"""Seconds that noting a step takes by itself: 210 to 222 us of steps of 9 to 15 ms, on the same machine; in pairs
+less."""
 
 _SHARE_OF_NOTES = 0.007
 """The share of the time that notes may take: of shorter steps fewer are noted."""

@@ -1,4 +1,4 @@
-"""What this machine's kernel says of its CPUs, its memory and its network: counters, and what they grew by."""
+"""Counters of this machine's kernel for its CPUs, its memory and its network, and their growth."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _FULL_CONTENTION = 0.5
 """Waiting for a core, as a share of running, from which on that holds; below it, in proportion."""
 
 _MIN_COST = 0.05
-"""What is cheaper for the job is not worth a line."""
+"""The least share of a step that lateness must cost the job to be worth a line."""
 
 _MIN_LATE_STEPS = 0.9
 """The share of steps in which a slow rank is late by at least half of its median lateness."""
@@ -88,7 +88,7 @@ _MIN_BASELINE = 15
 
 @dataclass(frozen=True)
 class Lateness:
-    """What is late: `ranks` of `host` ("" for one rank, or none: a link, jitter), since which step, and its cost.
+    """One lateness: `ranks` of `host` ("" for one rank, or none: a link, jitter), since which step, and its cost.
 
     `slower` is the lateness as a share of the peers' own time (of the transfer's time before for a link), `cost` as a
     share of the step. `kind` is rank, host, link or jitter. What is not sure is a suspicion, and not yet said.
@@ -105,7 +105,7 @@ class Lateness:
 
     @property
     def subject(self) -> tuple[str, tuple[int, ...]]:
-        """What it is about: two of one subject are one case."""
+        """Return its subject: two of one subject are one case."""
         return self.kind, self.ranks
 
 

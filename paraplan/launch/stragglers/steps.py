@@ -48,7 +48,7 @@ class Step:
 
     @property
     def work_s(self) -> float:
-        """What the rank did by itself: the step without its waits for others."""
+        """The seconds of the rank's own work: the step without its waits for others."""
         return self.period_s - self.wait_s
 
     @property

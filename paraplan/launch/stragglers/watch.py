@@ -75,7 +75,7 @@ class Case:
 
 @dataclass
 class _Node:
-    """What one node has told last."""
+    """The last news of one node."""
 
     host: str
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the launcher uses of torch that torch does not promise to keep, and why there is no public way.
+"""Names of torch that the launcher uses and torch does not promise to keep, and why there is no public way.
 
 `elastic` has torch's agent, `parser` torchrun's options, `texts` what errors say. All was
 seen in torch 2.11 and 2.13, unless an entry says otherwise; `tests/test_torch_contract.py` asks each new torch for it.

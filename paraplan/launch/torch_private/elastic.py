@@ -109,7 +109,7 @@ class StoreBackend(C10dRendezvousBackend):
 
     @property
     def no_state(self) -> str:
-        """What the store holds before there is a state."""
+        """The value that the store holds before there is a state."""
         return str(self._NULL_SENTINEL)
 
     def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What torch and its backends write in errors and logs: their kinds have no classes, or reach the launcher as text."""
+"""Texts of torch and its backends in errors and logs: their kinds have no classes, or reach the launcher as text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ COMMUNICATION_ERRORS = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""What gloo, NCCL and the store say to a rank whose peer is gone, and `paraplan.runtime` of gloo's timeouts.
+"""Errors of gloo, NCCL and the store on a rank whose peer is gone, and of `paraplan.runtime` on gloo's timeouts.
 
 Texts of torch 2.11 to 2.13 and NCCL 2.2x.
 """
 
 GLOO_TIMEOUT = re.compile(r"Timed out waiting (?P<timeout_ms>\d+)\s?ms for (?:recv|send) operation", re.IGNORECASE)
-"""What gloo raises on a rank that waited (transport/tcp/unbound_buffer.cc)."""
+"""Gloo's error on a rank that waited (transport/tcp/unbound_buffer.cc)."""
 
 WATCHDOG = "Watchdog caught collective operation timeout"
-"""What NCCL's watchdog writes on a rank whose collective timed out (ProcessGroupNCCL.cpp of torch 2.11 to 2.13)."""
+"""The words of NCCL's watchdog on a rank whose collective timed out (ProcessGroupNCCL.cpp of torch 2.11 to 2.13)."""
 
 NCCL_TIMEOUT = re.compile(
     WATCHDOG + r": WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<name>\w+)"
@@ -56,22 +56,23 @@ SAID_IN_WORDS = {
         "failed to send a keep-alive",
     ),
 }
-"""What torch's loggers say that the launcher reports itself, or that is harmless, as nodes that end one by one."""
+"""Lines of torch's loggers that the launcher reports itself, or that are harmless, as nodes that end one by one."""
 
 NO_NAME_OF_CLIENT = "The hostname of the client socket cannot be retrieved"
-"""What torch's sockets warn of where addresses have no names (socket.cpp): it harms nothing."""
+"""The warning of torch's sockets where addresses have no names (socket.cpp): it harms nothing."""
 
 PORT_TAKEN = "EADDRINUSE"
 CLOSED_RENDEZVOUS = "RendezvousClosed"
 LATE_RENDEZVOUS = "RendezvousTimeout"
 NOBODY_THERE = ("while trying to connect", "has failed", "refused")
-"""What the store and the rendezvous say of a rendezvous that fails; the store has one class of error for all."""
+"""Words of the store and the rendezvous about a rendezvous that fails; the store has one class of error for all."""
 
 RECORDER_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""What reads the flight recorder of a running rank, of `torch._C._distributed_c10d`; torch's reader takes files."""
+"""Functions that read the flight recorder of a running rank, of `torch._C._distributed_c10d`; torch's reader takes
+files."""
 
 GROUPS = "_world"
-"""What holds the names of all groups, as `pg_names`, of `torch.distributed.distributed_c10d`."""
+"""The holder of the names of all groups, as `pg_names`, of `torch.distributed.distributed_c10d`."""
 
 IMPORTED_BY_FIRST_STEP = "torch._dynamo"
-"""What the first step of an optimizer imports, a second of each rank's start (torch/optim/optimizer.py)."""
+"""The module that the first step of an optimizer imports, a second of each rank's start (torch/optim/optimizer.py)."""

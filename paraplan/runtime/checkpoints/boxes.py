@@ -59,7 +59,7 @@ class Place:
 
     @property
     def key(self) -> int:
-        """What tells it from other boxes: replicas hold boxes of one key."""
+        """The key that tells it from other boxes: replicas hold boxes of one key."""
         return key_of(f"{self.name}@{self.offsets}+{self.shape}")
 
     @property

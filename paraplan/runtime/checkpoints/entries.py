@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by names: boxes of tensors, and what is no tensor."""
+"""Entries of a checkpoint, by names: boxes of tensors, and values that are no tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SavedScale(Record):
     """The scale of the loss in fp16."""
 
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    """What the loss is multiplied by."""
+    """The factor of the loss."""
     steady_steps: _Count
     """Steps since it last changed."""
     skipped_steps: _Count
@@ -46,7 +46,7 @@ class Progress(Record):
     num_steps: _Count
     """Steps done."""
     seed: Annotated[int, Field(strict=True, ge=-(2**64), lt=2**64)]
-    """What torch's generator began with on rank 0."""
+    """The seed of torch's generator on rank 0 at the beginning."""
     plan: ParallelPlan
     """The plan that wrote it."""
     scheduler: dict[str, Any] | None
@@ -63,7 +63,7 @@ class Options(Record):
     options: dict[str, _Value | tuple[_Value, ...]]
     """Options of the parameter's group: learning rate and the like; pairs are tuples, as optimizers have them."""
     numbers: dict[str, _Value | tuple[_Value, ...]]
-    """What is no tensor in its state."""
+    """The values of its state that are no tensor."""
 
 
 def read_progress(value: Any) -> Progress:
@@ -134,7 +134,7 @@ MODEL, OPTIMIZER, OPTIONS, AVERAGE = "model.", "optimizer.", "options.", "averag
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What one rank writes to a checkpoint and reads from it. `places` says where parts lie.
+    """The source of a checkpoint on one rank, which writes to it and reads from it. `places` says where parts lie.
 
     `average` is that of the parameters, None where none is kept.
     """
@@ -173,7 +173,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class State:
-    """What a rank holds of the state of a training: boxes of tensors, and values of JSON by their names."""
+    """The state of a training that a rank holds: boxes of tensors, and values of JSON by their names."""
 
     boxes: list[Box]
     values: dict[str, Any]

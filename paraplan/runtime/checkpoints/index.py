@@ -41,14 +41,14 @@ class SavedTensor(Record):
 
 
 class Index(Record):
-    """What a checkpoint holds."""
+    """The index of a checkpoint: all that it holds."""
 
     format: Literal["paraplan checkpoint"] = "paraplan checkpoint"
-    """What the file is."""
+    """The kind of the file."""
     version: Literal[1] = 1
     """The number of the format."""
     state: dict[str, Any]
-    """What is no tensor, by its name."""
+    """Values that are no tensor, by their names."""
     tensors: dict[str, SavedTensor]
     """The tensors by their names."""
 

@@ -67,7 +67,7 @@ class Reader(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class Reader(Protocol):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """What is no tensor."""
+        """The values that are no tensor."""
         ...
 
     def read(self, boxes: Sequence[Box]) -> None:

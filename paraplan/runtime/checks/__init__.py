@@ -1,1 +1,1 @@
-"""What is compared in numbers before a plan trains: the loss, its parts, states, outputs and gradients."""
+"""Comparisons in numbers before a plan trains: the loss, its parts, states, outputs and gradients."""

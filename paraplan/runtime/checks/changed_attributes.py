@@ -1,4 +1,4 @@
-"""What a script sets on the modules of a model, brought to copies of it: stages of a pipeline, the model of a check."""
+"""Attributes that a script sets on modules of a model, brought to copies: stages of a pipeline, a check's model."""
 
 from __future__ import annotations
 

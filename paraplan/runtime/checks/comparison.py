@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What one run came to on this rank beside another one."""
+    """The result of one run on this rank beside another one."""
 
     loss: float = 0.0
     expected: float = 0.0

@@ -1,4 +1,4 @@
-"""What a model writes in its forward pass: running statistics, moving averages, counters, and weights.
+"""State that a model writes in its forward pass: running statistics, moving averages, counters, and weights.
 
 Where a plan divides a batch, buffers see its parts. They stay the same on all replicas: those of the first one.
 """

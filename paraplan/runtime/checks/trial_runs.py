@@ -31,7 +31,7 @@ from paraplan.runtime.torch_private import NO_GRAPH
 
 @dataclass
 class Record:
-    """What a run came to on one rank: the loss, 0 without the end of the model, and its part of the gradients.
+    """The result of a run on one rank: the loss, 0 without the end of the model, and its part of the gradients.
 
     `metrics` are those of a tally. `draws` says that it has drawn random numbers.
     """

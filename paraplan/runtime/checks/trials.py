@@ -1,4 +1,4 @@
-"""What ranks compare before they train."""
+"""Trials that ranks compare before they train."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from paraplan.runtime.data.streams import (
 
 @runtime_checkable
 class SizedDataset(Protocol):
-    """What `job.shard` takes beside streams: pairs of inputs and targets by number, and how many there are."""
+    """A dataset for `job.shard`, beside streams: pairs of inputs and targets by number, and how many there are."""
 
     def __len__(self) -> int: ...
 

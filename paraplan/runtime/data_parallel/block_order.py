@@ -89,7 +89,7 @@ class BlockOrder:
 
 
 class Digested(Protocol):
-    """What has a number for what a rank did since it was last asked."""
+    """An object with a number for the work of a rank since it was last asked."""
 
     def take_digest(self) -> int:
         """Return the number."""

@@ -56,7 +56,7 @@ class RankExperts:
 
     @property
     def apart(self) -> frozenset[nn.Parameter]:
-        """What has another place than the rest of the model: these parameters, and those that stand for others."""
+        """The parameters with another place than the rest of the model: these, and those that stand for others."""
         return self.absent.union(self.parameters)
 
 

@@ -23,7 +23,7 @@ Expert = Callable[..., torch.Tensor]
 
 @dataclass(eq=False)
 class _Calls:
-    """What experts are called with at home: `rows` by the number of the expert, call by call, and the `answers`."""
+    """Calls of experts at home: `rows` by the number of the expert, call by call, and the `answers`."""
 
     name: str
     rows: list[tuple[int, torch.Tensor]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What `torch.cuda` answers in a process whose GPU is not there: a healthy GPU that does everything at once."""
+"""Answers of `torch.cuda` in a process whose GPU is not there: a healthy GPU that does everything at once."""
 
 from __future__ import annotations
 

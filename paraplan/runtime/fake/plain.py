@@ -78,7 +78,7 @@ def _refuse_flat_sharding(*_: Any, **__: Any) -> NoReturn:
 
 
 class PlainScript:
-    """What is followed of a script that does without paraplan's runtime."""
+    """A followed script that does without paraplan's runtime."""
 
     def __init__(self, world: World, *, num_gpus: int, memory_bytes: int) -> None:
         self._world = world

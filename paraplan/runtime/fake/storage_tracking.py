@@ -41,7 +41,8 @@ _FIRST_USE: dict[Phase, StorageUse] = {
     "optimizer": "workspace",
 }
 DEVICE_OF = torch.ops.prim.device.default
-"""What autograd asks of a fake tensor, twice as often as anything is computed: a mode that answers saves the others."""
+"""The operator by which autograd asks a fake tensor for its device, twice as often as anything is computed: a mode that
+answers saves the others."""
 
 
 @dataclass(eq=False)
@@ -126,7 +127,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @property
     def phase(self) -> Phase:
-        """What is being done: backward passes are known by autograd's own sign."""
+        """The phase of the step: backward passes are known by autograd's own sign."""
         return "backward" if self._phase == "forward" and in_backward() else self._phase
 
     def enter(self, phase: Phase) -> None:

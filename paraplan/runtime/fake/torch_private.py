@@ -1,4 +1,4 @@
-"""What runs without values use of torch that torch does not promise to keep, and why there is no public way.
+"""Names of torch that runs without values use and torch does not promise to keep, and why there is no public way.
 
 They run torch's own code with parts of it replaced: what asks for values, for a GPU or for other ranks. All was seen in
 torch 2.11 and 2.13, unless an entry says otherwise. `tests/test_torch_contract.py` asks each new torch for it.
@@ -37,7 +37,7 @@ RE_EXPORTED = {
     "PipelineStageBase": "the base of all pipeline stages; see REPLACED",
     "RecvInfo": "a buffer in which a stage receives; a fake step makes those of micro-batches that it leaves out",
 }
-"""What is handed on as it is, and why."""
+"""Names that are handed on as they are, and why."""
 
 LAZY_INIT = "_lazy_init"
 EXCHANGE_DEVICE = "_exchange_device"
@@ -48,17 +48,17 @@ DUMP_SNAPSHOT = "_dump_snapshot"
 
 NATIVE: Any = torch._C
 GET_ACCELERATOR = "_get_accelerator"
-"""What `fully_shard` asks torch's C++ where it is given no mesh."""
+"""The function of torch's C++ that `fully_shard` asks where it is given no mesh."""
 
 MODULE_APPLY = "_apply"
 MODULE_CALL = "_call_impl"
-"""What `nn.Module.to` and a call of a module end in: hooks see neither in the backward pass."""
+"""The function that `nn.Module.to` and a call of a module end in: hooks see neither in the backward pass."""
 
 MOVE_STATES = "_move_states_to_device"
 """By what FSDP2 moves buffers: it swaps the insides of tensors, which those without values do not stand."""
 
 END_OF_BACKWARD = "_root_post_backward_final_callback"
-"""What autograd calls when FSDP2's backward pass ends: modes are not on there."""
+"""The function that autograd calls when FSDP2's backward pass ends: modes are not on there."""
 
 START_OF_STAGE = "_initialize_stage"
 START_OF_STAGES = "_initialize_stages"
@@ -119,10 +119,10 @@ FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 """The namespaces of functional collectives, beside c10d: a mode is shown nothing else of them."""
 
 READ_VALUE: Any = torch.ops.aten._local_scalar_dense.default
-"""What `Tensor.item` is for a mode."""
+"""The operator of `Tensor.item` in a mode."""
 
 COPY_TO: Any = torch.ops.aten._to_copy.default
-"""What `Tensor.to` is for a mode."""
+"""The operator of `Tensor.to` in a mode."""
 
 
 class FakeTensorMode(_FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its base untyped

@@ -55,7 +55,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]  # torch annotates an attribute
-        """What the members keep, by parameter."""
+        """The state that the members keep, by parameter."""
         return _States(self.members, self._owners)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the loss is the engine's

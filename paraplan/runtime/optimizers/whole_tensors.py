@@ -25,7 +25,7 @@ from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.torch_private import local_shape_and_offset, step_hooks, version_of
 
 Scope = Literal["numbers", "tensors", "model"]
-"""What an optimizer looks at to change one number: that alone, the tensor that it is of, or other tensors too."""
+"""The numbers that an optimizer looks at to change one: that alone, the tensor that it is of, or other tensors too."""
 
 _OF_NUMBERS = frozenset(
     getattr(torch.optim, name)

@@ -131,7 +131,7 @@ class ZerosStub(_StandIn):
 
 @dataclass(frozen=True)
 class CutStage:
-    """What `cut_stage` left: where the received hidden state goes in (None for the first stage), and the tensors.
+    """The result of `cut_stage`: where the received hidden state goes in (None for the first stage), and the tensors.
 
     `names` maps the name of a parameter in the whole model to its name in the stage, and `buffers` that of a buffer
     that the stage uses; they differ where one of several tied modules stayed.

@@ -21,7 +21,7 @@ from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.torch_private import FakeTensor, pytree, storage_key, version_of
 
 _LEAST_BYTES = 1024
-"""What is smaller stays where it is: a copy takes longer than it is worth."""
+"""The least size of a tensor that moves: for a smaller one a copy takes longer than it is worth."""
 
 
 def offload_activations(blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -91,7 +91,7 @@ class _Copies:
 
 
 class _Group:
-    """What autograd keeps of one forward pass of a block; `before` is that of the block before it."""
+    """The tensors that autograd keeps of one forward pass of a block; `before` is that of the block before it."""
 
     def __init__(self, copies: _Copies, block: nn.Module, stays: set[int]) -> None:
         self.copies = copies

@@ -255,7 +255,7 @@ class OperatorChoice:
 
 @dataclass(frozen=True)
 class _Result:
-    """What an operator returned, when it was written last, and the random numbers behind it where it draws some."""
+    """The result of an operator, when it was written last, and the random numbers behind it where it draws some."""
 
     value: Any
     versions: tuple[int, ...]

@@ -38,7 +38,7 @@ class CopyName(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What one slot holds."""
+    """The contents of one slot."""
 
     name: CopyName
     writer: int

@@ -93,7 +93,7 @@ class MemoryReader:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """What is no tensor."""
+        """The values that are no tensor."""
         return {name: value for name, (_, value) in self._values.items()}
 
     def read(self, boxes: Sequence[Box]) -> None:

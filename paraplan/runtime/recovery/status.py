@@ -1,4 +1,4 @@
-"""What a rank tells its launcher while it trains: the numbers of its block of the status page."""
+"""News of a rank for its launcher while it trains: the numbers of its block of the status page."""
 
 from __future__ import annotations
 

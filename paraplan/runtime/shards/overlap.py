@@ -22,7 +22,7 @@ from paraplan.runtime.torch_private import without_base
 
 
 class LateGradient:
-    """What the gradient of a column layer's weight is made of, once the layer has gone backward.
+    """The factors of the gradient of a column layer's weight, once the layer has gone backward.
 
     `rows` are what it read, and `of_rows` the gradients of what it made of them. `outputs_first`: the weight is
     [outputs, inputs].

@@ -37,7 +37,7 @@ _GROUPS = "num_key_value_groups"  # in transformers' modules: heads of queries t
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank attends with: `part` of `num_parts` of the heads, and queries of `rows` of the tokens, or of all.
+    """The share of one rank in an attention: `part` of `num_parts` of the heads, and queries of `rows` of the tokens.
 
     `of_tokens` has for each rank what part of the heads it has of the same tokens, None where it has others, and
     `of_heads` what part it has. Each head of keys stands for `copies` of them.

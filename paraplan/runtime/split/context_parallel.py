@@ -36,7 +36,7 @@ _WHOLE = re.compile("mask|bias|alibi|cache")  # arguments that speak of all keys
 
 
 class Context:
-    """What the parts of one rank's model know of the `cp` group.
+    """The `cp` group as the parts of one rank's model know it.
 
     `num_tokens` are those of whole sequences. Under sequence parallelism a rank has one of `num_parts` of its tokens
     between blocks. `is_local` says that the last block of a pass has run, so that what follows has this rank's tokens.
@@ -51,7 +51,7 @@ class Context:
         self.hidden = torch.Size()
         """The shape of the state that the block which runs was called with."""
         self.cut_before: dict[tuple[str, int], tuple[Any, Any]] = {}
-        """What blocks of this pass were given, by its name and id, and this rank's tokens of it."""
+        """The arguments of the blocks of this pass, by its name and id, and this rank's tokens of each."""
         self.is_local = False
         self.is_cut = False
         self._is_embedding = False

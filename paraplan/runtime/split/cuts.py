@@ -97,7 +97,7 @@ def entries_of(index: Any, ndim: int) -> dict[int, Any]:
 
 @dataclass(frozen=True)
 class PartialResult:
-    """What is known of a call that has run: the call on whole tensors, and the parts and arguments it ran on."""
+    """A call that has run, as far as it is known: the call on whole tensors, and the parts and arguments it ran on."""
 
     name: str
     call: Call

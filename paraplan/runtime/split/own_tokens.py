@@ -1,4 +1,4 @@
-"""What a rank of context parallelism computes before the blocks: on its own tokens, where that works token by token.
+"""Work of a rank of context parallelism before the blocks: on its own tokens, where that works token by token.
 
 An embedding there looks up a rank's own tokens alone. What it returns stands for those of all ranks: code reads its
 shape, from which it makes positions and masks of whole sequences, and the first block takes the rank's own.

@@ -47,7 +47,7 @@ from paraplan.runtime.structure.outputs import map_outputs
 
 @dataclass
 class _Region:
-    """What entered a region last, and the gradient of the weight of its `first` column layer where that is made late.
+    """The last tensor that entered a region, and the gradient of its `first` column layer's weight if that is late.
 
     `is_layer`: the region is a column layer. It `gathers` tokens, of which a rank has some outside.
     """

@@ -44,7 +44,7 @@ _MOST_TRIES = 64
 
 @dataclass
 class _Trial:
-    """What is known of a block's layers so far: cuts of outputs, and layers to leave whole, with the reason.
+    """A block's layers as far as they are known: cuts of outputs, and layers to leave whole, with the reason.
 
     `other_segments` are cuts that would do as well by what was known, to be tried where those taken lead nowhere.
     `read` are layers by whose weights the code multiplies itself, and `given` are roles that are not to be found.

@@ -110,7 +110,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What becomes of a call of `func` on parts: numbers that are `divided` by the ranks, and operands that are cut.
+    """A call of `func` rewritten for parts: numbers that are `divided` by the ranks, and operands that are cut.
 
     A number that code computed from one of a part is left `open`: the other sizes tell it. Other whole operands are
     `copied` into the region of a rank. `sign` is the first part, by which calls at one place are told apart where

@@ -73,7 +73,7 @@ class TensorSplit:
 
     @property
     def joined(self) -> list[str]:
-        """What has the tokens of all ranks under sequence parallelism beside experts: blocks or modules of these."""
+        """Blocks, or modules of these, that have the tokens of all ranks under sequence parallelism with experts."""
         return [f"{name}.{path}".rstrip(".") for name, block in self.blocks.items() for path in block.joins]
 
     def partial(self, names: Sequence[str]) -> frozenset[str]:

@@ -38,7 +38,7 @@ _OPTIONS = ("input", "target", "weight", "size_average", "ignore_index", "reduce
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What logits come from: `head` of the hidden states of tokens, and what code does with each of them after it."""
+    """The source of logits: `head` of the hidden states of tokens, and the work of code on each of them after it."""
 
     hidden: torch.Tensor
     head: Callable[[torch.Tensor], torch.Tensor]

@@ -1,4 +1,4 @@
-"""What goes wrong in a step: a loss that is not a number, and memory that runs out."""
+"""Faults of a step: a loss that is not a number, and memory that runs out."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ _SENTENCES: tuple[tuple[str, Callable[[ParallelPlan], bool], str, str], ...] = (
         "use sparse=False",
     ),
 )
-"""What torch says, for which plans, and what is said in its place."""
+"""Torch's words, the plans for which they are translated, and the sentences in their place."""
 
 
 def _failure_of_plan(

@@ -29,12 +29,12 @@ from paraplan.runtime.torch_private import pytree
 LossFunction = Callable[[Any, Any], Any]
 Number = torch.Tensor | float
 REDUCTIONS = ("sum", "max", "min")
-"""What a metric may name that is no mean."""
+"""Reductions that a metric may name that is no mean."""
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What `loss_fn` returned for a micro-batch: a mean, or a sum over `count` targets, and metrics beside it."""
+    """The answer of `loss_fn` for a micro-batch: a mean, or a sum over `count` targets, and metrics beside it."""
 
     value: torch.Tensor
     count: Number | None = None
@@ -43,7 +43,7 @@ class Returned:
 
 @dataclass
 class Tally:
-    """What the micro-batches of one run of an execution came to on this rank; nothing where it has no end of the model.
+    """Sums over the micro-batches of one run of an execution on this rank; none where it has no end of the model.
 
     `loss` is the sum of their terms without a gradient, `count` that of the targets that `loss_fn` returned beside its
     sums; `metrics` a sum and a count, or the largest value and the negated smallest one, by "how name".

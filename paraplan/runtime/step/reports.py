@@ -1,4 +1,4 @@
-"""What is measured of a run: each step's loss, gradient norm, speed and memory; in the end against the prediction."""
+"""Measurements of a run: each step's loss, gradient norm, speed and memory; in the end against the prediction."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepReport(Record):
     mfu: float | None
     peak_memory_bytes: int | None
     metrics: dict[str, float] = Field(default_factory=dict)
-    """What `loss_fn` returned beside the loss, over the global batch."""
+    """The metrics that `loss_fn` returned beside the loss, over the global batch."""
 
 
 StepCallback = Callable[[StepReport], object]
@@ -55,7 +55,7 @@ StepCallback = Callable[[StepReport], object]
 
 @dataclass(frozen=True)
 class SpeedBaseline:
-    """What speeds are set against. `peak_flops_per_s` is that of one device; `num_parameters` of the whole model."""
+    """The baseline of speeds. `peak_flops_per_s` is that of one device; `num_parameters` of the whole model."""
 
     num_ranks: int
     peak_flops_per_s: float | None = None

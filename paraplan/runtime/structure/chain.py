@@ -33,7 +33,7 @@ from paraplan.runtime.structure.questions import Questions
 from paraplan.runtime.torch_private import pytree
 
 HINT = "use pp=1 for this model"
-"""What a model that is no chain of blocks is told."""
+"""The way out for a model that is no chain of blocks."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def find_uses(probe: ChainProbe, model: nn.Module, stack: BlockStack, output: An
 
 
 class _Pieces:
-    """What the pieces of a model read and write in a forward pass."""
+    """Tensors that the pieces of a model read and write in a forward pass."""
 
     def __init__(self, probe: ChainProbe, model: nn.Module, stack: BlockStack, output: Any) -> None:
         assert probe.flow is not None

@@ -1,4 +1,4 @@
-"""What every tensor of a forward pass was computed from: parameters, buffers, hidden states, random numbers.
+"""Origins of every tensor of a forward pass: parameters, buffers, hidden states, random numbers.
 
 A dispatch mode sees each operation, those under no_grad, on detached tensors and on integers too. What is known of a
 tensor is kept for its storage, so that views and writes in place are followed. What code reads out of a tensor as a
@@ -63,7 +63,10 @@ class Write:
 
 @dataclass
 class _Held:
-    """What is known of a storage. `origin` is the storage that it stands for, and `name` that of the model's tensor."""
+    """One storage, as far as it is known.
+
+    `origin` is the storage that it stands for, and `name` that of the model's tensor.
+    """
 
     reference: object
     sources: Sources

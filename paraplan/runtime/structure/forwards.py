@@ -1,4 +1,4 @@
-"""What modules compute in place of their class's forward: nothing else in the runtime puts a forward on an instance.
+"""Forwards of modules in place of their class's: nothing else in the runtime puts a forward on an instance.
 
 Who wraps one calls `module.forward` as it was; so the last wrapper of a block runs first: recompute around context
 parallelism around tensor parallelism around the block's own code.

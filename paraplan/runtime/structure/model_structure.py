@@ -1,4 +1,4 @@
-"""What a model is made of, found once and used by every axis of a plan: its blocks, their chain, how each is called.
+"""The structure of a model, found once and used by every axis of a plan: its blocks, their chain, how each is called.
 
 The model is copied to torch's meta device, where tensors have shapes and no values, and run there. Following what every
 tensor is computed from (`dataflow`) tells what each piece of it reads, and whether the blocks form a chain (`chain`):
@@ -203,7 +203,7 @@ class ModelStructure:
 
     @cached_property
     def calls(self) -> list[BlockCall | None]:
-        """What each block is called with first; None for a block that is not called."""
+        """The first call of each block; None for a block that is not called."""
         return self.run(self._note_calls)
 
     def _follow(self, tried: Any, _: Context) -> tuple[ChainProbe, ChainUses]:

@@ -1,4 +1,4 @@
-"""What code asks of values while it runs without any: yes-or-no questions, and numbers drawn by Python itself.
+"""Questions that code asks of values while it runs without any: yes or no, and numbers drawn by Python itself.
 
 A branch on a value may use other weights on either side: both answers are followed. Every stage of a pipeline runs the
 code around the blocks, so that each must come to the same answer: from inputs it does, and from weights that it has.

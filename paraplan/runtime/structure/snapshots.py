@@ -1,4 +1,4 @@
-"""What forward passes and losses may write, and the modes of modules, as they are now, to be put back after a trial."""
+"""Snapshots of all that forward passes and losses may write, and of modules' modes, put back after a trial."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paraplan.runtime.torch_private import BatchNorm, buffer_table, forward_hook
 LARGEST_STATE = 2**20
 """Elements: what is larger is not written, such as weights that were frozen for being large."""
 MODULE_FIELDS = frozenset(vars(nn.Module()))
-"""What every module has: parameters, buffers, modules and hooks."""
+"""Fields of every module: parameters, buffers, modules and hooks."""
 _LIBRARIES = frozenset({"torch", "paraplan", "numpy", "transformers", "accelerate", "peft", "diffusers", "timm"})
 _DEEPEST = 4
 
@@ -213,7 +213,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 class _Table:
-    """What the names of one object, or around one function, stand for, and what lists and tables of these hold.
+    """The values behind the names of one object, or around one function, and the contents of lists and tables of these.
 
     Without a `name` nothing is told of it. `fields` are left out.
     """
