@@ -92,12 +92,21 @@ def require_torch(what: str) -> None:
         raise UsageError(f"{what} needs torch, which is not installed", hint="pip install torch")
 
 
+MOST_LISTED = 40
+"""Names that a hint lists at most: more of them are no help."""
+
+
 def near_names(name: str, known: Iterable[str], *, count: int = 3, listed: Iterable[str] | None = None) -> str:
-    """Return a hint that lists the names of `known` that look like `name`, or all of them (`listed`) if none does."""
+    """Return a hint that lists the names of `known` that look like `name`, or all of them (`listed`) if none does.
+
+    Of more than `MOST_LISTED` names it lists the first, and says how many there are beside them.
+    """
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.6) or [
         candidate for candidate in names if name.lower() in candidate
     ]
     if near:
         return "did you mean " + " or ".join(near[:count]) + "?"
-    return "known: " + ", ".join(names if listed is None else sorted(listed))
+    every = names if listed is None else sorted(listed)
+    left = len(every) - MOST_LISTED
+    return "known: " + ", ".join(every[:MOST_LISTED]) + (f" and {left} more" if left > 0 else "")

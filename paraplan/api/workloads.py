@@ -15,7 +15,7 @@ from paraplan.errors import UsageError
 from paraplan.hardware.cluster import Cluster as Cluster
 from paraplan.model.quantizers import quantizers as quantizers
 from paraplan.model.spec import ModelSpec
-from paraplan.model.trainable import parse_trainable
+from paraplan.model.trainable import parse_trainable, without_qlora
 from paraplan.model.weight_formats import WEIGHT_FORMATS as WEIGHT_FORMATS
 from paraplan.model.weight_formats import weight_format as weight_format
 from paraplan.plan.stack import StackSettings as StackSettings
@@ -31,7 +31,9 @@ OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 
 def trainable_words(text: str) -> str:
     """Return the words of `--train` in their usual form. Raises `PlanError` for others, with what would do."""
-    return parse_trainable(text).text
+    plain = without_qlora(text)
+    words = parse_trainable(plain).text  # which names an adapter first
+    return words if plain == text.strip() else f"q{words}"
 
 
 def task_words(text: str) -> str:

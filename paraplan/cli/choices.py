@@ -242,8 +242,8 @@ class TrainingChoices(MediaChoices):
             metavar="WHAT",
             parser=trainable_words,
             autocompletion=completion.trained,
-            help="What trains: full, lora:r=16,targets=q|v, dora, rslora, ia3, head, embeddings, norms, layers:last4, "
-            "joined by +.",
+            help="What trains: full, lora:r=16,targets=q|v, qlora, dora, rslora, ia3, head, embeddings, norms, "
+            "layers:last4, joined by +.",
         ),
     ] = "full"
     task: Annotated[

@@ -69,7 +69,9 @@ def quantizers(incomplete: str) -> list[str]:
 
 def trained(incomplete: str) -> list[str]:
     """Return what may train that begins so, without its settings."""
-    return _beginning(incomplete, ("full", "lora:r=16", "dora", "rslora", "ia3", "head", "embeddings", "norms"))
+    return _beginning(
+        incomplete, ("full", "lora:r=16", "qlora:r=16", "dora", "rslora", "ia3", "head", "embeddings", "norms")
+    )
 
 
 def tasks(incomplete: str) -> list[str]:

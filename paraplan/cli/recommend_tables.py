@@ -139,10 +139,13 @@ def _order(answer: Recommendation) -> str:
 def _end(answer: Recommendation, plan_path: Path | None, seconds: float, *, verbose: bool) -> str:
     """Return how much was searched, and the command that runs the plan, on a terminal in lines that a shell takes."""
     searched, words = f"\n{answer.result.plans_considered:,} plans in {seconds:.2f} s", answer.commands(plan_path)
+    more = "." if verbose else "; -v shows more, the decision tree and all parts."
     framework = "TRL" if answer.workload.training.task != "sft" else answer.answer.framework
     use, how = ("run it", "launch") if framework is None else (f"export it for {framework}", "export")
+    if not words:
+        by_hand = f"paraplan writes no configuration of {framework}: give it the values of the plan by hand."
+        return f"{searched}{more}\n{by_hand}"
     way = f"Written to {plan_path}; to {use}:" if plan_path is not None else f"Write it with -o plan.json, then {use}:"
-    more = "." if verbose else "; -v shows more, the decision tree and all parts."
     return f"{searched}{more}\n{way}\n  {command_in_lines(words[how], sys.stdout)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -104,16 +104,22 @@ def find_config(reference: str) -> Path:
         return _download_config(reference)
     what = f"{reference!r} is neither a file, a folder nor a bundled model"
     if not _OWNERLESS_ID.fullmatch(reference):
-        raise ModelError(what, hint=near_names(reference, bundled))
+        raise ModelError(what, hint=_near_models(reference, bundled))
     try:
         return _download_config(reference)
     except ModelError as error:
         reason = error.message.partition(", and ")[2] or error.message
         same = same_layers(reference, bundled)
-        hint = f"did you mean {same}, with the same layers?" if same else near_names(reference, bundled)
-        if hint.endswith("?"):
-            hint = f"{hint} paraplan profiles list --kind model shows the bundled ones"
+        hint = f"did you mean {same}, with the same layers? {_SHOWS}" if same else _near_models(reference, bundled)
         raise ModelError(f"{what}, and {reason}", hint=hint) from error
+
+
+_SHOWS = "paraplan profiles list --kind model shows the bundled ones"
+
+
+def _near_models(reference: str, bundled: Collection[str]) -> str:
+    hint = near_names(reference, bundled)
+    return f"{hint} {_SHOWS}" if hint.endswith("?") else f"give the path of its config.json; {_SHOWS}"
 
 
 def read_config(path: Path, *, source: str | None = None, seq_length: int | None = None) -> ModelSpec:

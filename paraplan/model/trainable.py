@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import Literal
 
@@ -16,12 +17,13 @@ InputCopy = Literal["shared", "activation", "fp32", "fused"]
 fp32; fused: the tensor that its layer read, in one operation with it (unsloth's `LoRA_QKV`, `LoRA_W`)."""
 ALL_LINEAR = "all-linear"
 FORMS = (
-    "full, lora:r=16,targets=q|v, dora:..., rslora:..., ia3, head, embeddings, norms or layers:last4, joined by + where"
-    " several train; of models with a tower for pictures or sound text, projector or tower"
+    "full, lora:r=16,targets=q|v, qlora:..., dora:..., rslora:..., ia3, head, embeddings, norms or layers:last4, joined"
+    " by + where several train; of models with a tower for pictures or sound text, projector or tower"
 )
+QLORA_WEIGHTS = "nf4:double"
+"""Format of frozen weights under QLoRA (Dettmers et al. 2023): NF4, with the scales of blocks in bytes."""
 _IA3_TARGETS = ("k", "v", "down")
-"""Layers that peft's IA3 scales by default: keys, values, and the input of the second feed-forward layer (Liu et al.
-2022). 2022)."""
+"""Layers that peft's IA3 scales by default: keys, values, the second feed-forward layer's input (Liu et al. 2022)."""
 
 
 _PARTS = {
@@ -99,6 +101,11 @@ def default_targets(kind: AdapterKind) -> tuple[str, ...]:
     return _IA3_TARGETS if kind == "ia3" else (ALL_LINEAR,)
 
 
+def without_qlora(text: str) -> str:
+    """Return words of `--train` with lora in the place of qlora, which is LoRA over weights of `QLORA_WEIGHTS`."""
+    return re.sub(r"(^|\+)\s*qlora\b", r"\1lora", text.strip(), flags=re.IGNORECASE)
+
+
 def parse_trainable(text: str) -> Trainable:
     """Return what the words of `--train` say trains.
 
@@ -118,8 +125,7 @@ def parse_trainable(text: str) -> Trainable:
         elif name == "layers" and rest.startswith("last") and rest[4:].isdigit() and int(rest[4:]):
             values["last_layers"] = int(rest[4:])
         else:
-            hint = "QLoRA is --train lora --base-weights nf4:double" if name == "qlora" else f"use {FORMS}"
-            raise PlanError(f"--train does not know {part.strip()!r}", hint=hint)
+            raise PlanError(f"--train does not know {part.strip()!r}", hint=f"use {FORMS}")
     trainable = Trainable.model_validate(values)
     if trainable.text_model and trainable.replace(projector=False, tower=False) != Trainable(text_model=True):
         raise PlanError(f"--train {text}: all of the language model trains already", hint="use text alone, or leave it")

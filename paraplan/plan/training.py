@@ -9,7 +9,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from paraplan.errors import PlanError
 from paraplan.model.quantizers import quantizer_of
 from paraplan.model.spec import ModelSpec, TowerKind
-from paraplan.model.trainable import Trainable, parse_trainable
+from paraplan.model.trainable import QLORA_WEIGHTS, Trainable, parse_trainable, without_qlora
 from paraplan.model.weight_formats import WeightFormat, is_stored_below_16_bits
 from paraplan.plan.stack import StackSettings
 from paraplan.plan.task import Task, parse_task
@@ -100,7 +100,8 @@ class TrainingSpec(Spec):
     compiled: bool = False
     """True where torch.compile compiles the model's repeated blocks; what stands around them is not compiled."""
     train: str = "full"
-    """Trained part of the model, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ..."""
+    """Trained part of the model, in the words of `--train`: full, lora:r=16,targets=q|v, head, layers:last4, ...;
+    qlora is lora over base weights in nf4:double."""
     base_weights: WeightFormat | None = None
     """How frozen linear layers are stored. None: in the type that matmuls compute in."""
     quantizer: str | None = None
@@ -142,6 +143,22 @@ class TrainingSpec(Spec):
     @field_serializer("stack")
     def _told(self, stack: StackSettings) -> dict[str, Any]:
         return stack.model_dump(exclude_defaults=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_qlora(cls, values: Any) -> Any:
+        """`qlora` is LoRA over weights in NF4, in the words of those who train it; other 4-bit weights may be named."""
+        if not isinstance(values, dict) or not isinstance(train := values.get("train"), str):
+            return values
+        words, stored = without_qlora(train), values.get("base_weights")
+        if words == train:
+            return values
+        if stored in ("bf16", "fp32"):
+            raise PlanError(
+                f"--train {train} with base weights in {stored}: QLoRA is LoRA over weights of fewer than 16 bits",
+                hint=f"use --train {words}, or leave out --base-weights",
+            )
+        return values | {"train": words, "base_weights": stored or QLORA_WEIGHTS}
 
     @field_validator("task")
     @classmethod

@@ -13,13 +13,13 @@ from paraplan.search.recommendation import Recommendation
 
 
 def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
-    """Return the commands that start the plan: none where `paraplan export` writes another tool's."""
+    """Return the commands that start the plan, or write it for another tool; none where nothing is written for that."""
     path = str(plan_path or "plan.json")
     if answer.workload.training.task != "sft":  # which TRL runs, under any framework
         return {"export": shlex.join(["paraplan", "export", path, "--to", "trl"])}
     if answer.framework is not None:
-        target = answer.workload.framework.export_target or "TARGET"
-        return {"export": shlex.join(["paraplan", "export", path, "--to", target])}
+        target = answer.workload.framework.export_target
+        return {} if target is None else {"export": shlex.join(["paraplan", "export", path, "--to", target])}
     reference = cluster_reference(answer)
     return {"launch": launch_command(path, reference), "torchrun": torchrun_command(reference)}
 

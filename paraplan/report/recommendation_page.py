@@ -275,6 +275,8 @@ def _needs(one: LeverOffer) -> str:
 
 
 def _commands(commands: Mapping[str, str]) -> str:
+    if not commands:
+        return ""
     lines = [
         details(name, code(text)) if name != next(iter(commands)) else code(text) for name, text in commands.items()
     ]

@@ -12,6 +12,7 @@ from paraplan.cost.framework_files import FrameworkCatalog
 from paraplan.cost.stored_weights import untrainable_notes, wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
+from paraplan.model.trainable import QLORA_WEIGHTS
 from paraplan.model.weight_formats import WEIGHT_FORMATS, is_stored_below_16_bits
 from paraplan.plan.executor import Executor, training_gap
 from paraplan.plan.support import rule_of
@@ -20,7 +21,6 @@ from paraplan.search.constraints import Constraints
 from paraplan.search.results import SPARE
 
 LORA = "lora:r=16"
-QLORA = "nf4:double"
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _narrower_weights(workload: Workload) -> Iterator[Lever]:
     if training.replace(**adapter).trainable.adapter is None:
         return  # parts of the model train in their own precision
     found = list[Lever]()
-    for name, weights in ((f"the model's own {released} weights", released), ("QLoRA", QLORA)):
+    for name, weights in ((f"the model's own {released} weights", released), ("QLoRA", QLORA_WEIGHTS)):
         if weights is not None:
             options = f"--train {LORA} --base-weights {weights}" if is_full else f"--base-weights {weights}"
             lever = Lever(name, options, {**adapter, "base_weights": weights}, keeps_training=False)

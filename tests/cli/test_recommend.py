@@ -476,6 +476,17 @@ def test_bad_times_between_failures_and_bad_runs_are_refused_in_a_sentence(tmp_p
         assert said in text
 
 
+def test_a_framework_for_which_nothing_is_written_is_told_so(tmp_path: Path) -> None:
+    page = tmp_path / "answer.html"
+    words = ["recommend", "llama-3.2-1b", "--profile", "1xh100", "--train", "qlora", "--framework", "unsloth"]
+    status, stdout, _ = run(*words, "--html", str(page))
+    assert status == 0
+    assert "paraplan export" not in stdout
+    assert "writes no configuration of unsloth" in " ".join(stdout.split())
+    assert "Run it" not in page.read_text()
+    assert json.loads(run(*words, "--json")[1])["commands"] == {}
+
+
 @pytest.mark.parametrize("batch", [pytest.param("2", marks=pytest.mark.with_all), "6"])
 def test_plans_of_pairs_keep_them_together(batch: str) -> None:
     words = ["recommend", "llama-3.2-1b", "--profile", "8xh100", "--seq-len", "1k", "--task", "dpo", "--json"]

@@ -92,10 +92,36 @@ def test_a_bundled_model_is_known_however_it_is_spelled(written: str, name: str)
     assert read_model(written).name == name
 
 
-@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-R1", "DeepSeek-R1-0528"])
-def test_deepseek_r1_has_the_layers_of_v3(name: str) -> None:
-    assert same_layers(name, bundled_models()) == "deepseek-v3"
-    assert same_layers("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", bundled_models()) is None
+@pytest.mark.parametrize(
+    ("name", "layers_of"),
+    [
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        ("DeepSeek-R1-0528", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V3.1-Terminus", "deepseek-v3.1"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3-8b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "qwen2.5-32b"),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "qwen3-8b"),
+        ("Qwen/QwQ-32B", "qwen2.5-32b"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b"),
+        ("qwen3-coder-480b-a35b", "qwen3-coder-480b-a35b"),
+        ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
+        ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", "gpt-oss-20b"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama-4-scout"),
+        ("NousResearch/Hermes-3-Llama-3.1-8B", "llama-3-8b"),
+        ("nvidia/Llama-3.1-Nemotron-70B-Instruct", "llama-3-70b"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B", None),
+        ("nvidia/Llama-3.1-Minitron-4B", None),
+        ("meta-llama/Llama-3.2-11B-Vision", None),
+        ("google/gemma-3-270m", None),
+    ],
+)
+def test_a_release_has_the_layers_of_what_it_was_made_from(name: str, layers_of: str | None) -> None:
+    assert same_layers(name, bundled_models()) == layers_of
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_a_bundled_model_has_its_own_layers(name: str) -> None:
+    assert same_layers(name, bundled_models()) == name
 
 
 def test_no_two_bundled_models_are_spelled_alike() -> None:

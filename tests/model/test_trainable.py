@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paraplan.api.workloads import trainable_words
 from paraplan.errors import PlanError
 from paraplan.model.trainable import ALL_LINEAR, AdapterSpec, Trainable, parse_trainable, targeted_layers
+from paraplan.model.weight_formats import WeightFormat
+from paraplan.plan.training import TrainingSpec
 
 LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj")
 
@@ -46,7 +49,6 @@ def test_the_words_of_what_trains_say_it_again(
     [
         ("lora:r=0", "rank of 0"),
         ("lorra", "does not know 'lorra'"),
-        ("qlora:r=16", "does not know 'qlora:r=16'; hint: QLoRA is train='lora' base_weights='nf4:double'"),
         ("lora:dropout=1.5", "does not know 'dropout=1.5'"),
         ("layers:last0", "does not know"),
         ("lora+dora", "adapters twice"),
@@ -57,6 +59,31 @@ def test_words_that_say_nothing_are_refused_with_what_would_do(words: str, messa
     with pytest.raises(PlanError, match=message) as caught:
         parse_trainable(words)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("words", "weights", "read"),
+    [
+        ("qlora", None, ("lora:r=16", "nf4:double")),
+        ("QLoRA:r=8,targets=q|v", None, ("lora:r=8,targets=q|v", "nf4:double")),
+        ("head+qlora:r=8", "mxfp4", ("lora:r=8+head", "mxfp4")),
+        ("lora:r=8", None, ("lora:r=8", None)),
+    ],
+)
+def test_qlora_is_lora_over_weights_of_fewer_bits(
+    words: str, weights: WeightFormat | None, read: tuple[str, str | None]
+) -> None:
+    training = TrainingSpec(global_batch_size=8, seq_length=128, train=trainable_words(words), base_weights=weights)
+    assert (training.train, training.base_weights) == read
+    assert training == TrainingSpec(global_batch_size=8, seq_length=128, train=words, base_weights=weights)
+
+
+def test_qlora_over_weights_of_16_bits_is_refused() -> None:
+    with pytest.raises(PlanError, match="base weights in bf16: QLoRA is") as caught:
+        TrainingSpec(global_batch_size=8, seq_length=128, train="qlora:r=8", base_weights="bf16")
+    assert caught.value.hint
+    with pytest.raises(PlanError, match="does not know 'qlorra'"):
+        trainable_words("qlorra")
 
 
 def test_targets_are_found_by_short_names_and_whole_ones() -> None:

@@ -67,7 +67,7 @@ class Reader(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The name of the checkpoint in messages."""
         ...
 
     @property
