@@ -11,6 +11,7 @@ Each name is imported when it is first used, so that `import paraplan` and `from
 from __future__ import annotations
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"paraplan.{home}"), name)
     if isinstance(value, type) and hasattr(value, "model_fields"):
         import_module("paraplan.records").describe_fields(value)
+    elif isinstance(value, FunctionType):
+        value = import_module("paraplan.arguments").checked(value)
     globals()[name] = value
     return value
 

@@ -40,6 +40,10 @@ class UsageError(ParaplanError):
     """Arguments that contradict each other or lie outside their range."""
 
 
+class WrongArgumentError(UsageError, TypeError):
+    """An argument of a function that is of another type than it takes, lies outside its range, or that it lacks."""
+
+
 class TopologyError(ParaplanError):
     """A text, XML or JSON that describes no topology."""
 

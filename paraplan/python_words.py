@@ -24,6 +24,7 @@ _NUMBERS = {
 _FLAGS = {
     "compile": "compiled=True",
     "fp8-gather": "fp8_gather=True",
+    "module": "is_module=True",
     "no-sequence-parallel": "sequence_parallel=False",
     "offload-activations": "offloads_activations=True",
     "packed": "packs_samples=True",
@@ -46,6 +47,7 @@ _TEXTS = {
     "profile": "profile",
     "quantizer": "quantizer",
     "recompute": "recompute",
+    "schedule": "schedule",
     "task": "task",
     "train": "train",
 }

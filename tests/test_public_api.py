@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,66 @@ def test_a_recommendation_says_why_and_becomes_a_plan_file(
     answer.save(tmp_path / "plan.json")
     assert paraplan.load_plan(tmp_path / "plan.json").plan == answer.best.plan
     assert paraplan.check(job, answer.best.plan).passed
+
+
+FUNCTIONS = sorted(name for name in paraplan.__all__ if inspect.isfunction(getattr(paraplan, name)))
+SUITING = {"path": "plan.json", "source": "8xh100", "text": "GPU0", "target": "trl", "script": "train.py"} | {
+    "reference": "gpt2",
+    "model": "gpt2",
+    "profile": "cpu",
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_wrong_argument_is_refused_by_its_name(job: Workload, name: str) -> None:
+    parameters = inspect.signature(getattr(paraplan, name)).parameters
+    known = SUITING | {"workload": job, "plan": "plan.json" if name == "export" else ParallelPlan(dp=4)}
+    suiting = {each: value for each, value in known.items() if each in parameters}
+    wrong = [*parameters, "unheard_of"]
+    if name in ("load_workload", "sweep"):
+        wrong[wrong.index(next(each.name for each in parameters.values() if each.kind is each.VAR_KEYWORD))] = (
+            "seq_length"
+        )
+    for each in wrong:
+        given = suiting | {each: object()}
+        places = [given.pop(one.name, None) for one in parameters.values() if one.kind is one.POSITIONAL_ONLY]
+        with pytest.raises(paraplan.ParaplanError, match=each) as refused:
+            getattr(paraplan, name)(*places, **given)
+        assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda job: paraplan.recommend(job, num_candidates=0), "num_candidates=0"),
+        (lambda job: paraplan.recommend(job, memory_margin=1.5), "memory_margin=1.5"),
+        (lambda job: paraplan.recommend(job, objective="fast"), "'throughput', 'fastest'"),
+        (lambda job: paraplan.estimate(job, [ParallelPlan(), "dp4"]), "a list of ParallelPlan"),
+        (lambda _: paraplan.load_model("gpt2", seq_length=0), "seq_length=0"),
+        (lambda _: paraplan.load_model(""), "name of a model is empty"),
+        (lambda _: paraplan.Constraints(tp=0), "tp=0"),
+        (lambda _: paraplan.Constraints(zero_stage=4), "zero_stage=4"),
+        (lambda _: paraplan.Constraints(recompute="all"), "recompute='all' of Constraints"),
+        (lambda job: Workload.of(None, job.training, job.cluster), "model=None of Workload.of"),
+        (lambda _: paraplan.load_workload("gpt2", "cpu", global_batch_size=0), "global_batch_size=0"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_in_one_sentence(
+    call: Callable[[Workload], object], said: str, job: Workload
+) -> None:
+    with pytest.raises(paraplan.ParaplanError, match=re.escape(said)) as refused:
+        call(job)
+    assert refused.value.hint
+
+
+def test_machines_in_a_name_are_as_many_as_it_says() -> None:
+    assert paraplan.load_workload("gpt2", "2x8xh100").cluster.num_nodes == 2
+    assert paraplan.load_workload("gpt2", "32xh100").cluster.num_nodes == 4
+
+
+def test_answers_name_fields_of_python(job: Workload) -> None:
+    said = str(paraplan.recommend(job.replace(seq_length=1024)))
+    assert "--" not in said
 
 
 def test_constraints_are_kept(job: Workload) -> None:

@@ -21,12 +21,12 @@ NAMES = _NUMBERS | _TEXTS | {option: words.partition("=")[0] for option, words i
 def test_every_option_is_one_and_has_a_name_in_python() -> None:
     group: Any = typer.main.get_command(app)
     assert set(_COMMANDS.split("|")) == set(group.list_commands(None))
-    commands = [group.get_command(None, name) for name in ("recommend", "estimate")]
+    commands = [group.get_command(None, name) for name in ("recommend", "estimate", "check")]
     parameters = [one for command in commands for one in command.params]
     options = {word for one in parameters for word in (*one.opts, *one.secondary_opts)}
     assert {f"--{name}" for name in NAMES} <= options
     records = (*TrainingSpec.model_fields, *ParallelPlan.model_fields, *vars(Constraints()))
-    functions = (paraplan.load_workload, paraplan.recommend)
+    functions = (paraplan.load_workload, paraplan.recommend, paraplan.check_script)
     known = {*records, *(name for one in functions for name in inspect.signature(one).parameters)}
     assert set(NAMES.values()) <= known
 
@@ -66,7 +66,7 @@ def workload(**training: Any) -> paraplan.Workload:
         lambda: paraplan.estimate(workload(), ParallelPlan(tp=5)),
         lambda: paraplan.recommend(workload(), constraints=Constraints(tp=3)),
         lambda: paraplan.recommend(workload(), constraints=Constraints(dp=8, micro_batch_size=2)),
-        lambda: workload(train="qlora"),
+        lambda: workload(train="qlorra"),
         lambda: workload(task="dance"),
         lambda: workload(link="telepathy"),
         lambda: workload(precision="bf16", fp8_recipe="tensorwise"),

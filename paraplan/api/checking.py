@@ -63,7 +63,7 @@ def example_script(name: str) -> Path:
 
 
 def check_script(
-    script: str,
+    script: str | Path,
     arguments: Sequence[str] = (),
     *,
     num_ranks: int = 4,
@@ -94,7 +94,7 @@ def check_script(
             "smaller models are made of those of transformers, which is not installed", hint="pip install transformers"
         )
     request = ScriptRequest(
-        script=script,
+        script=str(script),
         is_module=is_module,
         arguments=tuple(arguments),
         num_steps=num_steps,

@@ -14,6 +14,7 @@ from paraplan.cost.estimate import MemoryEstimate, PlanEstimate, StepEstimate, e
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.python_words import in_python_words
 from paraplan.report.estimate_json import estimate_report, warnings_of
 from paraplan.report.short_text import Line, estimate_lines
 from paraplan.units import format_bytes, format_seconds
@@ -141,7 +142,7 @@ class Estimate:
         return estimate_lines(self.workload, self.result)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.lines))
+        return in_python_words("\n".join(map(str, self.lines)))
 
     def __repr__(self) -> str:
         memory = f"{format_bytes(self.peak_memory_bytes)} of {format_bytes(self.usable_memory_bytes)}"

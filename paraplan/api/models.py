@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paraplan.errors import WrongArgumentError
 from paraplan.model.reader import bundled_models as bundled_models
 from paraplan.model.reader import read_model
 from paraplan.model.spec import ModelSpec
@@ -31,6 +32,9 @@ def load_model(
     searched for (`finds_length`), they keep the masks of sequences longer than the window. Raises `ModelError` for what
     cannot be read.
     """
+    for name, number in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
+        if number is not None and number < 1:
+            raise WrongArgumentError(f"{name}={number} of load_model", hint="use 1 or more")
     if callable(reference):
         from paraplan.model.trace import trace_given  # torch, which a configuration does without
 

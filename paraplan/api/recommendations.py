@@ -18,11 +18,13 @@ from paraplan.cost.cost_model import CostModel
 from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.notes import workload_notes
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError, ParaplanError, PlanError
+from paraplan.errors import NoPlanFitsError, ParaplanError, PlanError, WrongArgumentError, near_names
 from paraplan.hardware.cluster import Cluster
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
+from paraplan.python_words import in_python_words
 from paraplan.report.ranked_rows import table_rows
 from paraplan.report.short_text import Line, recommendation_lines
 from paraplan.search.constraints import FREE
@@ -145,7 +147,7 @@ class Recommendation:
         return recommendation_lines(self.answer)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.lines))
+        return in_python_words("\n".join(map(str, self.lines)))
 
     def __repr__(self) -> str:
         return f"<Recommendation {repr(self.best).removeprefix('<Estimate ')}"
@@ -173,6 +175,10 @@ def recommend(
     Raises `NoPlanFitsError` where no plan fits, with what would help, and `PlanError` for constraints that exclude each
     other.
     """
+    if num_candidates < 1:
+        raise WrongArgumentError(f"num_candidates={num_candidates} of recommend", hint="use 1 or more")
+    if not 0 <= memory_margin < 1:
+        raise WrongArgumentError(f"memory_margin={memory_margin} of recommend is no share", hint="use 0 to 0.99")
     framework = None if workload.framework.is_own_runtime else workload.framework.name
     request = SearchRequest(
         objective=objective,
@@ -190,8 +196,13 @@ def sweep(workload: Workload, plan: ParallelPlan | None = None, /, **values: Ite
     """Return a flat row for each combination of values, for pandas: `sweep(job, seq_length=[2048, 4096, 8192])`.
 
     `values` are what `Workload.replace` takes. A row has the values, and the recommended plan with its figures, or
-    those of `plan`. Where no plan fits, or a value cannot be, it has `fits` False and `why`.
+    those of `plan`. Where no plan fits, or a value cannot be, it has `fits` False and `why`. Raises
+    `WrongArgumentError` for a name that `replace` does not know.
     """
+    known = ("model", "cluster", "framework", *TrainingSpec.model_fields)
+    for name in values:
+        if name not in known:
+            raise WrongArgumentError(f"a workload has no {name!r} to sweep", hint=near_names(name, known))
     rows = []
     for chosen in product(*values.values()):
         row = dict(zip(values, chosen, strict=True))

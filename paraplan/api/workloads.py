@@ -101,7 +101,7 @@ def load_workload(
     seq_length: int | None = None,
     global_batch_size: int | None = None,
     framework: str = OWN_RUNTIME,
-    num_nodes: int = 1,
+    num_nodes: int | None = None,
     gpus_per_node: int | None = None,
     network: str | None = None,
     link: LinkKind | None = None,
@@ -116,7 +116,7 @@ def load_workload(
     machines = {"num_nodes": num_nodes, "gpus_per_node": gpus_per_node, "network": network, "link": link}
     cluster = profile if isinstance(profile, Cluster) else load_cluster(profile, **machines)  # type: ignore[arg-type]
     spec = model if isinstance(model, ModelSpec) else load_model(model, seq_length=seq_length)
-    batch = global_batch_size or SEQUENCES_PER_GPU * cluster.num_gpus
+    batch = SEQUENCES_PER_GPU * cluster.num_gpus if global_batch_size is None else global_batch_size
     training = {"precision": usual_precision(cluster)} | training
     asked = training_of(spec, seq_length=seq_length, global_batch_size=batch, **training)
     return Workload.of(spec, asked, cluster, framework=framework)

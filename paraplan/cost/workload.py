@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from paraplan.arguments import checked
 from paraplan.cost.constants import CostConstants
 from paraplan.cost.framework import OWN_RUNTIME, FrameworkProfile, KernelProfile
 from paraplan.cost.framework_files import load_framework
@@ -59,6 +60,7 @@ class Workload:
     """The user's own runs behind both; 0 for a calibration."""
 
     @classmethod
+    @checked
     def of(
         cls,
         model: ModelSpec,

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from paraplan.arguments import checked
 from paraplan.errors import ProfileError, UsageError
 from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.profiles import GpuProfile
@@ -118,6 +119,7 @@ class Exported(Record):
     gaps: tuple[Gap, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write the text to a file. Raises `UsageError` where it cannot be written."""
         try:

@@ -84,6 +84,8 @@ def bundled_models() -> Mapping[str, Path]:
 
 def find_config(reference: str) -> Path:
     """Return the path of the configuration that `reference` names: a file, a folder, a bundled name or a hub id."""
+    if not reference.strip():
+        raise ModelError("the name of a model is empty", hint=f"give the path of its config.json, or a name; {_SHOWS}")
     path = Path(reference).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from paraplan.arguments import checked
 from paraplan.errors import PlanError
 from paraplan.plan.kept_runs import PlainPrediction
 from paraplan.plan.parallel import Axis, ParallelPlan
@@ -87,6 +88,7 @@ class PlanFile(Record):
     placement: PlannedPlacement | None = None
     framework: str | None = None
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write the file. Raises `PlanError` where the path cannot be written."""
         try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar
+from functools import cache
+from typing import Any, Protocol, TypeVar, get_type_hints
 
-from paraplan.errors import PlanError
+from paraplan.arguments import refuse_unsuited
+from paraplan.errors import PlanError, WrongArgumentError
 from paraplan.plan.parallel import AXES, Degree, Offload, Recompute, ScheduleName
 from paraplan.plan.training import TrainingSpec
 
@@ -30,6 +32,18 @@ class Constraints:
     sequence_parallel: bool | None = None
     offload: Offload | None = None
 
+    def __post_init__(self) -> None:
+        """Raise `WrongArgumentError` for a value that no plan can have."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            refuse_unsuited(value, _annotations()[each.name], name=each.name, of="Constraints")
+            least, most = (0, 3) if each.name == "zero_stage" else (1, value)
+            if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
+                raise WrongArgumentError(
+                    f"{each.name}={value} of Constraints",
+                    hint="degrees and sequences of a micro-batch are 1 or more, ZeRO stages 0 to 3",
+                )
+
     def allows(self, **values: object) -> bool:
         """Return whether each of `values` is free, or what it is fixed to."""
         return all(getattr(self, name) in (None, value) for name, value in values.items())
@@ -44,6 +58,11 @@ class Constraints:
         """The fixed degrees."""
         names = [axis.name for axis in AXES]
         return {axis: degree for axis in names if (degree := getattr(self, axis)) is not None}
+
+
+@cache
+def _annotations() -> dict[str, Any]:
+    return get_type_hints(Constraints)
 
 
 FREE = Constraints()
