@@ -28,17 +28,28 @@ _MAKERS = {
     "PlanFile": "paraplan.load_plan(path) reads one",
     "Constraints": "paraplan.Constraints(tp=2) is one",
 }
+_FUNCTIONS = {
+    "optimizer": "give a function of the parameters: lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+    "scheduler": "give a function of the optimizer: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)",
+    "loss_fn": "give a function of outputs and targets: lambda outputs, targets: F.cross_entropy(outputs, targets)",
+}
+"""Arguments that are functions in whose place objects are often given."""
 _MOST_SHOWN = 80
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function` so that it raises `WrongArgumentError` for arguments that do not suit its annotations."""
-    signature, name = inspect.signature(function), function.__qualname__
+    signature, is_method = inspect.signature(function), "." in function.__qualname__
+    home = "paraplan.runtime" if function.__module__.startswith("paraplan.runtime.") else "paraplan"
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
     hints = cache(lambda: _hints(function))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        name = function.__name__
+        if is_method:  # of the class that the user has, which may inherit it
+            owner = args[0] if isinstance(args[0], type) else type(args[0])
+            name = f"{owner.__name__}.{name}"
         if not takes_any and (unknown := [each for each in kwargs if each not in signature.parameters]):
             raise WrongArgumentError(
                 f"{name} has no argument {unknown[0]!r}", hint=near_names(unknown[0], signature.parameters)
@@ -46,11 +57,11 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         try:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise WrongArgumentError(f"{name}: {error}", hint=f"help(paraplan.{name}) says what it takes") from None
+            raise WrongArgumentError(f"{name}: {error}", hint=f"help({home}.{name}) says what it takes") from None
         for each, value in bound.items():
             is_keywords = signature.parameters[each].kind is inspect.Parameter.VAR_KEYWORD
             for one, given in value.items() if is_keywords else [(each, value)]:
-                refuse_unsuited(given, hints().get(each, Any), name=one, of=name)
+                refuse_unsuited(given, hints().get(each, Any), name=one, of=name, home=home)
         return function(*args, **kwargs)
 
     return call
@@ -62,16 +73,19 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(types.SimpleNamespace(__annotations__=written), globalns=function.__globals__)
 
 
-def refuse_unsuited(value: object, annotation: Any, *, name: str, of: str) -> None:
-    """Raise `WrongArgumentError` where the value of an argument `name` of a function `of` is not as annotated."""
+def refuse_unsuited(value: object, annotation: Any, *, name: str, of: str, home: str = "paraplan") -> None:
+    """Raise `WrongArgumentError` where the value of an argument `name` of a function `of` is not as annotated.
+
+    `home` is the public module of the function.
+    """
     if suits(value, annotation):
         return
     makers = [_MAKERS[kind] for one in _one_of(annotation) if (kind := getattr(one, "__name__", "")) in _MAKERS]
-    shown = repr(value)
+    shown = " ".join(repr(value).split())
     shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 3]}..."
     raise WrongArgumentError(
         f"{name}={shown} of {of}: it should be {_in_words(annotation)}",
-        hint=makers[0] if makers else f"help(paraplan.{of}) says what it takes",
+        hint=_FUNCTIONS.get(name) or next(iter(makers), f"help({home}.{of}) says what it takes"),
     )
 
 
@@ -95,7 +109,8 @@ def suits(value: object, annotation: Any) -> bool:
             return False
         is_list = isinstance(value, collections.abc.Collection) and not isinstance(value, collections.abc.Mapping)
         return not is_list or not inside or all(suits(each, inside[0]) for each in value)
-    return not isinstance(annotation, type) or isinstance(value, annotation)
+    is_class = isinstance(annotation, type) and not getattr(annotation, "_is_protocol", False)
+    return not is_class or isinstance(value, annotation)
 
 
 def _one_of(annotation: Any) -> tuple[Any, ...]:

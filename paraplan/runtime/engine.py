@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paraplan.arguments import checked
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.batches import StepShape
@@ -206,11 +207,13 @@ class Engine(TrainingState):
         with self._explained("predict"), self._freezing.as_prepared():
             return self._guarded(lambda: self._predictor.generate(inputs, (arguments, options)))
 
+    @checked
     def expect(self, num_steps: int) -> None:
         """Say how many steps there will be, those of a loaded checkpoint included: the bar shows its share of them."""
         if self._options.watch is not None:
             self._options.watch.total_steps = num_steps
 
+    @checked
     def on_step(self, callback: StepCallback, *, every: int = 1, all_ranks: bool = False) -> None:
         """Call `callback(report)` on rank 0, or on `all_ranks`, behind every step whose number `every` divides.
 

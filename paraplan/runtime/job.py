@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from paraplan.arguments import checked
 from paraplan.errors import PlanError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
@@ -29,12 +30,7 @@ from paraplan.runtime.checks.references import Reference, Verify, reference_of
 from paraplan.runtime.connections import Connections
 from paraplan.runtime.data.batches import StepShape, TargetCount, TargetCounter
 from paraplan.runtime.data.packing import Packing, check_keeps_apart
-from paraplan.runtime.data.sharding import (
-    ShardedBatches,
-    SizedDataset,
-    is_stream,
-    shard_dataset,
-)
+from paraplan.runtime.data.sharding import ShardedBatches, SizedDataset, is_stream, shard_dataset
 from paraplan.runtime.data.streams import DataPasses, SameStream, StreamBatches
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.mesh import Mesh
@@ -127,6 +123,7 @@ class Job:
         """Whether this is rank 0, the one that prints and writes."""
         return self.mesh.world.rank == 0
 
+    @checked
     def prepare(
         self,
         model: nn.Module,
@@ -290,6 +287,7 @@ class Job:
             training=None if self.file is None else self.file.training,
         )
 
+    @checked
     def shard(
         self,
         dataset: SizedDataset | Iterable[Any],

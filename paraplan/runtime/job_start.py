@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from paraplan.arguments import checked
 from paraplan.errors import PlanError, UnsupportedPlanError, UsageError
 from paraplan.plan.fake import FAKE_VARIABLE
 from paraplan.plan.files import PlanFile
@@ -42,6 +43,7 @@ METRICS_EVERY_VARIABLE = "PARAPLAN_METRICS_EVERY"
 """Every how many steps it does, where that is not given."""
 
 
+@checked
 def init(
     plan: ParallelPlan | PlanFile | None = None,
     *,

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from paraplan.errors import UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.runtime.agreement import RankSync
 from paraplan.runtime.checkpoints.adapter_files import Adapter
@@ -84,6 +85,16 @@ class TrainingOptions:
     """Which blocks are run again in the backward pass, and what they keep; it refines the plan's `recompute`."""
     reduce_dtype: ReduceType = "fp32"
     """In which type gradients are summed over replicas: "bf16" sends half as much, and rounds each rank's share."""
+
+    def __post_init__(self) -> None:
+        """Raise `UsageError` for a class in place of a loss, a norm of 0 or less, and a number of steps below 0."""
+        if isinstance(self.loss_fn, type):
+            name = self.loss_fn.__name__
+            raise UsageError(f"loss_fn is the class {name}", hint=f"give one of it: {name}()")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise UsageError(f"max_grad_norm={self.max_grad_norm}", hint="give a norm above 0: 1.0 is usual")
+        if self.verify_every is not None and self.verify_every < 0:
+            raise UsageError(f"verify_every={self.verify_every}", hint="give a number of steps, or 0 for never")
 
 
 @dataclass

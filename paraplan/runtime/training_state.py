@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from paraplan.arguments import checked
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import Call, RankSync
@@ -134,6 +135,7 @@ class TrainingState:
         with self._hands.writing_whole(name):
             local_shard(held).copy_(own_part(self._part.shardings.part(name, values, self._mesh), held))
 
+    @checked
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write the state of the training to `folder`, which any plan can load.
 
@@ -154,6 +156,7 @@ class TrainingState:
             self._batches.meet("save")
             self._writer.write(Path(folder), self._source(), wait=wait, only=only)
 
+    @checked
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote to `folder`, under this plan or another one. Every rank calls it.
 
@@ -167,6 +170,7 @@ class TrainingState:
             self._writer.finish()
             self._sync.num_steps = load_checkpoint(Path(folder), self._source())
 
+    @checked
     def resume(self, folder: str | Path) -> bool:
         """Go on from the newest state of this training, if there is one; return whether there was. Every rank calls it.
 
@@ -244,6 +248,7 @@ class TrainingState:
         if self._sync.has_agreed_to_stop and self._folder is not None:
             stop_here(self.save, self._folder, self._status, num_steps=self.num_steps)
 
+    @checked
     def export(self, path: str | Path) -> None:
         """Write the weights to the safetensors file `path`, in the model's own names. Every rank calls it.
 
@@ -252,6 +257,7 @@ class TrainingState:
         """
         self._export(Path(path), lambda name: name.startswith(MODEL), lambda passing: export_weights(passing, path))
 
+    @checked
     def export_adapters(self, folder: str | Path) -> None:
         """Write the adapters of a peft model alone to `folder`, as peft's `save_pretrained` does. Every rank calls it.
 

@@ -242,7 +242,7 @@ def shard_dataset(
 
     `check` is called with the samples of the first global batch of a stream. `passes` are those of the job.
     """
-    _check_sizes(batch_size, dp, epochs)
+    _check_sizes(batch_size, dp, epochs, skip=skip, num_workers=num_workers)
     over = (passes or DataPasses()).of(dataset, batch_size, seed, epochs, shuffle, drop_last, pack)
     if shuffle and is_stream(dataset):
         raise UsageError(
@@ -309,7 +309,10 @@ def _no_data(dataset: object) -> UsageError:
     )
 
 
-def _check_sizes(batch_size: int, dp: int, epochs: int) -> None:
+def _check_sizes(batch_size: int, dp: int, epochs: int, **counts: int) -> None:
+    for name, number in counts.items():
+        if number < 0:
+            raise UsageError(f"{name}={number} of job.shard", hint="give 0 or more")
     if epochs < 1:
         raise UsageError(f"epochs={epochs}", hint="a loop goes over one epoch at least")
     if batch_size < 1 or batch_size % dp:
