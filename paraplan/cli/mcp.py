@@ -39,9 +39,9 @@ _OPTION = re.compile(r"--([a-z][\w-]*)(?:[ =]([^\s,:;()]+))?")
 _NEAR = re.compile(r"did you mean ([^\s,?]+)")
 _INSTRUCTIONS = (
     "paraplan plans training on several GPUs: does a model fit, which parallelism, memory, step time, cost. Ask "
-    "recommend with model and profile ('8xh100', '1xrtx-4090'), for LoRA with train='lora'; estimate prices one plan; "
-    "explain has the documentation, by word too. Results are text; json=true gives all fields. A refusal names the "
-    "next call."
+    "recommend with model and profile ('8xh100', '1xrtx-4090'), for LoRA with train='lora' or 'qlora'; estimate prices "
+    "one plan; explain has the documentation, by word too. Results are text; json=true gives all fields. A refusal "
+    "names the next call."
 )
 
 

@@ -188,6 +188,6 @@ def load_config(path: Path, *, seq_length: int | None = None) -> ModelConfig:
     if config.has("quantization_config") and config.released_in is None:
         raise ModelError(
             f"{path}: quantization_config describes a quantized checkpoint, which cannot be trained as it is",
-            hint="use the model that it was made from; for QLoRA add --train lora --base-weights nf4:double",
+            hint="use the model that it was made from; for QLoRA add --train qlora",
         )
     return config
