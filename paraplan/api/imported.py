@@ -39,6 +39,7 @@ from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.stack import StackSettings
 from paraplan.plan.training import TrainingSpec
+from paraplan.python_words import in_python_words
 from paraplan.search.search import search
 
 _WORTH_CHANGING = 1.02
@@ -82,7 +83,8 @@ class ImportedPlan:
         return PlanFile(plan=self.plan, training=TrainingSpec.model_validate(values), framework=self.framework)
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.setup.tool}: {self.plan.describe()}", *(f"note: {note}" for note in self.notes)])
+        lines = [f"{self.setup.tool}: {self.plan.describe()}", *(f"note: {note}" for note in self.notes)]
+        return in_python_words("\n".join(lines))
 
 
 def import_plan(
