@@ -29,6 +29,7 @@ from typing import Any
 
 from free_ports import free_port
 
+_MOST_PATIENCE_S = 1000.0
 _SLACK_S = 60.0  # for a rank to show its stacks and end, once its own time is over
 _GRACE_S = 10.0  # for the other ranks to answer, once one has failed
 _READY, _ALL_ANSWERED = b"ready", b"all answered"
@@ -110,8 +111,10 @@ class RankHarness:
     ) -> list[Any]:
         """Return what `work(*arguments)` returns on each of `size` ranks, in order.
 
-        With `is_fresh` no other work has run in their processes, and they have ended by then.
+        With `is_fresh` no other work has run in their processes, and they have ended by then. `timeout_s` is that of a
+        quiet machine (`_patience_s`).
         """
+        timeout_s = _patience_s(timeout_s)
         with tempfile.TemporaryDirectory() as folder:
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
             workers = [_Worker(self._context) if is_fresh else self._taken(rank) for rank in range(size)]
@@ -164,6 +167,12 @@ class RankHarness:
                 return worker
             worker.end()
         return _Worker(self._context)
+
+
+def _patience_s(seconds: float) -> float:
+    """Return `seconds` of a quiet machine as many times as programs of the last minute shared one of its cores."""
+    shared_by = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return max(seconds, min(seconds * shared_by, _MOST_PATIENCE_S))
 
 
 def _without_launcher(work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

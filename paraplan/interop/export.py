@@ -75,6 +75,12 @@ _BENEATH_TRL = (_LEARNS_FROM_MORE, "accelerate", "hf-trainer")
 _OFFLOADS_ACTIVATIONS = ("trl", "axolotl", "torchtune", "deepspeed")
 """Targets whose files say that activations wait on the host."""
 
+_SHARD_OVER_RANKS = (
+    *("megatron-lm", "megatron-bridge", "nemo-automodel", "torchtitan", "torchtitan-python", "torchtune"),
+    "transformers",
+)
+"""Targets whose tools shard and offload parameters over several ranks, and not in one process."""
+
 _KNOWN_AS = {
     **dict.fromkeys(("kubernetes", "k8s", "kubeflow"), "pytorchjob, trainjob or jobset, and --image"),
     "bridge": "megatron-bridge",
@@ -118,6 +124,11 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
             f"paraplan writes no --offload-activations for {target}",
             hint=f"use --to {', '.join(_OFFLOADS_ACTIVATIONS)}, or plan without it",
         )
+    if subject.plan.gathers_alone and target in _SHARD_OVER_RANKS:
+        raise UnsupportedPlanError(
+            f"zero_stage=3, offload=parameters in one process: {target} shards over several ranks alone",
+            hint="use --to deepspeed, accelerate, hf-trainer or axolotl, or more GPUs",
+        )
     exported = TARGETS[target].write(subject)
     if exported.gaps and not partial:
         listed = "".join(f"\n  {gap}" for gap in exported.gaps)
@@ -142,6 +153,8 @@ def why_inexpressible(target: str, plan: ParallelPlan, training: TrainingSpec, n
         return f"--task {training.task}: {target}'s file trains on given sequences"
     if training.offloads_activations and target not in (*_BENEATH_TRL, *_OFFLOADS_ACTIVATIONS):
         return f"--offload-activations: paraplan writes none for {target}"
+    if plan.gathers_alone and target in _SHARD_OVER_RANKS:
+        return f"zero_stage=3 in one process: {target} shards over several ranks alone"
     gaps_of = TARGETS[target].gaps
     assert gaps_of is not None, f"{target} runs no plans itself"
     file = PlanFile(plan=plan, training=training, model=ModelReference(name="model", num_blocks=num_blocks))

@@ -118,8 +118,11 @@ class ParallelPlan(Spec):
             raise ValueError(f"stage_blocks={self.stage_blocks}: no stage has fewer than 0 blocks")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel=True needs tp > 1")
-        if self.zero_stage >= 1 and self.dp * self.cp == 1:
-            raise ValueError(f"zero_stage={self.zero_stage} has nothing to shard over with dp=1")
+        if self.zero_stage >= 1 and self.dp * self.cp == 1 and not self.gathers_alone:
+            raise ValueError(
+                f"zero_stage={self.zero_stage} has nothing to shard over with dp=1; one process takes zero_stage=3 "
+                "with offload=parameters"
+            )
         if self.zero_shards is not None and (not self.zero_stage or self.dp % self.zero_shards):
             raise ValueError(
                 f"zero_shards={self.zero_shards} with zero_stage={self.zero_stage}, dp={self.dp}: "
@@ -146,6 +149,11 @@ class ParallelPlan(Spec):
     def world_size(self) -> int:
         """Number of ranks."""
         return prod(getattr(self, axis.name) for axis in AXES if axis.multiplies_ranks)
+
+    @property
+    def gathers_alone(self) -> bool:
+        """Whether one process gathers its parameters block by block from the host, as ZeRO-3 does from other ranks."""
+        return self.world_size == 1 and self.zero_stage == 3 and self.offload == "parameters"
 
     @property
     def degrees(self) -> dict[Degree, int]:

@@ -26,6 +26,7 @@ from paraplan.runtime.mesh import Mesh, build_mesh
 from paraplan.runtime.world import (
     DEFAULT_TIMEOUT_S,
     World,
+    be_alone,
     join_world,
     leave_group,
     read_world,
@@ -107,8 +108,11 @@ def init(
 def _joined(plan: ParallelPlan, world: World, timeout_s: float, *, is_fake: bool) -> tuple[Mesh, Connections]:
     """Return the mesh of this rank among the others, and the connections that it was made with."""
     connections = Connections(os.environ.get("MASTER_PORT"))
-    if world.is_distributed and not is_fake and not dist.is_initialized():
-        join_world(world, os.environ, connections, timeout_s=timeout_s)
+    if not is_fake and not dist.is_initialized() and (world.is_distributed or plan.gathers_alone):
+        if world.is_distributed:
+            join_world(world, os.environ, connections, timeout_s=timeout_s)
+        else:
+            be_alone(world, os.environ)
         atexit.register(leave_group)
     with connections.noted():
         return build_mesh(plan, world), connections

@@ -26,7 +26,8 @@ class Mesh:
 
     `replica_mesh` has the ranks of `dp` and `cp` in one axis: those that hold the same parameters. None for one rank.
     `hybrid_mesh` has the ranks of `dp` in two axes, replicas and shards, for hybrid sharding. `expert_mesh` has
-    those of `dp` and `cp` in two axes, `copies` of each expert and `ep`, for expert parallelism.
+    those of `dp` and `cp` in two axes, `copies` of each expert and `ep`, for expert parallelism. `lone_mesh` has this
+    rank alone, where one process gathers its parameters from the host.
     """
 
     grid: RankGrid
@@ -35,6 +36,7 @@ class Mesh:
     replica_mesh: DeviceMesh | None = None
     hybrid_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
+    lone_mesh: DeviceMesh | None = None
 
     def size(self, axis: Axis) -> int:
         """Return the number of ranks along `axis`."""
@@ -88,6 +90,8 @@ class Mesh:
     @property
     def shard_mesh(self) -> DeviceMesh | None:
         """The mesh that ZeRO shards over, with an axis of replicas before it under hybrid sharding."""
+        if self.lone_mesh is not None:
+            return self.lone_mesh
         return self.replica_mesh if self.hybrid_mesh is None else self.hybrid_mesh
 
     @property
@@ -101,7 +105,8 @@ def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
     grid = RankGrid.of_plan(plan)
     axes = [axis for axis in grid.axes if grid.size(axis) > 1]
     if not axes:
-        return Mesh(grid=grid, world=world, device_mesh=None)
+        lone_mesh = _made(world, torch.zeros(1, dtype=torch.int64), ("shard",)) if plan.gathers_alone else None
+        return Mesh(grid=grid, world=world, device_mesh=None, lone_mesh=lone_mesh)
     ranks = torch.arange(grid.world_size).reshape([grid.size(axis) for axis in axes])
     device_mesh = _made(world, ranks, tuple(axes))
     hybrid_mesh = None

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++ unmarked
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++ unmarked
 from torch.distributed.rendezvous import rendezvous
 
 from paraplan.errors import UsageError
@@ -80,6 +80,14 @@ def join_world(
             timeout=timeout,
             device_id=world.device if on_gpu and environment.get(BACKEND) != "gloo" else None,
         )
+
+
+def be_alone(world: World, environment: Mapping[str, str]) -> None:
+    """Set up a default process group of this process alone, which FSDP needs; it listens on no port of the network."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    _stay_on_loopback()
+    dist.init_process_group(_backend(world, environment), store=HashStore(), rank=0, world_size=1)
 
 
 def leave_group() -> None:

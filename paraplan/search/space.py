@@ -230,9 +230,10 @@ class PlanSpace:
         return self._known_choices[key]
 
     def _new_choices(self, is_sharded: bool, is_split: bool, pp: int, dp_alone: int, has_experts: bool) -> Ints:
+        is_alone = not (is_sharded or is_split or pp > 1)
         stages = [
             zero
-            for zero in range(1 if not is_sharded else 2 if pp > 1 else 4)
+            for zero in ((0, 3) if is_alone else range(1 if not is_sharded else 2 if pp > 1 else 4))
             if why_not_sharded(self.workload.training, zero_stage=zero) is None
         ]
         cuts = [
@@ -254,6 +255,7 @@ class PlanSpace:
                 stages, parallel, cuts, self._offloads, groups
             )
             if (zero or not shards)
+            and (is_sharded or not zero or OFFLOADS[offload] == "parameters")  # which one process gathers alone
             and self.fixed.allows(zero_stage=zero, sequence_parallel=bool(sequence), offload=OFFLOADS[offload])
         ]
         return np.array(rows, dtype=np.int64).reshape(len(rows), 8)

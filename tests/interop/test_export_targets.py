@@ -141,12 +141,30 @@ def test_deepspeed_offloads_parameters_with_zero_3() -> None:
     assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "cpu"
 
 
-@pytest.mark.parametrize(("offload", "stage"), [("optimizer", 2), ("parameters", 3)])
-def test_what_one_gpu_offloads_decides_deepspeeds_stage(offload: str, stage: int) -> None:
-    exported = export_plan(subject({"offload": offload}), "deepspeed")
+ALONE: dict[str, object] = {"zero_stage": 3, "offload": "parameters"}
+
+
+@pytest.mark.parametrize(("plan", "stage"), [({"offload": "optimizer"}, 2), (ALONE, 3)])
+def test_what_one_gpu_offloads_decides_deepspeeds_stage(plan: dict[str, object], stage: int) -> None:
+    exported = export_plan(subject(plan), "deepspeed")
     zero = json.loads(exported.text)["zero_optimization"]
     assert (zero["stage"], exported.gaps) == (stage, ())
-    assert ("offload_param" in zero) == (offload == "parameters")
+    assert ("offload_param" in zero) == (stage == 3)
+
+
+def test_parameters_of_one_process_are_offloaded_by_deepspeed_where_a_tool_has_it(tmp_path: Path) -> None:
+    made = subject(ALONE)
+    for target in ("deepspeed", "accelerate", "hf-trainer"):
+        path = tmp_path / f"{target}.txt"
+        path.write_text(export_plan(made, target, partial=True).text)
+        read_back = import_plan(path, target, num_gpus=1, micro_batch_size=1, global_batch_size=1)
+        assert read_back.plan.gathers_alone, target
+    assert "distributed_type: DEEPSPEED" in export_plan(made, "trl", partial=True).text
+    for target in ("torchtitan", "torchtune", "transformers", "nemo-automodel", "megatron-lm"):
+        with pytest.raises(UnsupportedPlanError, match="over several ranks alone"):
+            export_plan(made, target, partial=True)
+    exported = export_plan(subject({"offload": "parameters"}), "deepspeed", partial=True)
+    assert [gap.part for gap in exported.gaps] == ["offload=parameters"]
 
 
 def test_deepspeed_is_told_of_optimizers_that_it_would_refuse() -> None:

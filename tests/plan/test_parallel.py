@@ -16,6 +16,9 @@ from paraplan.plan.parallel import ParallelPlan, micro_batches
         ({"pipeline_schedule": "1f1b"}, "a schedule goes with pp > 1"),
         ({"sequence_parallel": True}, "needs tp > 1"),
         ({"zero_stage": 1}, "nothing to shard over"),
+        ({"zero_stage": 3, "offload": "optimizer"}, "one process takes zero_stage=3 with offload=parameters"),
+        ({"zero_stage": 2, "offload": "parameters"}, "nothing to shard over"),
+        ({"zero_stage": 3, "offload": "parameters", "tp": 2}, "nothing to shard over"),
         ({"zero_stage": 3, "dp": 4, "zero_shards": 3}, "must divide dp"),
         ({"dp": 4, "zero_shards": 2}, "goes with ZeRO alone"),
         ({"dp": 2, "devices_per_process": 2}, "DataParallel is one process"),
@@ -32,6 +35,13 @@ from paraplan.plan.parallel import ParallelPlan, micro_batches
 def test_plans_that_contradict_themselves_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         ParallelPlan(**fields)
+
+
+def test_one_process_gathers_its_parameters_from_the_host() -> None:
+    plan = ParallelPlan(zero_stage=3, offload="parameters")
+    assert plan.gathers_alone
+    assert plan.describe() == "one process, ZeRO-3, micro-batch 1 x 1, offload parameters"
+    assert not plan.replace(dp=2).gathers_alone
 
 
 def test_a_change_is_validated_again() -> None:

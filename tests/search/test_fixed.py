@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from case_selection import with_all
 
+from paraplan.api.executors import executor_of
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.search.constraints import FREE, Constraints
@@ -120,3 +121,15 @@ def test_cpu_processes_offload_nothing(workload: MakeWorkload) -> None:
     assert search(made, fixed=Constraints(offload="none")).candidates
     with pytest.raises(PlanError, match=r"offload='optimizer': CPU processes have all on the host already"):
         search(made, fixed=Constraints(offload="optimizer"))
+
+
+def test_one_gpu_gathers_parameters_from_a_host_that_holds_them(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", "1xh100", global_batch_size=8, seq_length=4096)
+    found = search(made, num_candidates=20)
+    assert found.best.plan.gathers_alone
+    assert all(one.plan.gathers_alone or not one.plan.zero_stage for one in found.candidates)
+    with pytest.raises(NoPlanFitsError):
+        search(made, fixed=Constraints(zero_stage=0))
+    for_many_ranks = Workload.of(made.model, made.training, made.cluster, framework="torchtitan")
+    with pytest.raises(NoPlanFitsError):
+        search(for_many_ranks, executor=executor_of(for_many_ranks))

@@ -181,7 +181,7 @@ def _deepspeed(fields: Fields, given: Given, read_file: Callable[[str], str]) ->
     plan: dict[str, object] = {
         "dp": given.num_gpus // cp,
         "cp": cp,
-        "zero_stage": stage if given.num_gpus > 1 else 0,
+        "zero_stage": stage if given.num_gpus > 1 or offload == "parameters" else 0,
         "num_microbatches": section.count("gradient_accumulation_steps") or 1,
         "offload": offload,
     }

@@ -47,25 +47,27 @@ def deepspeed_setup(fields: Fields, *, given: Given) -> Setup:
     optimizer, optimizer_notes = _optimizer(fields.section("optimizer"))
     notes += expert_notes + optimizer_notes
     shards = _shards(zero, dp, notes)
+    offload = _offload(zero, stage, notes)
+    is_sharded = dp * cp > 1 or (stage == 3 and offload == "parameters" and tp == 1)
     plan = make_plan(
         fields.source,
         dp=dp,
         tp=tp,
         ep=ep,
         cp=cp,
-        zero_stage=stage if dp * cp > 1 else 0,
+        zero_stage=stage if is_sharded else 0,
         zero_shards=shards if stage == 3 else None,
         micro_batch_size=micro,
         num_microbatches=steps,
         recompute=given.recompute or "none",
-        offload=_offload(zero, stage, notes),
+        offload=offload,
     )
     if given.recompute is None:
         notes.append("recompute is switched on by the script: none assumed, --recompute full says otherwise")
     pipeline = fields.taken("pipeline")
     if any(key != "pipeline_parallel_size" or size not in (1, "auto") for key, size in pipeline.items()):
         notes.append("pipeline: its stages are made by the script and are not priced")
-    if stage and dp * cp == 1:
+    if stage and not is_sharded:
         notes.append(f"ZeRO-{stage} has nothing to shard over with one data-parallel rank: priced as stage 0")
     precision = _precision(fields)
     return Setup(

@@ -28,7 +28,7 @@ _NO_PIPELINE = "accelerate's configuration has no pipeline for training"
 def to_accelerate(subject: Subject) -> Exported:
     """Return the configuration: DDP, FSDP2 for ZeRO-2 and 3 (with its parallelism_config for tp and cp), or DeepSpeed.
 
-    ZeRO-1 and an offloaded optimizer are what DeepSpeed has and FSDP2 has not, so they become a deepspeed_config.
+    ZeRO-1, an offloaded optimizer and one process are what DeepSpeed has and FSDP2 has not: a deepspeed_config.
     """
     plan = subject.plan
     layout = subject.layout
@@ -50,7 +50,7 @@ def to_accelerate(subject: Subject) -> Exported:
         notes.append("main_process_ip: the address of one node; machine_rank: the number of the node that reads this")
     if uses_deepspeed(plan):
         config["deepspeed_config"] = _deepspeed_config(plan)
-        notes.append("deepspeed has to be installed: ZeRO-1 and an offloaded optimizer are not in FSDP2")
+        notes.append(DEEPSPEED_NOTE)
     gaps = accelerate_gaps(subject)
     if plan.zero_stage >= 2 and not uses_deepspeed(plan):
         config["fsdp_config"] = _fsdp_config(plan)
@@ -69,9 +69,16 @@ def to_accelerate(subject: Subject) -> Exported:
     return Exported(target="accelerate", text=text, gaps=tuple(gaps), notes=tuple(notes))
 
 
+DEEPSPEED_NOTE = "deepspeed has to be installed: FSDP2 has no ZeRO-1 and no offloaded optimizer, and not one process"
+"""For plans that `uses_deepspeed`."""
+
+
 def uses_deepspeed(plan: ParallelPlan) -> bool:
-    """Return whether the plan shards or offloads in a way that DeepSpeed has and FSDP2 has not."""
-    return plan.zero_stage == 1 or (plan.offload == "optimizer" and plan.zero_stage >= 2)
+    """Return whether the plan shards or offloads in a way that DeepSpeed has and FSDP2 has not.
+
+    In one process accelerate and the Trainer start DeepSpeed, and no FSDP.
+    """
+    return plan.zero_stage == 1 or (plan.offload == "optimizer" and plan.zero_stage >= 2) or plan.gathers_alone
 
 
 def _distributed_type(plan: ParallelPlan) -> str:

@@ -15,7 +15,7 @@ from paraplan.interop.exported import (
     training_gap,
 )
 from paraplan.interop.quoting import comment, to_yaml
-from paraplan.interop.targets.accelerate import uses_deepspeed
+from paraplan.interop.targets.accelerate import DEEPSPEED_NOTE, uses_deepspeed
 from paraplan.interop.targets.adapters import (
     adapter_gap,
     alpha_note,
@@ -70,7 +70,7 @@ def to_axolotl(subject: Subject) -> Exported:
             "gradient_accumulation_steps": "auto",
             "train_batch_size": "auto",
         }
-        notes.append("deepspeed has to be installed: ZeRO-1 and an offloaded optimizer are not in FSDP2")
+        notes.append(DEEPSPEED_NOTE)
     if is_fsdp:
         config |= _fsdp(subject)
         if training is not None and training.precision == "bf16" and training.trainable.is_full:

@@ -78,8 +78,11 @@ def to_deepspeed(subject: Subject) -> Exported:
 
 
 def stage_of(plan: ParallelPlan) -> int:
-    """Return DeepSpeed's stage of a plan: with one data-parallel rank, of which none is sharded, what is offloaded."""
-    if plan.dp * plan.cp > 1:
+    """Return DeepSpeed's stage of a plan: with one data-parallel rank, of which none is sharded, what is offloaded.
+
+    One process that offloads parameters says itself that it has stage 3.
+    """
+    if plan.dp * plan.cp > 1 or (plan.world_size == 1 and plan.offload == "parameters"):
         return plan.zero_stage
     return {"none": 0, "optimizer": 2, "parameters": 3}[plan.offload]
 

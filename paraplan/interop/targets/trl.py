@@ -38,7 +38,7 @@ def to_trl(subject: Subject) -> Exported:
     task = subject.training.learns_from if subject.training is not None else Task()
     words = ["trl", task.kind]
     text, told = "", trainers_liger(subject.training) if subject.training is not None else {}
-    if plan.world_size > 1:
+    if plan.world_size > 1 or plan.gathers_alone:
         configured = to_accelerate(subject.model_copy(update={"script": "train.py"}))
         lines = [line for line in configured.text.splitlines() if not line.startswith("#")]
         text = f"cat > {_FILE} <<'END'\n" + "\n".join(lines) + "\nEND\n"
