@@ -12,6 +12,7 @@ _NUMBERS = {
     "ep": "ep",
     "global-batch": "global_batch_size",
     "gpus-per-node": "gpus_per_node",
+    "host-memory": "host_memory_bytes",
     "image-tokens": "image_tokens",
     "micro-batch": "micro_batch_size",
     "nodes": "num_nodes",

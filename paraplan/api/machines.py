@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paraplan.errors import UsageError
 from paraplan.hardware.catalogue.composed_machines import LinkKind as LinkKind
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.topology import NodeTopology
+from paraplan.units import format_bytes
+
+LEAST_HOST_BYTES, MOST_HOST_BYTES = 1 << 28, 1 << 50
+"""Limits of a machine's memory."""
 
 
 def load_cluster(
@@ -16,23 +21,31 @@ def load_cluster(
     gpus_per_node: int | None = None,
     network: str | None = None,
     link: LinkKind | None = None,
+    host_memory_bytes: int | None = None,
 ) -> Cluster:
     """Return `num_nodes` machines of one kind, one by default, of each the first `gpus_per_node` GPUs (or all).
 
     `source` is the name of a profile (`dgx-h100`), the path of one, a number of GPUs of a kind (`8xh100`, which `link`
-    connects; `32xh100` are 4 machines of 8), or None for this machine. `network` names the network between machines.
-    Raises `ProfileError` for a profile that does not exist or cannot be read, and `NoGpuError` where this machine has
-    no GPU.
+    connects; `32xh100` are 4 machines of 8), or None for this machine. `network` names the network between machines,
+    `host_memory_bytes` is the memory of each of them where that is not the profile's. Raises `ProfileError` for a
+    profile that does not exist or cannot be read, and `NoGpuError` where this machine has no GPU.
     """
     if source is not None:
         from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 
-        return cluster_from_profile(
+        cluster = cluster_from_profile(
             str(source), num_nodes=num_nodes, gpus_per_node=gpus_per_node, network=network, link=link
         )
-    from paraplan.hardware.probe.this_machine import cluster_of_this_machine
+    else:
+        from paraplan.hardware.probe.this_machine import cluster_of_this_machine
 
-    return cluster_of_this_machine(num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node)
+        cluster = cluster_of_this_machine(num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node)
+    if host_memory_bytes is None:
+        return cluster
+    if cluster.gpu.vendor == "cpu" or not LEAST_HOST_BYTES <= host_memory_bytes <= MOST_HOST_BYTES:
+        limits = f"{format_bytes(LEAST_HOST_BYTES)} to {format_bytes(MOST_HOST_BYTES)}, of machines with GPUs"
+        raise UsageError(f"--host-memory={format_bytes(host_memory_bytes)}: it is {limits}", hint="leave it out")
+    return cluster.replace(host_memory_bytes=host_memory_bytes)
 
 
 def load_cluster_for(
@@ -43,9 +56,17 @@ def load_cluster_for(
     gpus_per_node: int | None = None,
     network: str | None = None,
     link: LinkKind | None = None,
+    host_memory_bytes: int | None = None,
 ) -> Cluster:
     """Return the machines of `load_cluster`, by default as many as `num_ranks` ranks need."""
-    cluster = load_cluster(source, num_nodes=num_nodes, gpus_per_node=gpus_per_node, network=network, link=link)
+    cluster = load_cluster(
+        source,
+        num_nodes=num_nodes,
+        gpus_per_node=gpus_per_node,
+        network=network,
+        link=link,
+        host_memory_bytes=host_memory_bytes,
+    )
     if num_nodes is not None or num_ranks <= cluster.num_gpus:
         return cluster
     return cluster.replace(num_nodes=-(-num_ranks // cluster.gpus_per_node))

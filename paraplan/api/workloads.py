@@ -105,6 +105,7 @@ def load_workload(
     gpus_per_node: int | None = None,
     network: str | None = None,
     link: LinkKind | None = None,
+    host_memory_bytes: int | None = None,
     **training: Any,
 ) -> Workload:
     """Return a workload in one call, with the defaults of the command line.
@@ -113,8 +114,18 @@ def load_workload(
     `training` are more fields of a `TrainingSpec`. By default sequences have the model's length, at most 4,096 tokens,
     a step has 8 of them for each GPU, and GPUs without bf16 compute in fp16.
     """
-    machines = {"num_nodes": num_nodes, "gpus_per_node": gpus_per_node, "network": network, "link": link}
-    cluster = profile if isinstance(profile, Cluster) else load_cluster(profile, **machines)  # type: ignore[arg-type]
+    cluster = (
+        profile
+        if isinstance(profile, Cluster)
+        else load_cluster(
+            profile,
+            num_nodes=num_nodes,
+            gpus_per_node=gpus_per_node,
+            network=network,
+            link=link,
+            host_memory_bytes=host_memory_bytes,
+        )
+    )
     spec = model if isinstance(model, ModelSpec) else load_model(model, seq_length=seq_length)
     batch = SEQUENCES_PER_GPU * cluster.num_gpus if global_batch_size is None else global_batch_size
     training = {"precision": usual_precision(cluster)} | training

@@ -44,6 +44,7 @@ from paraplan.cli.options import (
     amount,
     count,
     length,
+    memory_size,
     one_of,
 )
 from paraplan.cli.terminal import show_note
@@ -101,6 +102,10 @@ class HardwareOptions:
             autocompletion=completion.networks,
         ),
     ] = None
+    host_memory: Annotated[
+        int | None,
+        _hardware("--host-memory", metavar="SIZE", parser=memory_size, help="What each machine has of it: 128GiB."),
+    ] = None
     calibration: CalibrationOption = None
     no_history: Annotated[
         bool,
@@ -145,6 +150,7 @@ class HardwareOptions:
             "gpus_per_node": self.gpus_per_node,
             "network": self.network,
             "link": self.link.value if self.link else None,
+            "host_memory_bytes": self.host_memory,
         }
 
     def or_of(self, file: PlanFile) -> HardwareOptions:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from paraplan.cli import completion
+from paraplan.units import parse_bytes
 
 HARDWARE_PANEL, TRAINING_PANEL, PLAN_PANEL, SEARCH_PANEL = "Hardware", "Training", "Plan", "Search"
 
@@ -145,6 +146,14 @@ def count(least: int, most: int) -> Callable[[str | int], int]:
         return int(text)
 
     return read
+
+
+def memory_size(text: str | int) -> int:
+    """Return the bytes of a machine's memory: 128GiB, 512GB."""
+    try:
+        return parse_bytes(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def length(text: str | int) -> int:

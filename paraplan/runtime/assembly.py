@@ -91,9 +91,14 @@ def check_quantized(model: nn.Module, plan: ParallelPlan, device: torch.device) 
     is_held = {name: is_quantized(one) for name, one in model.named_parameters()}
     of_bitsandbytes = [name for name in is_held if type(model.get_parameter(name)).__name__ in _QUANTIZED]
     name = next(iter(of_bitsandbytes or [name for name in is_held if is_held[name]]), None)
-    if name is None or plan.world_size == 1:
+    if name is None or (plan.world_size == 1 and not plan.gathers_alone):
         return
     kind = type(model.get_parameter(name)).__name__
+    if plan.gathers_alone:
+        raise UnsupportedPlanError(
+            f"zero_stage=3, offload=parameters in one process: {name} is quantized ({kind}), and stays on its device",
+            hint="use zero_stage=0 and offload=none, or weights that are not quantized",
+        )
     if plan.pp > 1 and not of_bitsandbytes:
         raise UnsupportedPlanError(
             f"pp={plan.pp}: {name} is quantized ({kind}), and stages are found on a model without values",

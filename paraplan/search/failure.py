@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.loading import LoadingEstimate
 from paraplan.cost.workload import Workload
@@ -36,22 +38,36 @@ class NothingFitsError(NoPlanFitsError):
         return self
 
 
+def taken(*shares: float) -> float:
+    """Return one number for shares of memories that a plan takes: above 1 where one of them is, the lower the nearer.
+
+    Where several are beyond 1 it is their product, which falls with each.
+    """
+    return prod(max(share, 1.0) for share in shares) if max(shares) > 1 else max(shares)
+
+
+def _taken_by(estimate: PlanEstimate) -> float:
+    on_host = (estimate.host_bytes_per_node or 0) / (estimate.host_memory_bytes or float("inf"))
+    return taken(estimate.peak_memory_bytes / estimate.usable_memory_bytes, on_host)
+
+
 def nothing_fits(workload: Workload, space: PlanSpace, too_large: TooLarge) -> NoPlanFitsError:
     """Return the error for a workload whose `space` has no plan that fits."""
     cluster = workload.cluster
     what = f"no plan fits: {workload.model.name} on {gpus(cluster.num_gpus)}"
-    if too_large.beyond_host is not None:
-        # A plan that fits the GPUs is nearer than any that does not.
-        on_host = estimate_plan(workload, too_large.beyond_host)
+    on_host, nearest = (
+        None if plan is None else estimate_plan(workload, plan) for plan in (too_large.beyond_host, too_large.nearest)
+    )
+    if on_host is not None and (nearest is None or _taken_by(on_host) <= _taken_by(nearest)):
         needed, limit = format_bytes_apart(on_host.host_bytes_per_node, cluster.host_memory_bytes or 0)
         plans = "1 plan fits" if too_large.num_beyond_host == 1 else f"{too_large.num_beyond_host:,} plans fit"
         usable = format_bytes(on_host.usable_memory_bytes)
         return NothingFitsError(
-            f"{what}; with offload {plans} their {usable}, but not the {limit} of a node: "
+            f"{what}; with offload {plans} their {usable}, but not the {limit} of a node (--host-memory): "
             f"{on_host.plan.describe()} needs {needed} there",
             nearest=on_host,
         )
-    if too_large.nearest is None:
+    if nearest is None:
         reason = training_reason(workload.training)
         if space.executor.is_own and reason is not None:
             way_out = f"leave out {_option_of(workload.training)}, or plan for a framework that has it: --framework"
@@ -61,7 +77,6 @@ def nothing_fits(workload: Workload, space: PlanSpace, too_large: TooLarge) -> N
             f"no plan suits {workload.model.name} on {gpus(cluster.num_gpus)}: {reasons}",
             hint=_suitable_batches(workload, space.fixed),
         )
-    nearest = estimate_plan(workload, too_large.nearest)
     fullest = max(nearest.memory, key=lambda stage: stage.total_bytes)
     lacking = format_bytes(fullest.total_bytes - nearest.usable_memory_bytes)
     needed, limit = format_bytes_apart(fullest.total_bytes, nearest.usable_memory_bytes)

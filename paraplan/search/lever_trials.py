@@ -16,7 +16,7 @@ from paraplan.plan.executor import ANYTHING, Executor
 from paraplan.progress import is_stopped, say
 from paraplan.search.cluster_sizes import smaller_clusters
 from paraplan.search.constraints import Constraints
-from paraplan.search.failure import NothingFitsError
+from paraplan.search.failure import NothingFitsError, taken
 from paraplan.search.levers import Lever, lacking, levers, loaders, offloaders, with_room
 from paraplan.search.offers import NO_COST, LeverOffer
 from paraplan.search.results import TOLERANCE
@@ -327,12 +327,12 @@ def _priced(
 
 def _share(workload: Workload, estimate: PlanEstimate) -> float:
     """Return what a plan takes of what there is: of a GPU or of the host, in a step or while weights are loaded."""
-    on_gpu, on_host = estimate.peak_memory_bytes, estimate.host_bytes_per_node
+    gpu, host = estimate.usable_memory_bytes, estimate.host_memory_bytes or float("inf")
+    shares = [estimate.peak_memory_bytes / gpu, estimate.host_bytes_per_node / host]
     loading = loading_of(workload, estimate)
     if loading is not None:
-        on_gpu, on_host = max(on_gpu, loading.gpu_bytes), max(on_host, loading.host_bytes_per_node)
-    share = on_gpu / estimate.usable_memory_bytes
-    return share if estimate.host_memory_bytes is None else max(share, on_host / estimate.host_memory_bytes)
+        shares += [loading.gpu_bytes / gpu, loading.host_bytes_per_node / host]
+    return taken(*shares)
 
 
 def _joined(group: list[Lever]) -> Lever | None:

@@ -14,6 +14,7 @@ from paraplan.cost.pipeline.simulation import round_size
 from paraplan.cost.plan_table import OFFLOADS, RECOMPUTES, SCHEDULES, Ints, PlanTable, first_rows
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
+from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.plan.compatibility import (
     Incompatibility,
     why_degrees_incompatible,
@@ -230,11 +231,11 @@ class PlanSpace:
         return self._known_choices[key]
 
     def _new_choices(self, is_sharded: bool, is_split: bool, pp: int, dp_alone: int, has_experts: bool) -> Ints:
-        is_alone = not (is_sharded or is_split or pp > 1)
+        training, most = self.workload.training, 1 if not is_sharded else 2 if pp > 1 else 4
+        # One process gathers from its host what is stored in 16 bits or more.
+        is_alone = not (is_sharded or is_split or pp > 1 or is_stored_below_16_bits(training.frozen_weights))
         stages = [
-            zero
-            for zero in ((0, 3) if is_alone else range(1 if not is_sharded else 2 if pp > 1 else 4))
-            if why_not_sharded(self.workload.training, zero_stage=zero) is None
+            zero for zero in ((0, 3) if is_alone else range(most)) if not why_not_sharded(training, zero_stage=zero)
         ]
         cuts = [
             (schedule, virtual, recompute, split)

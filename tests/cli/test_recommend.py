@@ -476,6 +476,20 @@ def test_bad_times_between_failures_and_bad_runs_are_refused_in_a_sentence(tmp_p
         assert said in text
 
 
+def test_the_memory_of_a_machine_is_what_is_said() -> None:
+    words = ["recommend", "llama-3-8b", "--profile", "1xrtx-4090", "--seq-len", "2k", "--global-batch", "8"]
+    status, _, stderr = run(*words)
+    assert status == 1
+    assert "not the 64.0 GiB of a node (--host-memory)" in " ".join(stderr.split())
+    status, stdout, _ = run(*words, "--host-memory", "128GiB")
+    assert status == 0
+    assert "of 128 GiB in a machine's memory for offload" in " ".join(stdout.split())
+    for wrong in ("lots", "1KB"):
+        status, _, stderr = run(*words, "--host-memory", wrong)
+        assert status == 2
+        assert "--host-memory" in stderr
+
+
 def test_a_framework_for_which_nothing_is_written_is_told_so(tmp_path: Path) -> None:
     page = tmp_path / "answer.html"
     words = ["recommend", "llama-3.2-1b", "--profile", "1xh100", "--train", "qlora", "--framework", "unsloth"]

@@ -16,7 +16,7 @@ from case_selection import with_all
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
-from paraplan.model.reader import bundled_models
+from paraplan.cost.framework_files import FrameworkCatalog
 from paraplan.units import broken_between_words
 
 GPT2 = ["gpt2", "--seq-len", "1024", "--global-batch", "64"]
@@ -93,10 +93,10 @@ def test_colours_are_for_terminals_that_want_them() -> None:
 
 
 def test_names_in_a_hint_are_never_broken() -> None:
-    text = on_terminal(["estimate", "zzzz", "--profile", "dgx-h100"], columns=100, NO_COLOR="1")
+    text = on_terminal(["recommend", "gpt2", "--profile", "8xh100", "--framework", "zzzz"], columns=100, NO_COLOR="1")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     assert all(len(line) <= 100 for line in plain.splitlines())
-    assert set(bundled_models()) <= set(re.split(r"[\s,]+", plain))
+    assert set(FrameworkCatalog().names()) <= set(re.split(r"[\s,]+", plain))
 
 
 def test_an_error_of_a_launch_is_broken_between_words_on_a_terminal() -> None:
