@@ -151,7 +151,7 @@ class TrainingSpec(Spec):
         if not isinstance(values, dict) or not isinstance(train := values.get("train"), str):
             return values
         words, stored = without_qlora(train), values.get("base_weights")
-        if words == train:
+        if words == train.strip():
             return values
         if stored in ("bf16", "fp32"):
             raise PlanError(

@@ -230,7 +230,12 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     lacking = [line for line in of_plan if line.label == LOADING and line.tone == "bad"]
     first = first_levers(answer)
     levers = [Line("Lever", one.in_short, "good") for one in answer.levers if one.fits and not one.is_free]
-    faster = [Line("Faster", f"{one.options}: {one.in_words}", "good") for one in answer.helps if one.costs_nothing]
+    told = {one.options for one in first}
+    faster = [
+        Line("Faster", f"{one.options}: {one.in_words}", "good")
+        for one in answer.helps
+        if one.costs_nothing and one.options not in told
+    ]
     others = {
         one.options.split()[0]: Line("Faster", f"{one.options}: {one.in_words}; trains otherwise", "good")
         for one in reversed(answer.helps)

@@ -68,6 +68,7 @@ def test_words_that_say_nothing_are_refused_with_what_would_do(words: str, messa
         ("QLoRA:r=8,targets=q|v", None, ("lora:r=8,targets=q|v", "nf4:double")),
         ("head+qlora:r=8", "mxfp4", ("lora:r=8+head", "mxfp4")),
         ("lora:r=8", None, ("lora:r=8", None)),
+        (" lora:r=8 ", None, ("lora:r=8", None)),
     ],
 )
 def test_qlora_is_lora_over_weights_of_fewer_bits(

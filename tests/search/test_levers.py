@@ -178,6 +178,7 @@ def test_what_a_free_lever_finds_stands_before_everything(
     labels = [line.label for line in lines]
     assert labels.index("First") < labels.index("Plan")
     assert lines[labels.index("First")].text == offer.in_short
+    assert not any(line.label == "Faster" and line.text.startswith(f"{lever}:") for line in lines)
 
 
 @pytest.mark.with_all  # what saves GPUs is joined with other GPUs, below
