@@ -35,11 +35,12 @@ from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
 from paraplan.model.spec import ModelSpec
-from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
+from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.stack import StackSettings
 from paraplan.plan.training import TrainingSpec
 from paraplan.python_words import in_python_words
+from paraplan.search.plan_files import reference_of
 from paraplan.search.search import search
 
 _WORTH_CHANGING = 1.02
@@ -189,9 +190,7 @@ class Alternatives:
                 num_experts=model.num_experts,
             ),
             training=workload.training,
-            cluster=ClusterReference(
-                name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node
-            ),
+            cluster=reference_of(cluster),
             framework=self.setup.framework,
         )
 

@@ -163,6 +163,7 @@ class HardwareOptions:
             profile=made.name,
             nodes=self.nodes or made.num_nodes,
             gpus_per_node=self.gpus_per_node or made.gpus_per_node,
+            host_memory=self.host_memory or made.host_memory_bytes,
         )
 
     def calibrated(self, workload: Workload) -> Workload:

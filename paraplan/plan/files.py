@@ -29,11 +29,12 @@ class ModelReference(Record):
 
 
 class ClusterReference(Record):
-    """The machines that a plan was made for."""
+    """The machines that a plan was made for. `host_memory_bytes` are those of each, None where the profile says it."""
 
     name: str
     num_nodes: int
     gpus_per_node: int
+    host_memory_bytes: int | None = None
 
 
 class PlannedMemory(Record):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paraplan.cost.plain_prediction import plain_prediction
 from paraplan.cost.workload import Workload
+from paraplan.hardware.cluster import Cluster
 from paraplan.plan.files import ClusterReference, ModelReference, PlanFile, PlannedEstimate, PlannedMemory
 from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import SearchResult
@@ -57,5 +58,14 @@ def plan_file(answer: Recommendation) -> PlanFile:
 
 def cluster_reference(answer: Recommendation) -> ClusterReference:
     """Return the machines of the recommended plan as a plan file names them."""
-    cluster = answer.workload.cluster
-    return ClusterReference(name=cluster.name, num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node)
+    return reference_of(answer.workload.cluster)
+
+
+def reference_of(cluster: Cluster) -> ClusterReference:
+    """Return machines as a plan file names them."""
+    return ClusterReference(
+        name=cluster.name,
+        num_nodes=cluster.num_nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        host_memory_bytes=None if cluster.gpu.vendor == "cpu" else cluster.host_memory_bytes,
+    )

@@ -476,7 +476,7 @@ def test_bad_times_between_failures_and_bad_runs_are_refused_in_a_sentence(tmp_p
         assert said in text
 
 
-def test_the_memory_of_a_machine_is_what_is_said() -> None:
+def test_the_memory_of_a_machine_is_what_is_said(tmp_path: Path) -> None:
     words = ["recommend", "llama-3-8b", "--profile", "1xrtx-4090", "--seq-len", "2k", "--global-batch", "8"]
     status, _, stderr = run(*words)
     assert status == 1
@@ -484,6 +484,10 @@ def test_the_memory_of_a_machine_is_what_is_said() -> None:
     status, stdout, _ = run(*words, "--host-memory", "128GiB")
     assert status == 0
     assert "of 128 GiB in a machine's memory for offload" in " ".join(stdout.split())
+    plan = tmp_path / "plan.json"
+    run(*words, "--host-memory", "128GiB", "-o", str(plan))
+    assert run("verify", str(plan))[0] == 0  # the plan file keeps it
+    assert run("verify", str(plan), "--host-memory", "64GiB")[0] == 1
     for wrong in ("lots", "1KB"):
         status, _, stderr = run(*words, "--host-memory", wrong)
         assert status == 2
