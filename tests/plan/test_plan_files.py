@@ -79,5 +79,6 @@ def test_a_plan_file_that_was_written_before_stays_readable() -> None:
     assert now == before | {
         "training": before["training"] | later,
         "model": before["model"] | {"num_experts": None},
+        "cluster": before["cluster"] | {"host_memory_bytes": None},
         "estimate": before["estimate"] | {"plain": None},
     }
