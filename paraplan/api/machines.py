@@ -10,9 +10,6 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.topology import NodeTopology
 from paraplan.units import format_bytes
 
-LEAST_HOST_BYTES, MOST_HOST_BYTES = 1 << 28, 1 << 50
-"""Limits of a machine's memory."""
-
 
 def load_cluster(
     source: str | Path | None = None,
@@ -42,9 +39,16 @@ def load_cluster(
         cluster = cluster_of_this_machine(num_nodes=num_nodes or 1, gpus_per_node=gpus_per_node)
     if host_memory_bytes is None:
         return cluster
-    if cluster.gpu.vendor == "cpu" or not LEAST_HOST_BYTES <= host_memory_bytes <= MOST_HOST_BYTES:
-        limits = f"{format_bytes(LEAST_HOST_BYTES)} to {format_bytes(MOST_HOST_BYTES)}, of machines with GPUs"
-        raise UsageError(f"--host-memory={format_bytes(host_memory_bytes)}: it is {limits}", hint="leave it out")
+    from paraplan.hardware.profile_json import PLAUSIBLE
+
+    least, most = (int(limit) for limit in PLAUSIBLE["host_memory_bytes"])
+    if cluster.gpu.vendor == "cpu":
+        raise UsageError(
+            "--host-memory is of machines with GPUs: CPU processes share their host's", hint="leave it out"
+        )
+    if not least <= host_memory_bytes <= most:
+        limits = f"{format_bytes(least)} to {format_bytes(most)}"
+        raise UsageError(f"--host-memory={format_bytes(host_memory_bytes)} is not within {limits}", hint="say 128GiB")
     return cluster.replace(host_memory_bytes=host_memory_bytes)
 
 

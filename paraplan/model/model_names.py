@@ -28,7 +28,7 @@ _RELEASES = re.compile(
 )
 """Words of names that tell releases of the same layers apart: how they were tuned, stored and dated."""
 _MADE_FROM = (
-    (r"^.*r1[-_]distill[-_]qwen", "qwen2.5"),
+    (r"^.*r1[-_]distill[-_]qwen(?=[-_](?:7|14|32)b)", "qwen2.5"),  # the smallest has an output head of its own
     (r"^.*r1[-_]distill[-_]llama", "llama-3"),
     (r"^deepseek[-_]r1(?:[-_]zero|[-_]0528)?[-_]qwen3", "qwen3"),
     (r"^deepseek[-_ ]?r1(?:[-_]zero|[-_]0528)?$", "deepseek-v3"),

@@ -100,6 +100,7 @@ def test_a_bundled_model_is_known_however_it_is_spelled(written: str, name: str)
         ("deepseek-ai/DeepSeek-V3.1-Terminus", "deepseek-v3.1"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3-8b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "qwen2.5-32b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", None),
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "qwen3-8b"),
         ("Qwen/QwQ-32B", "qwen2.5-32b"),
         ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b"),
