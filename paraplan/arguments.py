@@ -42,6 +42,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     signature, is_method = inspect.signature(function), "." in function.__qualname__
     home = "paraplan.runtime" if function.__module__.startswith("paraplan.runtime.") else "paraplan"
     takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    named = [*signature.parameters][is_method:]
     hints = cache(lambda: _hints(function))
 
     @wraps(function)
@@ -50,10 +51,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         if is_method:  # of the class that the user has, which may inherit it
             owner = args[0] if isinstance(args[0], type) else type(args[0])
             name = f"{owner.__name__}.{name}"
-        if not takes_any and (unknown := [each for each in kwargs if each not in signature.parameters]):
-            raise WrongArgumentError(
-                f"{name} has no argument {unknown[0]!r}", hint=near_names(unknown[0], signature.parameters)
-            )
+        if not takes_any and (unknown := [each for each in kwargs if each not in named]):
+            raise WrongArgumentError(f"{name} has no argument {unknown[0]!r}", hint=near_names(unknown[0], named))
         try:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:

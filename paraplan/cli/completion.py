@@ -114,7 +114,7 @@ def jobs(incomplete: str) -> list[str]:
     return _beginning(incomplete, (job.name for job in submitted_jobs()))
 
 
-def _profiles(kind: str) -> set[str]:
+def _profiles(kind: str) -> frozenset[str]:
     from paraplan.api.profiles import profile_names
 
     return profile_names(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 from pydantic import Field
@@ -192,10 +193,15 @@ def load_architecture(name_or_path: str, *, beside: Path | None = None) -> Archi
     """
     if name_or_path.endswith(".json"):
         path = (beside or Path()) / Path(name_or_path).expanduser()
-    else:
-        folder = profiles_folder() / "architectures"
-        named = folder / f"{name_or_path.strip().lower().replace(' ', '-')}.json"
-        path = named if named.is_file() else folder / f"{UNKNOWN}.json"
+        return validated(ArchitectureProfile, read_object(path), where=str(path))
+    return _bundled(name_or_path.strip().lower().replace(" ", "-"))
+
+
+@cache
+def _bundled(name: str) -> ArchitectureProfile:
+    folder = profiles_folder() / "architectures"
+    path = folder / f"{name}.json"
+    path = path if path.is_file() else folder / f"{UNKNOWN}.json"
     return validated(ArchitectureProfile, read_object(path), where=str(path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +50,12 @@ def read_object(path: Path) -> dict[str, Any]:
         hint = "paraplan profiles show NAME --json writes one to start from"
         raise ProfileError(f"{path} holds no JSON object, which a profile is", hint=hint)
     return data
+
+
+@cache
+def read_bundled(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file that comes with paraplan: read once, and not to be changed."""
+    return read_object(path)
 
 
 def _refuse_constant(constant: str) -> float:

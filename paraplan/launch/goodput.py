@@ -1,4 +1,4 @@
-"""Where the time of a job went: steps that count, steps done again, checkpoints, restarts, waiting for nodes."""
+"""Where the time of a job went: steps that count, steps undone, checkpoints, restarts, waiting for nodes."""
 
 from __future__ import annotations
 
@@ -81,10 +81,11 @@ class Goodput:
         steps = f"{self.num_steps:,} steps that count took {format_seconds(self.useful_s)}"
         lines = [f"goodput {self.useful_s / self.wall_s:.1%}: {steps} of {format_seconds(self.wall_s)}"]
         restarts = f"{self.num_restarts} restart{'s' if self.num_restarts != 1 else ''}"
+        undone = f"{self.steps_done_again:,} step{'s' if self.steps_done_again != 1 else ''} undone by failures"
         losses = (
             (self.start_s, "start and end"),
             (self.restarts_s, restarts),
-            (self.done_again_s, f"{self.steps_done_again:,} steps done again"),
+            (self.done_again_s, undone),
             (self.checkpoints_s, "checkpoints"),
             (self.loads_s, "loading"),
             (self.waiting_s, "waiting for nodes"),

@@ -11,6 +11,8 @@ RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 RUNNABLE_RECOMPUTE = ("none", "selective", "selective_ops", "full")
 RUNNABLE_PRECISIONS = ("fp32", "bf16", "fp16", "bf16-pure")
 """bf16-pure is a model in bf16 as it comes, without autocast."""
+_OF_WHOLE_TENSORS = ("adafactor", "muon", "galore_adamw")
+"""Optimizers that change a number by others of its matrix: what ranks hold in parts is gathered for them."""
 
 
 def unsupported_reason(
@@ -83,6 +85,9 @@ def training_reason(training: TrainingSpec | None, plan: ParallelPlan | None = N
         return f"--stack mlp_tile={training.stack.mlp_tile}: tiles run again, which compiled blocks have compiled"
     for name, value in training.stack.of_engines.items() if training is not None else ():
         return f"--stack {name}={str(value).lower()}: the runtime has no such setting"
+    is_in_parts = plan is not None and plan.offload != "none" and (plan.tp * plan.ep > 1 or plan.zero_stage > 0)
+    if training is not None and plan is not None and is_in_parts and training.optimizer in _OF_WHOLE_TENSORS:
+        return f"offload={plan.offload}: {training.optimizer} looks at whole tensors, which are gathered on the device"
     return None
 
 

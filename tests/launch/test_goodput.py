@@ -27,7 +27,7 @@ def test_the_end_of_a_job_says_where_its_time_went(
     ended = launch_forked(*options, path, "steps=20", "save=8", f"folder={folder}", "faults=1@13", "pause=0.02")
     assert ended.returncode == 0, ended.stderr
     assert "20 steps that count took" in ended.stderr
-    assert "5 steps done again" in ended.stderr
+    assert "5 steps undone by failures" in ended.stderr
     assert "with a failure every" in ended.stderr
     (run,) = (tmp_path / "paraplan-runs").glob("2*")
     goodput = json.loads((run / "run.json").read_text())["goodput"]

@@ -44,7 +44,7 @@ def test_lost_ranks_cost_few_steps_and_losses_go_on_digit_by_digit(
     # step 4 is copied during step 5, 8 during 9: a copy is never older than the last two that were due
     assert re.findall(r"begins after (\d+) steps", stdout) == ["0", "4", "8"]
     assert stderr.count("from the copy in memory") == 2
-    assert "5 steps done again" in stderr  # 3 and 2
+    assert "5 steps undone by failures" in stderr  # 3 and 2
     whole, _ = train(launch_forked, path, tmp_path / "none", f"plans={plan}", ranks=size)
     assert losses(stdout) == losses(whole)
 

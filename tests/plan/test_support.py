@@ -68,6 +68,17 @@ def test_other_plans_are_refused_with_the_field_and_its_value(plan: ParallelPlan
         check_supported(plan)
 
 
+def test_optimizers_that_look_at_whole_tensors_are_not_offloaded_where_ranks_hold_parts() -> None:
+    sharded = ParallelPlan(dp=2, zero_stage=1, offload="optimizer")
+    for optimizer in ("adafactor", "muon"):
+        training = TrainingSpec(global_batch_size=2, seq_length=64, optimizer=optimizer)
+        with pytest.raises(UnsupportedPlanError, match=f"offload=optimizer: {optimizer} looks at whole tensors"):
+            check_supported(sharded, training=training)
+        check_supported(ParallelPlan(dp=2, offload="optimizer"), training=training)
+        check_supported(ParallelPlan(dp=2, zero_stage=1), training=training)
+    check_supported(sharded, training=TrainingSpec(global_batch_size=2, seq_length=64))
+
+
 def test_more_stages_than_blocks_are_refused_once_the_blocks_are_known() -> None:
     plan = ParallelPlan(pp=4, pipeline_schedule="gpipe")
     assert unsupported_reason(plan) is None

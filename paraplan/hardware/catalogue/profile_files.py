@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from paraplan.errors import ProfileError, UsageError, near_names
-from paraplan.hardware.architecture import ArchitectureProfile, load_architecture
+from paraplan.hardware.architecture import load_architecture
 from paraplan.hardware.catalogue.composed_machines import (
     HOST_MEMORY_PER_GPU,
     LinkKind,
@@ -22,7 +23,7 @@ from paraplan.hardware.catalogue.composed_machines import (
 from paraplan.hardware.catalogue.machine_files import MachineFile
 from paraplan.hardware.catalogue.near_machines import gpu_key, machine_hint, other_maker
 from paraplan.hardware.cluster import Cluster
-from paraplan.hardware.profile_json import read_object, validated
+from paraplan.hardware.profile_json import read_bundled, read_object, validated
 from paraplan.hardware.profiles import GpuProfile, MachineProfile, NetworkProfile
 from paraplan.resources import profiles_folder
 
@@ -61,9 +62,12 @@ def one_machine(name: str) -> MachineProfile:
 
 def list_gpus() -> list[GpuProfile]:
     """Return all bundled kinds of GPU, by name."""
-    known: dict[str, ArchitectureProfile] = {}
-    paths = [profiles_folder() / "gpus" / f"{name}.json" for name in _stems("gpus")]
-    return [_gpu(read_object(path), where=str(path), known=known) for path in paths]
+    return [*_bundled_gpus()]
+
+
+@cache
+def _bundled_gpus() -> tuple[GpuProfile, ...]:
+    return tuple(_gpu(read_bundled(path), where=str(path)) for path in _files("gpus"))
 
 
 def with_architecture(gpu: GpuProfile, *, beside: Path | None = None) -> GpuProfile:
@@ -71,15 +75,8 @@ def with_architecture(gpu: GpuProfile, *, beside: Path | None = None) -> GpuProf
     return gpu.replace(architecture_profile=load_architecture(gpu.architecture, beside=beside))
 
 
-def _gpu(
-    data: dict[str, Any], *, where: str, prefix: str = "", known: dict[str, ArchitectureProfile] | None = None
-) -> GpuProfile:
-    """Return the GPU of a JSON object; `known` holds the architectures that were read before."""
-    gpu = validated(GpuProfile, data, where=where, prefix=prefix)
-    known = {} if known is None else known
-    if gpu.architecture not in known:
-        known[gpu.architecture] = load_architecture(gpu.architecture, beside=Path(where).parent)
-    return gpu.replace(architecture_profile=known[gpu.architecture])
+def _gpu(data: dict[str, Any], *, where: str, prefix: str = "") -> GpuProfile:
+    return with_architecture(validated(GpuProfile, data, where=where, prefix=prefix), beside=Path(where).parent)
 
 
 def list_networks() -> list[NetworkProfile]:
@@ -92,12 +89,11 @@ def list_machines() -> list[MachineProfile]:
     return [load_machine(name) for name in _stems("machines")]
 
 
-def profile_names(kind: str) -> set[str]:
+@cache
+def profile_names(kind: str) -> frozenset[str]:
     """Return the names and aliases of the bundled profiles of a kind: "gpus", "machines" or "networks"."""
-    names = set(_stems(kind))
-    for stem in _stems(kind):
-        names.update(read_object(profiles_folder() / kind / f"{stem}.json").get("aliases", ()))
-    return names
+    aliases = (read_bundled(path).get("aliases", ()) for path in _files(kind))
+    return frozenset(_stems(kind)).union(*aliases)
 
 
 def cluster_from_profile(
@@ -143,7 +139,9 @@ def find_gpu(driver_name: str, *, memory_total_bytes: int | None = None) -> GpuP
     """
     wanted = _driver_key(driver_name)
     found = [
-        gpu for gpu in list_gpus() if wanted in {_driver_key(name) for name in (gpu.name, gpu.title, *gpu.driver_names)}
+        gpu
+        for gpu in _bundled_gpus()
+        if wanted in {_driver_key(name) for name in (gpu.name, gpu.title, *gpu.driver_names)}
     ]
     if memory_total_bytes is None:
         return found[0] if found else None
@@ -229,7 +227,7 @@ def _machine_data(name: str, link: LinkKind | None) -> tuple[dict[str, Any], str
     link = link or said
     bundled = None if link not in (None, usual_link(gpu)) else _bundled_with(gpu, count)
     if bundled is not None:
-        return read_object(bundled), str(bundled), count
+        return read_bundled(bundled), str(bundled), count
     return composed_machine(gpu, count, link), str(profiles_folder() / "machines" / name), None
 
 
@@ -312,7 +310,7 @@ def _several(name: str, num_nodes: int | None, gpus_per_node: int | None) -> tup
 
 def _sizes_of_bundled(gpu: GpuProfile) -> list[int]:
     """Return the numbers of GPUs of the bundled machines that have a kind."""
-    found = (read_object(profiles_folder() / "machines" / f"{stem}.json") for stem in _stems("machines"))
+    found = map(read_bundled, _files("machines"))
     return [data["num_gpus"] for data in found if data.get("gpu") == gpu.name and "num_gpus" in data]
 
 
@@ -326,12 +324,11 @@ def _gpu_called(name: str) -> GpuProfile | None:
 def _bundled_with(gpu: GpuProfile, count: int) -> Path | None:
     """Return the smallest bundled machine with `count` GPUs of a kind, linked as usual, a maker's before a cloud's."""
     found = []
-    for stem in _stems("machines"):
-        path = profiles_folder() / "machines" / f"{stem}.json"
-        data = read_object(path)
+    for path in _files("machines"):
+        data = read_bundled(path)
         is_bridged = len(data.get("links", ())) != 1 and gpu.vendor == "nvidia" and data.get("num_gpus") != 1
         if data.get("gpu") == gpu.name and data.get("num_gpus", 0) >= count and not is_bridged:
-            found.append((data["num_gpus"], stem.startswith(("aws", "azure", "gcp", "oci")), stem, path))
+            found.append((data["num_gpus"], path.stem.startswith(("aws", "azure", "gcp", "oci")), path.stem, path))
     return min(found)[-1] if found else None
 
 
@@ -355,16 +352,13 @@ def _load_named(kind: str, name_or_path: str, *, beside: Path | None = None) -> 
     known = _stems(kind)
     if name in known:
         path = folder / f"{name}.json"
-        return read_object(path), str(path)
-    aliases: dict[str, str] = {}
-    for stem in known:
-        path = folder / f"{stem}.json"
-        data = read_object(path)
-        for alias in data.get("aliases", ()):
-            aliases[alias] = stem
-        if name in aliases:
+        return read_bundled(path), str(path)
+    names = [*known]
+    for path in _files(kind):
+        data = read_bundled(path)
+        names += data.get("aliases", ())
+        if name in data.get("aliases", ()):
             return data, str(path)
-    names = [*known, *aliases]
     if kind == "machines":
         hint = _machine_of_gpu(name) or machine_hint(name, machines=names, gpus=profile_names("gpus"))
     else:
@@ -385,14 +379,19 @@ def _machine_of_gpu(name: str) -> str | None:
     if name not in profile_names("gpus"):
         return None
     gpu = load_gpu(name).name
-    folder = profiles_folder() / "machines"
-    machines = [stem for stem in _stems("machines") if read_object(folder / f"{stem}.json").get("gpu") == gpu]
+    machines = [path.stem for path in _files("machines") if read_bundled(path).get("gpu") == gpu]
     others = f"; machines with it: {', '.join(machines)}" if machines else ""
     return f"{name} is a kind of GPU: say how many, --profile 4x{gpu}{others}"
 
 
-def _stems(kind: str) -> list[str]:
-    return sorted(path.stem for path in (profiles_folder() / kind).glob("*.json"))
+@cache
+def _files(kind: str) -> tuple[Path, ...]:
+    return tuple(sorted((profiles_folder() / kind).glob("*.json"), key=lambda path: path.stem))
+
+
+@cache
+def _stems(kind: str) -> tuple[str, ...]:
+    return tuple(path.stem for path in _files(kind))
 
 
 def _driver_key(name: str) -> str:
