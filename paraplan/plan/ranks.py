@@ -40,7 +40,10 @@ class RankGrid(Record):
         """Return the coordinate of `rank` on every axis."""
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank} is outside a world of {self.world_size} ranks")
-        return {axis: rank // self.stride(axis) % self.size(axis) for axis in self.axes}
+        found, rest = dict.fromkeys(self.axes, 0), rank
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            rest, found[axis] = divmod(rest, size)
+        return found
 
     def rank(self, **coordinates: int) -> int:
         """Return the rank at `coordinates`; an axis that is not named counts as 0."""

@@ -42,7 +42,7 @@ DDP = plan_of(dp=2, num_microbatches=2)
 ZERO = {stage: plan_of(dp=2, zero_stage=stage, num_microbatches=1 if stage == 1 else 2) for stage in (1, 2, 3)}
 TP = plan_of(tp=2)
 PP = plan_of(pp=2, pipeline_schedule="1f1b", num_microbatches=2)
-VERIFIED = [TP, PP]
+VERIFIED = [TP, *with_all([PP])]  # stages beside replicas have parameter groups, below
 """The check before the first step goes over adapters and frozen parameters under these."""
 MORE = with_all([plan_of(cp=2), ZERO[1]])  # split tokens are beside split layers in test_low_rank_adapters
 # Schedules run one stage alike, and ZeRO-2 shards what ZeRO-3 does, and gathers less of it.

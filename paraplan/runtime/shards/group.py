@@ -289,8 +289,8 @@ class Shardings:
         }
 
     def _cuts(self, name: str, mesh: Mesh) -> list[tuple[Sharding, TensorGroup]]:
-        over = ((self.tensor, TensorGroup.of(mesh, "tp")), (self.expert, expert_ranks(mesh)))
-        return [(shardings[name], group) for shardings, group in over if name in shardings]
+        cuts = [(self.tensor[name], TensorGroup.of(mesh, "tp"))] if name in self.tensor else []
+        return cuts + ([(self.expert[name], expert_ranks(mesh))] if name in self.expert else [])
 
 
 def expert_ranks(mesh: Mesh) -> TensorGroup:

@@ -129,7 +129,8 @@ class Snapshot:
             if id(module) in self._seen:
                 continue
             self._seen.add(id(module))
-            if _is_of_users(module):
+            kind: type = type(module)
+            if _is_of_users(kind):
                 self._tables.append(_Table(f"{prefix}.{name}", vars(module), MODULE_FIELDS))
             buffers = f"{prefix}.{name}" if prefix else None  # those of models are looked at for themselves
             self._tables += [_Table(buffers, buffer_table(module)), _Table(None, submodules(module))]
@@ -167,14 +168,16 @@ class Snapshot:
             self._follow(vars(type(value)).get("__call__"), depth)
 
 
+@functools.cache
 def _is_of_script(module: str | None) -> bool:
     root = (module or "builtins").split(".")[0]
     return root == "__main__" or (root not in _LIBRARIES and root not in sys.stdlib_module_names)
 
 
-def _is_of_users(module: nn.Module) -> bool:
+@functools.lru_cache
+def _is_of_users(kind: type) -> bool:
     """Whether code outside of torch and paraplan has a part in the class of a module; FSDP derives classes."""
-    return any(base.__module__.split(".")[0] not in ("torch", "paraplan", "builtins") for base in type(module).__mro__)
+    return any(base.__module__.split(".")[0] not in ("torch", "paraplan", "builtins") for base in kind.__mro__)
 
 
 class _Around(MutableMapping[str, Any]):
@@ -205,11 +208,10 @@ class _Around(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _names(one)
+@functools.lru_cache(1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    within = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names(one)]
+    return (*code.co_names, *within)
 
 
 class _Table:
