@@ -90,3 +90,9 @@ def test_a_file_that_does_not_say_its_machines_is_read_with_what_the_hint_says(t
     with pytest.raises(ParaplanError, match="num_gpus=N"):
         paraplan.import_plan(path)
     assert paraplan.import_plan(path, num_gpus=4).plan.world_size == 4
+
+
+def test_sentences_that_answers_hold_are_those_of_python() -> None:
+    experts = paraplan.load_workload("qwen3-30b-a3b", "8xh100", framework="torchtitan")
+    (busiest,) = paraplan.estimate(experts, ParallelPlan(dp=8, ep=8, zero_stage=3, micro_batch_size=8)).warnings
+    assert busiest.endswith(": expert_load states another")

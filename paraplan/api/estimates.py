@@ -15,7 +15,8 @@ from paraplan.cost.lower_bounds import lower_bound_reason
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.python_words import in_python_words
-from paraplan.report.estimate_json import estimate_report, warnings_of
+from paraplan.report.estimate_json import estimate_report
+from paraplan.report.notes import warnings_of
 from paraplan.report.short_text import Line, estimate_lines
 from paraplan.units import format_bytes, format_seconds
 
@@ -96,7 +97,7 @@ class Estimate:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings about the figures, a sentence each."""
-        return warnings_of(self.workload, self.plan)
+        return tuple(map(in_python_words, warnings_of(self.workload, self.plan)))
 
     @property
     def timeline(self) -> Timeline | None:

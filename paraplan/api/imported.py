@@ -68,7 +68,7 @@ class ImportedPlan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Assumptions for each setting that the configuration leaves open."""
-        return tuple(self.setup.notes)
+        return tuple(map(in_python_words, self.setup.notes))
 
     def for_model(self, model: ModelSpec) -> ImportedPlan:
         """Return what the tool does with a model: it may have no kernels of Liger for the family."""
@@ -84,8 +84,8 @@ class ImportedPlan:
         return PlanFile(plan=self.plan, training=TrainingSpec.model_validate(values), framework=self.framework)
 
     def __str__(self) -> str:
-        lines = [f"{self.setup.tool}: {self.plan.describe()}", *(f"note: {note}" for note in self.notes)]
-        return in_python_words("\n".join(lines))
+        lines = [f"{self.setup.tool}: {in_python_words(self.plan.describe())}"]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def import_plan(

@@ -83,7 +83,7 @@ class Recommendation:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the training and on assumed speeds, a sentence each."""
-        return workload_notes(self.workload)
+        return tuple(map(in_python_words, workload_notes(self.workload)))
 
     def is_lower_bound(self, plan: ParallelPlan) -> bool:
         """Return whether a step of a plan takes at least what is predicted, and what it takes beyond is not priced."""
@@ -211,7 +211,7 @@ def sweep(workload: Workload, plan: ParallelPlan | None = None, /, **values: Ite
             found = recommend(changed, num_candidates=1).best if plan is None else estimate(changed, plan)
             rows.append(row | found.to_row())
         except (NoPlanFitsError, PlanError) as error:
-            rows.append(row | {"fits": False, "why": error.message})
+            rows.append(row | {"fits": False, "why": in_python_words(error.message)})
     return rows
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from paraplan.cli.terminal import make_console
 from paraplan.cli.timeline import print_timeline
+from paraplan.report.notes import note_lines
 from paraplan.report.plan_words import device_tool, step_parts
 from paraplan.report.short_text import LABEL_WIDTH, Line, peak_in_words
 from paraplan.units import format_bytes, format_count, format_flops, format_seconds, format_share, gpus
@@ -49,8 +50,7 @@ def lines_table(lines: Sequence[Line]) -> Table:
 def print_heading(estimate: Estimate) -> None:
     """Print what is trained and on what, the plan, whether it fits, its speed, and what to know beside."""
     console = make_console()
-    notes = [Line("Note", warning, "caution") for warning in estimate.warnings]
-    print_lines(console, [*estimate.lines, *notes])
+    print_lines(console, [*estimate.lines, *note_lines(estimate.workload, estimate.plan)])
 
 
 def print_estimate(estimate: Estimate, *, with_details: bool) -> None:

@@ -181,7 +181,7 @@ def _compare(
 
 
 def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
-    for note in imported.notes if compared is None else compared.setup.notes:
+    for note in (imported if compared is None else compared).setup.notes:
         show_note(note)
     if compared is None:
         trained = f", {imported.setup.train}" if imported.setup.train else ""

@@ -14,6 +14,7 @@ from rich.text import Text
 from paraplan.cli.estimate_tables import lines_table, print_estimate, print_lines
 from paraplan.cli.section_tables import print_sections
 from paraplan.cli.terminal import command_in_lines, make_console
+from paraplan.report.notes import note_lines
 from paraplan.report.ranked_rows import table_rows, words_of
 from paraplan.report.sections import answer_sections, money_sections, tree_sections
 from paraplan.report.short_text import Line, lever_lines
@@ -47,7 +48,7 @@ def print_answer(
     before = []
     if beside.framework is not None:
         before = [Text(f"Predicted for {beside.workload.framework.title}, which paraplan does not launch.", "yellow")]
-    notes = [Line("Note", words, "caution") for words in answer.notes]
+    notes = note_lines(answer.workload)
     end = _end(answer, plan_path, seconds, verbose=verbose)
     console.print(*before, end="\n" * len(before))
     if verbose:
