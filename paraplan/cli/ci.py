@@ -12,8 +12,9 @@ import typer
 
 from paraplan.api.plans import load_plan
 from paraplan.cli.inputs import write_beside_and_rename
+from paraplan.cli.options import memory_size
 from paraplan.errors import CheckFailedError, UsageError
-from paraplan.units import one_line, parse_bytes
+from paraplan.units import one_line
 
 if TYPE_CHECKING:  # the search, which most commands do without
     from paraplan.api.estimates import Estimate
@@ -43,10 +44,11 @@ class LimitOptions:
     """Limits that an estimate has to keep, and how checks are reported; nothing is checked where no limit is given."""
 
     max_memory: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--max-memory",
-            metavar="BYTES",
+            metavar="SIZE",
+            parser=memory_size,
             help="Exit with status 1 if the peak on a GPU is above this: 70GiB.",
             rich_help_panel=CI_PANEL,
         ),
@@ -63,14 +65,9 @@ class LimitOptions:
     github: GithubOption = False
     junit: JunitOption = None
 
-    @property
-    def max_memory_bytes(self) -> int | None:
-        """The limit of the peak. Raises `UsageError` for a text that is not a number of bytes."""
-        return read_memory_limit(self.max_memory)
-
     def require(self) -> None:
         """Raise `UsageError`, before long work, for what is no limit, or for a report of none."""
-        has_limits = self.max_memory_bytes is not None or self.min_tokens_per_s is not None
+        has_limits = self.max_memory is not None or self.min_tokens_per_s is not None
         given = {"--github": self.github, "--junit": self.junit is not None}
         named = " and ".join(name for name, is_given in given.items() if is_given)
         if named and not has_limits:
@@ -85,7 +82,7 @@ class LimitOptions:
         from paraplan.api.checks import limit_findings  # the search, which an estimate without limits does without
 
         findings = limit_findings(
-            estimate.result, max_memory_bytes=self.max_memory_bytes, min_tokens_per_s=self.min_tokens_per_s
+            estimate.result, max_memory_bytes=self.max_memory, min_tokens_per_s=self.min_tokens_per_s
         )
         if not as_json:
             typer.echo()
@@ -114,16 +111,6 @@ def read_percent(text: str, *, option: str, most: float = float("inf")) -> float
         limit = "" if most == float("inf") else f" to {most:.0f}"
         raise UsageError(f"{option} {text} is not a percentage", hint=f"write a number from 0{limit}, such as 5 or 5%")
     return percent / 100
-
-
-def read_memory_limit(text: str | None) -> int | None:
-    """Return the bytes in a text such as `70GiB`, None for none. Raises `UsageError`."""
-    if text is None:
-        return None
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise UsageError(f"--max-memory: {error}", hint="write it like 70GiB or 80GB") from None
 
 
 def check_plan_file(

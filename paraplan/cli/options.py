@@ -149,7 +149,7 @@ def count(least: int, most: int) -> Callable[[str | int], int]:
 
 
 def memory_size(text: str | int) -> int:
-    """Return the bytes of a machine's memory: 128GiB, 512GB."""
+    """Return the bytes of an amount of memory: 128GiB, 512GB."""
     try:
         return parse_bytes(str(text))
     except ValueError as error:
