@@ -12,7 +12,8 @@ from paraplan.cost.framework_files import FrameworkCatalog
 from paraplan.cost.stored_weights import untrainable_notes, wider_quantizers
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError
-from paraplan.model.trainable import QLORA_WEIGHTS
+from paraplan.model.quantizers import quantizer_of
+from paraplan.model.trainable import ALL_LINEAR, QLORA_WEIGHTS
 from paraplan.model.weight_formats import WEIGHT_FORMATS, is_stored_below_16_bits
 from paraplan.plan.executor import Executor, training_gap
 from paraplan.plan.support import rule_of
@@ -21,6 +22,7 @@ from paraplan.search.constraints import Constraints
 from paraplan.search.results import SPARE
 
 LORA = "lora:r=16"
+_OF_ATTENTION = ("q", "k", "v", "o")
 
 
 @dataclass(frozen=True)
@@ -191,12 +193,12 @@ def loaders(workload: Workload) -> Iterator[Lever]:
     for _, other, tool in sorted(ways, key=lambda way: (way[0] != "first_rank_host", way[1].name)):
         if tool == workload.training.quantizer and other is own:
             continue
-        options = f"--quantizer {tool}" if other is own else f"--framework {other.name} --quantizer {tool}"
-        yield Lever(
-            f"{tool} under {other.title}",
-            options,
-            {"quantizer": tool},
-            keeps_training=False,
+        changes = _stored_by(tool, workload)
+        options = changes.options if other is own else f"--framework {other.name} {changes.options}"
+        yield replace(
+            changes,
+            name=f"{tool} under {other.title}",
+            options=options,
             framework=None if other is own else other,
         )
 
@@ -213,12 +215,25 @@ def offloaders(workload: Workload) -> Iterator[Lever]:
 def _with_experts(lever: Lever, workload: Workload) -> Iterator[Lever]:
     """Yield a lever with a tool that stores fused experts in the format too, where the workload's own does not."""
     try:
-        tools = wider_quantizers(lever.workload(workload))
+        under = lever.workload(workload)
+        tools = wider_quantizers(under)
     except ParaplanError:  # the tool lacks the format, or the model the layers
         return
     for tool in tools[:1]:
-        named = Lever("experts too", f"--quantizer {tool.name}", {"quantizer": tool.name}, keeps_training=False)
+        named = _stored_by(tool.name, under)
         yield lever.beside(named) if lever.name else named
+
+
+def _stored_by(tool: str, workload: Workload) -> Lever:
+    """Return the lever that has a tool store weights; of one that wants them named adapters are attention's alone."""
+    lever = Lever("experts too", f"--quantizer {tool}", {"quantizer": tool}, keeps_training=False)
+    trainable = workload.training.trainable
+    adapter = trainable.adapter
+    names_layers = quantizer_of(tool).names_layers and not workload.framework.is_own_runtime
+    if adapter is None or adapter.targets != (ALL_LINEAR,) or not names_layers:
+        return lever
+    train = trainable.replace(adapter=adapter.replace(targets=_OF_ATTENTION)).text
+    return lever.beside(Lever("adapters of attention", f"--train '{train}'", {"train": train}, keeps_training=False))
 
 
 def lacking(lever: Lever, workload: Workload, executor: Executor) -> str | None:

@@ -29,6 +29,7 @@ from paraplan.interop.targets.adapters import (
 from paraplan.interop.targets.deepspeed import batch_and_zero, deepspeed_gaps
 from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZERS, PROJECTED
 from paraplan.interop.targets.liger import axolotls_liger, told_kernels
+from paraplan.model.quantizers import quantizer_of
 from paraplan.model.trainable import ALL_LINEAR, Trainable
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
@@ -248,7 +249,8 @@ def axolotl_gaps(subject: Subject) -> list[Gap]:
     gaps += adapter_gap(trainable, "axolotl") + base_gap(subject, "axolotl", _BASES)
     gaps += quantizer_gap(subject, "axolotl", ("axolotl", "transformers"))
     adapter = trainable.adapter
-    if training is not None and training.quantizer == "axolotl" and adapter and adapter.targets == (ALL_LINEAR,):
+    tool = None if training is None else training.quantizer
+    if tool and quantizer_of(tool).names_layers and adapter and adapter.targets == (ALL_LINEAR,):
         reason = "axolotl's quantize_moe_experts wants its layers named: plan with --train lora:targets=q|k|v|o"
         gaps.append(Gap(part=f"train={trainable.text}", reason=reason))
     return gaps + training_gap(training, "optimizer", tuple(_OPTIMIZERS), "axolotl has no such optimizer")
