@@ -225,7 +225,7 @@ def _print(
 ) -> None:
     why = result.unplanned_because
     if why is not None:
-        show_note(f"recommend would not plan this for {result.workload.framework.title}: {why}")
+        show_note(f"recommend would not plan this for {result.workload.framework.told_as}: {why}")
     compared = result.without_library_workspaces() if traced is not None else ()
     if as_json:
         report = result.to_dict()
@@ -237,7 +237,7 @@ def _print(
     from paraplan.cli import estimate_tables  # rich, which --json does without
 
     if not result.is_runnable_framework:
-        typer.echo(f"Predicted for {result.workload.framework.title}, which paraplan does not launch:")
+        typer.echo(f"Predicted for {result.workload.framework.told_as}, which paraplan does not launch:")
     estimate_tables.print_heading(result)
     estimate_tables.print_estimate(result, with_details=verbose)
     if traced is not None:

@@ -47,7 +47,7 @@ def print_answer(
     beside = answer.answer
     before = []
     if beside.framework is not None:
-        before = [Text(f"Predicted for {beside.workload.framework.title}, which paraplan does not launch.", "yellow")]
+        before = [Text(f"Predicted for {beside.workload.framework.told_as}, which paraplan does not launch.", "yellow")]
     notes = note_lines(answer.workload)
     end = _end(answer, plan_path, seconds, verbose=verbose)
     console.print(*before, end="\n" * len(before))

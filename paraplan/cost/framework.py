@@ -234,6 +234,10 @@ class FrameworkProfile(Record):
     """The name in print."""
     aliases: tuple[str, ...] = ()
     """Other names. An alias holds for a text that has all of its words; of several the longest."""
+    tools: dict[str, str] = Field(default_factory=dict)
+    """Tools that train by it, by the aliases that name them."""
+    tool: str | None = None
+    """The one of these that was asked for."""
     family: str | None = None
     """Frameworks whose predictions err alike; None where no other does."""
     export_target: str | None = None
@@ -266,6 +270,11 @@ class FrameworkProfile(Record):
     """The options that it switches on whatever a training names."""
     levers: LeverProfile = LeverProfile()
     """Options that save memory."""
+
+    @property
+    def told_as(self) -> str:
+        """The tool that was asked for and what it trains by, or that alone."""
+        return self.title if self.tool is None else f"{self.tool} ({self.title})"
 
     @property
     def is_own_runtime(self) -> bool:

@@ -63,6 +63,7 @@ class FrameworkCatalog:
             )
         asked = name_or_path.strip().lower()
         profile = _with_tool_allocator(self.bundled(name), asked)
+        profile = profile.replace(tool=profile.tools[asked]) if asked in profile.tools else profile
         return profile.replace(export_target=asked) if asked in profile.alias_targets else profile
 
     def find(self, text: str) -> FrameworkProfile | None:

@@ -48,7 +48,7 @@ def warnings_of(workload: Workload, plan: ParallelPlan) -> tuple[str, ...]:
         )
     without = _without_experts(workload, plan)
     if without is not None:
-        notes += (f"{workload.framework.title} does not train so: {without}",)
+        notes += (f"{workload.framework.told_as} does not train so: {without}",)
     reason = training_reason(training, plan) or unsupported_reason(
         plan, num_blocks=workload.model.num_blocks, precision=training.precision
     )

@@ -62,7 +62,7 @@ def recommendation_page(answer: Recommendation, *, sizes: Sequence[SizeOffer], c
             timeline_section(workload, best, renderer),
             ranks_section(workload, best, answer.placement),
             _sizes(workload, sizes, renderer, with_table=not answer.offers),
-            _levers(answer.levers, workload.framework.title),
+            _levers(answer.levers, workload.framework.told_as),
             *sections_html(answer_sections(answer)),
             _commands(commands),
         ],
@@ -95,7 +95,7 @@ def nothing_fits_page(workload: Workload, error: NothingFitsError, decisions: Se
         title=f"{workload.model.name} on {gpus(workload.cluster.num_gpus)}: no plan fits",
         head="\n".join(head),
         sections=[
-            _levers(error.offers, workload.framework.title),
+            _levers(error.offers, workload.framework.told_as),
             *sections_html(tree_sections(decisions)),
             memory_section(workload, nearest, renderer),
         ],
@@ -109,7 +109,7 @@ def _head(answer: Recommendation) -> str:
         *(paragraph(line, style="soft") for line in workload_lines(workload)),
     ]
     if answer.framework is not None:
-        words = f"Predicted for {workload.framework.title}, which paraplan does not launch."
+        words = f"Predicted for {workload.framework.told_as}, which paraplan does not launch."
         lines.append(paragraph(words, style="bad"))
     if answer.found is not None:
         lines.append(paragraph(f"Found {answer.found}."))

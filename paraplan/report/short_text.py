@@ -260,7 +260,7 @@ def lever_lines(answer: Recommendation) -> tuple[Line, ...]:
     """Return in full the levers that cost something, those that are not enough, and those that are lacking."""
     from paraplan.search.offers import offers_beside  # the search, which an estimate does without
 
-    title = answer.workload.framework.title
+    title = answer.workload.framework.told_as
     return (
         *(Line("Lever", one.in_words, "good") for one in answer.levers if one.fits and not one.is_free),
         *(Line("", words, "dim") for words in offers_beside(answer.levers, framework=title)),

@@ -379,4 +379,4 @@ def explained(
     """Return the error with what would fit: cheap levers first, then shorter sequences and other machines."""
     trials = LeverTrials(workload, executor, fixed, nearest=error.nearest, executors=executors)
     offers = trials.offers(looks_for_fewest=True)
-    return error.offering(offers + trials.beyond(), framework=workload.framework.title)
+    return error.offering(offers + trials.beyond(), framework=workload.framework.told_as)

@@ -222,7 +222,7 @@ def _found_with_levers(error: NoPlanFitsError, workload: Workload, question: Sea
 
     offers = _find_levers(workload, None, question, None)
     if any(one.fits for one in offers):
-        error.hint = offers_in_words(offers, framework=workload.framework.title)
+        error.hint = offers_in_words(offers, framework=workload.framework.told_as)
     return error
 
 
