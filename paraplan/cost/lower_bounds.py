@@ -5,16 +5,18 @@ from __future__ import annotations
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
 
-_RUNS = "(Qwen3-30B-A3B on 16 A100: 91.2 s an iteration, 9.6 s with Megatron-LM's expert parallelism; on 8 H100 166 s a step)"
+_RUNS = (
+    "Qwen3-30B-A3B on 16 A100: 91.2 s an iteration, 9.6 s with Megatron-LM's expert parallelism; on 8 H100 166 s a step"
+)
 _EXPERTS_BY_MODULES = (
     "a step takes at least this long, and may take 5 to 40 times as long: DeepSpeed's ZeRO-3 gathers experts in hooks "
-    f"of each module, which transformers 4 runs one by one, and that is not priced {_RUNS}. Megatron-Bridge or another "
+    f"of each module, which transformers 4 runs one by one, and that is not priced ({_RUNS}). Megatron-Bridge or another "
     "framework with --ep, or FSDP, gathers or sends them at once"
 )
 _EXPERTS_OF_THE_TRAINER = (
-    "a step takes at least this long: the Trainer's FSDP, which paraplan export writes, gathers a block at once, as is "
-    "priced; with DeepSpeed's ZeRO-3 it may take 5 to 40 times as long, as that gathers experts in hooks of each "
-    f"module, which transformers 4 runs one by one {_RUNS}. A framework with --ep, such as Megatron-Bridge, sends tokens"
+    "a step takes at least this long: the Trainer's FSDP, which paraplan export writes, gathers a block at once, as "
+    "is priced; with DeepSpeed's ZeRO-3 it may take 5 to 40 times as long, as that gathers experts in hooks of each "
+    f"module, which transformers 4 runs one by one ({_RUNS}). Frameworks with --ep send tokens to experts"
 )
 
 

@@ -32,7 +32,7 @@ class Quantizer(Record):
     keeps_copies: bool = False
     """The copy in 16 bits that experts are multiplied by stays for the backward pass."""
     names_layers: bool = False
-    """It wants the layers that get adapters named one by one."""
+    """Whether the layers that get adapters are to be named one by one."""
     way: str | None = None
     """The way to have experts stored so, None where it is no way out for users of another tool."""
     sources: tuple[Source, ...] = Field(min_length=1)
