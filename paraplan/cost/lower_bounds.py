@@ -10,8 +10,8 @@ _RUNS = (
 )
 _EXPERTS_BY_MODULES = (
     "a step takes at least this long, and may take 5 to 40 times as long: DeepSpeed's ZeRO-3 gathers experts in hooks "
-    f"of each module, which transformers 4 runs one by one, and that is not priced ({_RUNS}). Megatron-Bridge or another "
-    "framework with --ep, or FSDP, gathers or sends them at once"
+    f"of each module, which transformers 4 runs one by one, and that is not priced ({_RUNS}). Megatron-Bridge or "
+    "another framework with --ep, or FSDP, gathers or sends them at once"
 )
 _EXPERTS_OF_THE_TRAINER = (
     "a step takes at least this long: the Trainer's FSDP, which paraplan export writes, gathers a block at once, as "
