@@ -65,6 +65,8 @@ class LeverTrials:
     """Returns the executor of a workload's plans."""
     leaves_room: bool = False
     """Whether only plans count that leave a tenth of the memory."""
+    stays_on_gpus: bool = False
+    """Whether offload, which is fixed as none, is not left free by a lever."""
     most_slowdown: float = TOLERANCE["throughput"]
     """Share of the step of the plan without the lever: a lever that costs more is not offered."""
     kept: list[Lever] = field(default_factory=list)
@@ -80,7 +82,7 @@ class LeverTrials:
         beside: list[LeverOffer] = []
         least = _share(self.workload, self.nearest) if self.nearest is not None else float("inf")
         for lever in levers(self.workload, self.fixed, self.executor):
-            if self.without is not None and "offload" in lever.fixed:
+            if (self.without is not None or self.stays_on_gpus) and "offload" in lever.fixed:
                 continue  # asked about plans that need none
             if self.leaves_room and not lever.keeps_training and self.workload.cluster.num_gpus > MOST_GPUS:
                 continue  # what fits on so many is not trained otherwise for room, and each is a search of seconds
@@ -319,6 +321,7 @@ def _priced(
         peak_memory_bytes=best.peak_memory_bytes,
         usable_memory_bytes=best.usable_memory_bytes,
         host_bytes_per_node=best.host_bytes_per_node,
+        offloads_parameters=best.plan.offload == "parameters",
         step_time_s=step.step_time_s,
         slowdown=None if without is None else step.step_time_s / without.step.step_time_s - 1,
         tokens_per_s_per_gpu=step.tokens_per_s_per_gpu,
@@ -378,5 +381,18 @@ def explained(
 ) -> NothingFitsError:
     """Return the error with what would fit: cheap levers first, then shorter sequences and other machines."""
     trials = LeverTrials(workload, executor, fixed, nearest=error.nearest, executors=executors)
-    offers = trials.offers(looks_for_fewest=True)
+    offers = _at_the_pace_of_gpus(trials, trials.offers(looks_for_fewest=True))
     return error.offering(offers + trials.beyond(), framework=workload.framework.told_as)
+
+
+def _at_the_pace_of_gpus(trials: LeverTrials, offers: tuple[LeverOffer, ...]) -> tuple[LeverOffer, ...]:
+    """Return offers after those that fit with all on the GPUs, which are looked for where none of them does."""
+    fitting = [one for one in offers if one.fits]
+    if trials.fixed.offload is not None or not fitting or not all(one.offloads_parameters for one in fitting):
+        return offers
+    within = replace(trials, fixed=replace(trials.fixed, offload="none"), nearest=None, stays_on_gpus=True, kept=[])
+    first = [one for one in within.offers(looks_for_fewest=True) if one.fits]
+    told = {one.options for one in first}
+    left = fitting[: max(1, MOST_OFFERS - len(first))]
+    rest = (one for one in offers if one.options not in told and (one in left or not one.fits))
+    return (*first, *rest)

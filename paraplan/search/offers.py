@@ -37,6 +37,8 @@ class LeverOffer(Record):
     """Memory that a GPU has for it."""
     host_bytes_per_node: int | None = None
     """Bytes in the memory of one machine."""
+    offloads_parameters: bool = False
+    """Whether its plan keeps parameters on the host, whose pace it then goes at."""
     step_time_s: float | None = None
     """Time of a step."""
     slowdown: float | None = None

@@ -64,6 +64,30 @@ def test_a_lever_that_fits_is_the_search_of_that_training(workload: MakeWorkload
     assert offers["--train lora:r=16"].step_time_s == best.step.step_time_s
 
 
+def test_levers_that_need_the_host_stand_after_those_that_fit_on_the_gpus(workload: MakeWorkload) -> None:
+    fields = {"global_batch_size": 8, "seq_length": 4096, "train": "lora:r=16"}
+    made = _of_framework(workload("llama-3-8b", profile="rtx-3060-x2", gpus=1, **fields), "trl")
+    with pytest.raises(NothingFitsError) as caught:
+        search(made, num_candidates=1, executor=executor_of(made))
+    error = explained(caught.value, made, executor=executor_of(made), fixed=FREE, executors=executor_of)
+    fitting = [one for one in error.offers if one.fits]
+    assert [one.options for one in fitting[:2]] == ["--loss liger --base-weights nf4:double", "--loss liger"]
+    assert [one.offloads_parameters for one in fitting[:2]] == [False, True]
+    assert not any(one.options.startswith("without --offload") for one in error.offers)
+
+
+def test_a_tool_that_wants_its_layers_named_is_offered_with_their_names(workload: MakeWorkload) -> None:
+    stored = {"train": "lora:r=16", "base_weights": "nf4:double"}
+    alone = workload("qwen3-30b-a3b", profile="rtx-4090-x2", gpus=1, global_batch_size=8, seq_length=4096, **stored)
+    made = _of_framework(alone, "axolotl")
+    with pytest.raises(NothingFitsError) as caught:
+        search(made, num_candidates=1, executor=executor_of(made))
+    error = explained(caught.value, made, executor=executor_of(made), fixed=FREE, executors=executor_of)
+    first = next(one for one in error.offers if one.fits)
+    assert first.options == "--loss liger --quantizer axolotl --train 'lora:r=16,targets=q|k|v|o'"
+    assert "not in axolotl (Hugging Face Trainer)" in (error.hint or "")
+
+
 def test_options_for_long_sequences_are_chosen_where_nothing_fits_without(workload: MakeWorkload) -> None:
     made = workload("llama-3-8b", profile="dgx-h100", seq_length=2**20, global_batch_size=1)
     answer = recommendation(made, SearchRequest())
@@ -155,8 +179,9 @@ def test_levers_that_are_not_enough_alone_are_tried_together(workload: MakeWorkl
         one for one in caught.value.offers if one.options.count("--") == 1 and not one.options.startswith("--prof")
     ]
     assert not any(one.fits for one in alone if "seq-len" not in one.options)
-    together = next(one for one in caught.value.offers if one.fits)
-    assert together.options == "--loss liger --train lora:r=16"
+    together = [one.options for one in caught.value.offers if one.fits]
+    adapters = "--loss liger --train lora:r=16"  # whose base is on the host, which comes after all on the GPU
+    assert together[:2] == [f"{adapters} --base-weights nf4:double", adapters]
 
 
 @pytest.mark.parametrize(
