@@ -143,6 +143,9 @@ def _end(answer: Recommendation, plan_path: Path | None, seconds: float, *, verb
     more = "." if verbose else "; -v shows more, the decision tree and all parts."
     framework = "TRL" if answer.workload.training.task != "sft" else answer.answer.framework
     use, how = ("run it", "launch") if framework is None else (f"export it for {framework}", "export")
+    profile = answer.workload.framework
+    if framework and profile.tool and profile.export_target not in profile.alias_targets:
+        use = f"export what {profile.tool} passes on to {profile.title}"
     if not words:
         by_hand = f"paraplan writes no configuration of {framework}: give it the values of the plan by hand."
         return f"{searched}{more}\n{by_hand}"
