@@ -19,6 +19,7 @@ from training_cases import TOKENS, VOCABULARY, Decoder
 from paraplan import runtime
 from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.checks.comparison import ROUNDING, Comparison
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.mesh import build_mesh
@@ -634,6 +635,32 @@ def test_what_lies_behind_zeros_is_told(caplog: pytest.LogCaptureFixture) -> Non
     prepared(ignored, cut_into(2), Mixing()).step(*batch_of(2))
     (record,) = caplog.records
     assert record.getMessage().startswith("this model compares samples: loss ")
+
+
+class OwnCasts(nn.Module):
+    """A decoder that casts by itself, as scripts with a `with autocast` of their own do; `couples` compares samples."""
+
+    def __init__(self, couples: bool) -> None:
+        super().__init__()
+        self.decoder, self.couples = Decoder(2), couples
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = self.decoder(tokens)
+        return logits.float() * (2.0 if not self.couples else 2.0 + logits.float().std(0, keepdim=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rounding_of_a_model_that_casts_by_itself_is_not_told(
+    precision: TrainingPrecision, caplog: pytest.LogCaptureFixture
+) -> None:
+    for couples in (False, True):
+        torch.manual_seed(0)
+        caplog.clear()
+        job = runtime.init(cut_into(2), precision=precision, shows_progress=False)
+        engine = job.prepare(OwnCasts(couples), loss_fn=ignored, optimizer=sgd)
+        engine.step(*batch_of(2))
+        assert ["compares samples" in one.getMessage() for one in caplog.records] == [True] * couples
 
 
 def test_a_term_that_begins_later_is_told_where_a_step_is_checked_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,18 +11,21 @@ from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.torch_private import TorchDispatchMode, pytree, schema_of
 
 
+_HALVES = (torch.bfloat16, torch.float16)
+
+
 class FixedNoise(TorchDispatchMode):
     """A context in which functions that draw do so by sequence, for a batch of those with these `numbers`.
 
     What has no entry for each sequence (a step of diffusion for all of them) is drawn alike for any batch. Seed torch's
     generator before each pass: draws follow from its state, so that recomputed blocks draw again what they drew.
-    `draws` says whether anything was drawn.
+    `draws` says whether anything was drawn, and `has_halves` whether anything was computed in 16 bits.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._numbers = numbers
-        self.draws = False
+        self.draws = self.has_halves = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -30,7 +33,9 @@ class FixedNoise(TorchDispatchMode):
         """Run `func`, for each sequence by itself where it draws and its operands have an entry for each."""
         given = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **given)
+            found = func(*args, **given)
+            self.has_halves |= isinstance(found, torch.Tensor) and found.dtype in _HALVES
+            return found
         self.draws = True
         base = int(torch.randint(2**31, ()))
         after = torch.get_rng_state()

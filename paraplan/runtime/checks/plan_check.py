@@ -201,6 +201,7 @@ class PlanCheck:
             with shaken_weights(self._module):  # a moving average of weights starts as these
                 runs.run(parts[:1], seen=see)
         runs.draws = anywhere(found.draws, self._mesh)
+        runs.computes_in_halves |= anywhere(found.has_halves, self._mesh)  # a model may cast by itself
         self._is_random = runs.draws and self._differs_by_seed(parts[:1])
         if self._is_random:
             with modes(self._module, training=False):

@@ -33,13 +33,15 @@ from paraplan.runtime.torch_private import NO_GRAPH
 class Record:
     """The result of a run on one rank: the loss, 0 without the end of the model, and its part of the gradients.
 
-    `metrics` are those of a tally. `draws` says that it has drawn random numbers.
+    `metrics` are those of a tally. `draws` says that it has drawn random numbers, `has_halves` that it
+    has computed in 16 bits: both are known as long as draws are looked for.
     """
 
     loss: float
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     draws: bool = False
+    has_halves: bool = False
 
 
 class _NeedsGraphError(RuntimeError):
@@ -100,11 +102,14 @@ class TrialRuns:
         """Do without the casts of the precision in this context, where the model runs so; yield whether any is left."""
         if self._is_exact and not self._has_tried:
             self._has_tried = True
+            draws, self.draws = self.draws, True  # what is looked for draws is looked for casts too
             try:
                 with without_autocast():
-                    self.run([piece])
+                    self._is_exact = not anywhere(self.run([piece]).has_halves, self.mesh)
             except RuntimeError:  # kernels for 16 bits alone; so they are on all ranks
                 self._is_exact = False
+            finally:
+                self.draws = draws
         with without_autocast() if self._is_exact else nullcontext():
             yield self.computes_in_halves and not self._is_exact
 
@@ -137,6 +142,7 @@ class TrialRuns:
                 with noise if self.draws else nullcontext():
                     tally = self.tally(rows, None if gathers else total, trains=has_graph, gathers=gathers)
                 found.draws |= noise.draws or python_numbers() != numbers
+                found.has_halves |= noise.has_halves
                 if seen is not None:
                     seen()
             return tally
