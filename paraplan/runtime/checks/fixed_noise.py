@@ -10,7 +10,6 @@ import torch
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.torch_private import TorchDispatchMode, pytree, schema_of
 
-
 _HALVES = (torch.bfloat16, torch.float16)
 
 
