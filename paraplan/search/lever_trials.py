@@ -71,6 +71,8 @@ class LeverTrials:
     """Share of the step of the plan without the lever: a lever that costs more is not offered."""
     kept: list[Lever] = field(default_factory=list)
     """The levers that saved memory and were not enough, in their order."""
+    left_out: list[Lever] = field(default_factory=list)
+    """Those that saved too little of what was needed then, which may be much of what is needed beside others."""
 
     def offers(self, *, looks_for_fewest: bool = False) -> tuple[LeverOffer, ...]:
         """Return up to `MOST_OFFERS` levers that fit, in their order, and those that are not enough or lacking.
@@ -94,6 +96,7 @@ class LeverTrials:
                 continue
             tried = self._try(lever)
             if tried is None:
+                self.left_out.append(lever)
                 continue
             if tried.offer.lacking is not None:
                 beside.append(tried.offer)
@@ -106,6 +109,7 @@ class LeverTrials:
                 continue
             else:
                 fitting.append(tried)
+        fitting = fitting or self._with_those_left_out()
         while len(fitting) > MOST_OFFERS:
             other_training = (one for one in reversed(fitting) if not one.lever.keeps_training)
             fitting.remove(next(other_training, _fullest_of_slowest(fitting)))
@@ -227,7 +231,16 @@ class LeverTrials:
         best, group = min(ways, key=lambda way: way[0].share)
         if best.share <= SAVES * least or alone.lever.is_choice:
             self.kept, least = group, min(best.share, least)
+        else:
+            self.left_out.append(alone.lever)
         return alone, least
+
+    def _with_those_left_out(self) -> list[_Tried]:
+        """Return what is kept beside what was left out and costs no training, where they fit together; else nothing."""
+        before = {name for one in self.kept for name in one.fields}
+        free = [one for one in self.left_out if one.keeps_training and not one.is_choice and not one.fields & before]
+        together = self._joined_with(free, reduce(Lever.beside, self.kept)) if self.kept and free else None
+        return [together] if together is not None and together.offer.fits else []
 
     def _joined_with(self, others: list[Lever], lever: Lever) -> _Tried | None:
         joined = _joined([*others, lever])
@@ -369,30 +382,3 @@ def _without_contradictions(tried: list[_Tried]) -> list[LeverOffer]:
         if all((one.offer.fewest_gpus or 0) <= (other.offer.fewest_gpus or 0) for other in wider):
             kept.append(one)
     return [one.offer for one in kept]
-
-
-def explained(
-    error: NothingFitsError,
-    workload: Workload,
-    *,
-    executor: Executor,
-    fixed: Constraints,
-    executors: Callable[[Workload], Executor],
-) -> NothingFitsError:
-    """Return the error with what would fit: cheap levers first, then shorter sequences and other machines."""
-    trials = LeverTrials(workload, executor, fixed, nearest=error.nearest, executors=executors)
-    offers = _at_the_pace_of_gpus(trials, trials.offers(looks_for_fewest=True))
-    return error.offering(offers + trials.beyond(), framework=workload.framework.told_as)
-
-
-def _at_the_pace_of_gpus(trials: LeverTrials, offers: tuple[LeverOffer, ...]) -> tuple[LeverOffer, ...]:
-    """Return offers after those that fit with all on the GPUs, which are looked for where none of them does."""
-    fitting = [one for one in offers if one.fits]
-    if trials.fixed.offload is not None or not fitting or not all(one.offloads_parameters for one in fitting):
-        return offers
-    within = replace(trials, fixed=replace(trials.fixed, offload="none"), nearest=None, stays_on_gpus=True, kept=[])
-    first = [one for one in within.offers(looks_for_fewest=True) if one.fits]
-    told = {one.options for one in first}
-    left = fitting[: max(1, MOST_OFFERS - len(first))]
-    rest = (one for one in offers if one.options not in told and (one in left or not one.fits))
-    return (*first, *rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -75,9 +76,11 @@ class Lever:
 
     def beside(self, other: Lever) -> Lever:
         """Return both levers as one; where they set the same field, `other` decides."""
-        drops, words = "without ", other.options
-        both_drop = self.options.startswith(drops) and words.startswith(drops)
-        options = f"{self.options} and {words.removeprefix(drops)}" if both_drop else f"{self.options} {words}"
+        drops, before, words = "without ", self.options, other.options
+        if "train" in self.training and "train" in other.training:
+            before = re.sub(r"--train \S+ ?", "", before).strip()
+        both_drop = before.startswith(drops) and words.startswith(drops)
+        options = f"{before} and {words.removeprefix(drops)}" if both_drop else f"{before} {words}".strip()
         return Lever(
             f"{self.name}, {other.name}",
             options,
@@ -233,7 +236,9 @@ def _stored_by(tool: str, workload: Workload) -> Lever:
     if adapter is None or adapter.targets != (ALL_LINEAR,) or not names_layers:
         return lever
     train = trainable.replace(adapter=adapter.replace(targets=_OF_ATTENTION)).text
-    return lever.beside(Lever("adapters of attention", f"--train '{train}'", {"train": train}, keeps_training=False))
+    is_qlora = workload.training.base_weights == QLORA_WEIGHTS and train.startswith("lora:")
+    options = f"--train '{'q' * is_qlora}{train}'"  # which takes the place of a qlora that was asked for
+    return lever.beside(Lever("adapters of attention", options, {"train": train}, keeps_training=False))
 
 
 def lacking(lever: Lever, workload: Workload, executor: Executor) -> str | None:

@@ -131,7 +131,7 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
     try:
         result, workload, offers, idle = _searched(workload, question, executor=executor)
     except NothingFitsError as error:
-        from paraplan.search.lever_trials import explained
+        from paraplan.search.offered import explained
         from paraplan.search.own_options import ChosenOptions
 
         chosen = ChosenOptions.of(workload, executor, question.fixed)

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -603,3 +604,17 @@ def test_anywhere_compares_rented_machines_and_says_how_each_is_submitted(tmp_pa
     assert read_plan_file(plan).plan.world_size == 8
     assert "--anywhere asks what training on so many tokens costs" in run(*words)[2]
     assert "no machine trains on so many tokens in 0.001 days" in run(*words, "--tokens", "1e12", "--days", "0.001")[2]
+
+
+@pytest.mark.parametrize("train", ["qlora", "full"])
+def test_the_options_of_a_lever_beside_the_command_give_what_it_says(train: str) -> None:
+    words = ("recommend", "qwen3-30b-a3b", "--profile", "1xrtx-4090", "--framework", "axolotl", "--train", train)
+    status, report, _ = run(*words, "--json")
+    assert status == 1
+    first = next(one for one in json.loads(report)["levers"] if one["fits"])
+    assert not first["offloads_parameters"]
+    assert "targets=q|k|v|o" in first["options"]
+    status, report, _ = run(*words, *shlex.split(first["options"]), "--json")
+    assert status == 0
+    stages = json.loads(report)["estimate"]["memory"]
+    assert max(stage["total_bytes"] for stage in stages) == first["peak_memory_bytes"]

@@ -22,8 +22,9 @@ from paraplan.plan.training import TrainingSpec
 from paraplan.report.short_text import recommendation_lines
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.failure import NothingFitsError
-from paraplan.search.lever_trials import LeverTrials, explained, offer_of
+from paraplan.search.lever_trials import LeverTrials, offer_of
 from paraplan.search.levers import levers
+from paraplan.search.offered import explained
 from paraplan.search.offers import LeverOffer
 from paraplan.search.own_options import ChosenOptions
 from paraplan.search.recommendation import Find, Recommendation, SearchRequest, recommendation
@@ -84,7 +85,7 @@ def test_a_tool_that_wants_its_layers_named_is_offered_with_their_names(workload
         search(made, num_candidates=1, executor=executor_of(made))
     error = explained(caught.value, made, executor=executor_of(made), fixed=FREE, executors=executor_of)
     first = next(one for one in error.offers if one.fits)
-    assert first.options == "--loss liger --quantizer axolotl --train 'lora:r=16,targets=q|k|v|o'"
+    assert first.options == "--loss liger --quantizer axolotl --train 'qlora:r=16,targets=q|k|v|o'"
     assert "not in axolotl (Hugging Face Trainer)" in (error.hint or "")
 
 
