@@ -1,4 +1,4 @@
-"""What is offered where nothing fits: levers, those that keep all on the GPUs first, then other machines."""
+"""Offers where nothing fits: levers, those that keep all on the GPUs first, then other machines."""
 
 from __future__ import annotations
 
