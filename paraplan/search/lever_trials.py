@@ -72,7 +72,7 @@ class LeverTrials:
     kept: list[Lever] = field(default_factory=list)
     """The levers that saved memory and were not enough, in their order."""
     left_out: list[Lever] = field(default_factory=list)
-    """Those that saved too little of what was needed then, which may be much of what is needed beside others."""
+    """Levers that saved too little of what was needed then, which may be much of what is needed beside others."""
 
     def offers(self, *, looks_for_fewest: bool = False) -> tuple[LeverOffer, ...]:
         """Return up to `MOST_OFFERS` levers that fit, in their order, and those that are not enough or lacking.
