@@ -363,12 +363,27 @@ def test_what_is_recommended_can_be_loaded_or_is_told_first_how(
             assert [line.label for line in lines].index("First") < [line.label for line in lines].index("Plan")
 
 
-def test_what_saves_gpus_is_joined_with_other_gpus(workload: MakeWorkload) -> None:
-    fields = {"train": "lora:r=8", "base_weights": "nf4", "precision": "fp16"}
-    made = workload("gpt-oss-20b", profile="1xt4", seq_length=1024, global_batch_size=4, **fields)
+@pytest.mark.parametrize(
+    ("model", "profile", "framework", "options"),
+    [
+        ("gpt-oss-20b", "1xt4", "paraplan", "--quantizer axolotl --profile 1xrtx-4090"),
+        (
+            "mixtral-8x7b",
+            "2xrtx-4090",
+            "axolotl",
+            "--quantizer axolotl --train 'qlora:r=8,targets=q|k|v|o' --profile 2xrtx-5090",
+        ),
+    ],
+)
+def test_what_saves_gpus_is_joined_with_other_gpus(
+    workload: MakeWorkload, model: str, profile: str, framework: str, options: str
+) -> None:
+    weights = "nf4:double" if framework == "axolotl" else "nf4"
+    fields = {"train": "lora:r=8", "base_weights": weights, "precision": "fp16"}
+    made = _of_framework(workload(model, profile=profile, seq_length=1024, global_batch_size=4, **fields), framework)
     with pytest.raises(NothingFitsError) as caught:
-        recommendation(made, SearchRequest())
-    assert "--quantizer axolotl --profile 1xrtx-4090" in _by_options(one for one in caught.value.offers if one.fits)
+        recommendation(made, SearchRequest(executor=executor_of(made), executors=executor_of))
+    assert options in _by_options(one for one in caught.value.offers if one.fits)
 
 
 def test_an_option_that_a_framework_lacks_is_refused(workload: MakeWorkload) -> None:
