@@ -51,6 +51,11 @@ class _Told(ModelMetaclass):
 
     def __call__(self, *values: Any, **fields: Any) -> Any:
         """Return a record of these fields."""
+        if values:
+            raise WrongFieldError(
+                f"a {self.__name__} takes its fields by name, not {values[0]!r}",
+                hint=f"write {self.__name__}({next(iter(self.model_fields))}=...)",
+            )
         try:
             return super().__call__(*values, **fields)
         except ValidationError as error:

@@ -233,6 +233,7 @@ def test_five_tasks_of_a_notebook(tmp_path: Path) -> None:
     for wrong, said in (
         (lambda: TrainingSpec(global_batch_size=64), "TrainingSpec needs seq_length"),  # type: ignore[call-arg]
         (lambda: ParallelPlan(data_parallel=8), "has no field 'data_parallel'"),  # type: ignore[call-arg]
+        (lambda: ParallelPlan(4), "a ParallelPlan takes its fields by name, not 4"),  # type: ignore[call-arg]
         (lambda: ParallelPlan(pp=2), "needs a pipeline_schedule, such as '1f1b'"),
         (lambda: job.replace(seq_len=8), "has no field 'seq_len'"),
         (lambda: job.replace(precision="bf17"), "precision='bf17' of a TrainingSpec: it should be 'fp32'"),

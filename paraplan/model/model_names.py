@@ -22,6 +22,11 @@ def spelled(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+def untuned(name: str) -> str:
+    """Return a name without the words at its end that say whether a release was tuned: `-instruct`, `-chat-hf`."""
+    return re.sub(r"([-_ ](instruct|chat|base|it|pt|hf))+$", "", name.lower())
+
+
 _RELEASES = re.compile(
     r"[-_](hf|instruct|chat|base|it|pt|thinking|reasoning|plus|exp|terminus|unsloth|bnb|4bit|8bit|awq|gptq|int[48]|fp8"
     r"|gguf|mlx|bf16|dynamic|\d{4}|v0\.\d|a\d+b|\d+e)(?=[-_]|$)"
@@ -35,7 +40,10 @@ _MADE_FROM = (
     (r"^qwq[-_]", "qwen2.5-"),
     (r"^qwen([23](?:\.5)?)[-_](?:coder|math)[-_]", r"qwen\1-"),
     (r"^llama[-_]guard[-_]3", "llama-3"),
-    (r"^.*llama[-_ ]?3(?:\.[13])?(?:[-_]nemotron)?(?=[-_ ]?(?:8|70|405)b)", "llama-3"),
+    *(
+        (rf"^.*llama[-_ ]?3{version}(?:[-_]nemotron)?(?=[-_ ]?(?:8|70|405)b)", made_from)
+        for version, made_from in ((r"[._][13]", "llama-3.1"), (r"[._][13]", "llama-3.3"), (r"(?:[._][13])?", "llama-3"))
+    ),
     (r"^meta[-_]llama", "llama"),
     (r"^medgemma", "gemma-3"),
     (r"^qwen3[-_]coder[-_]next$", "qwen3-next-80b"),
@@ -63,13 +71,13 @@ def same_layers(name: str, known: Iterable[str]) -> str | None:
 def _names_of_layers(name: str) -> Iterator[str]:
     """Yield spelled names that a model of the layers of `name` may have, the nearest first."""
     yield spelled(name)
-    yield plain_name(name)
     words = _without_release(name)
     yield spelled(words)
     for pattern, replacement in _MADE_FROM:
         made_from, count = re.subn(pattern, replacement, words)
         if count:
             yield spelled(made_from)
+    yield plain_name(name)
 
 
 def _without_release(name: str) -> str:

@@ -15,7 +15,7 @@ from paraplan.model.config_file import MAX_LAYERS, OWN_CODE_HINT, ModelConfig, l
 from paraplan.model.family_table import READERS, is_read
 from paraplan.model.hub import hub_config
 from paraplan.model.hybrid import is_hybrid, read_hybrid
-from paraplan.model.model_names import same_layers, spelled
+from paraplan.model.model_names import same_layers, spelled, untuned
 from paraplan.model.multi_token import with_prediction_layers
 from paraplan.model.spec import ModelSpec
 from paraplan.model.transformers_model import can_build, trace_config
@@ -61,11 +61,7 @@ _read_bundled = lru_cache(maxsize=256)(_read_file)
 
 def bundled_config(repository: str) -> Path | None:
     """Return the bundled configuration of a hub id, however its letters are written; None where it is not bundled."""
-    wanted = repository.lower()
-    for path in bundled_models().values():
-        if str(json.loads(path.read_text(encoding="utf-8")).get("hub_id", "")).lower() == wanted:
-            return path
-    return None
+    return _by_hub_id().get(repository.lower())
 
 
 def is_factory(reference: str) -> bool:
@@ -82,6 +78,33 @@ def bundled_models() -> Mapping[str, Path]:
     return MappingProxyType({path.stem: path for path in sorted((profiles_folder() / "models").glob("*.json"))})
 
 
+@cache
+def _by_hub_id() -> Mapping[str, Path]:
+    """Return the bundled configurations by the ids of the hub that have them, in small letters."""
+    found = dict[str, Path]()
+    for path in bundled_models().values():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        ids = [config.get("hub_id"), *config.get("same_as", ())]
+        found |= {one.lower(): path for one in ids if one is not None}
+    return MappingProxyType(found)
+
+
+def _called(name: str) -> Path | None:
+    """Return the one bundled configuration of a name without an owner: ours or the hub's, of a base or a tuned model.
+
+    None where it is bundled under no such name, or under that of several.
+    """
+    if set(name) & _OF_PATHS:
+        return None
+    on_hub = [(repository.rpartition("/")[2], path) for repository, path in _by_hub_id().items()]
+    for spell in (spelled, lambda one: spelled(untuned(one))):
+        for names in (bundled_models().items(), on_hub):
+            alike = {path for one, path in names if spell(one) == spell(name)}
+            if len(alike) == 1:
+                return alike.pop()
+    return None
+
+
 def find_config(reference: str) -> Path:
     """Return the path of the configuration that `reference` names: a file, a folder, a bundled name or a hub id."""
     if not reference.strip():
@@ -96,9 +119,9 @@ def find_config(reference: str) -> Path:
     bundled = bundled_models()
     if reference in bundled:
         return bundled[reference]
-    alike = [] if set(reference) & _OF_PATHS else [name for name in bundled if spelled(name) == spelled(reference)]
-    if len(alike) == 1:
-        return bundled[alike[0]]
+    called = _called(reference)
+    if called is not None:
+        return called
     if _looks_like_hub_id(reference):
         known = bundled_config(reference)
         if known is not None:

@@ -59,8 +59,8 @@ def test_a_layer_for_multi_token_prediction_is_a_block_a_projection_and_the_head
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3-8b"),
-        ("llama-3.1-70b", "llama-3-70b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("llama-3.1-70b", "llama-3.3-70b"),
         ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
         ("Qwen/Qwen3-32B", "qwen3-32b"),
         ("Qwen/Qwen3-9B", None),
