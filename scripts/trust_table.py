@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
-from typing import Literal
+from typing import Literal, TypeVar
 
 from marked import TextOf, between
 
@@ -64,6 +64,10 @@ LATER = tuple(
     )
 )
 LATER_FINE_TUNING = RUNS / "later_fine_tuning.csv"
+FOUND = (LATER[0], LATER_FINE_TUNING, *LATER[1:])
+"""Tables in the order in which they were written down."""
+LAST = 6
+Kind = TypeVar("Kind")
 FIRST = RUNS.parent / "first_predictions.csv"
 ACCURACY = Path(__file__).parent.parent / "profiles" / "accuracy.json"
 START, END = "<!-- trust -->\n", "<!-- /trust -->"
@@ -82,13 +86,14 @@ def validate(files: Sequence[Path]) -> tuple[tuple[Score, Score, Score], str, Ac
     rows = [row for _, row in found.rows]
     nothing = sum(row.step_time_error is None and row.memory_error is None for row in rows)
     left_out = f"\n{nothing} rows that were not measured, or cannot be predicted, are left out.\n" if nothing else ""
-    accuracy = accuracy_of((*found.rows, *later, *tuned))
-    poor = poor_rows((*LATER, LATER_FINE_TUNING))
+    everything = (*found.rows, *later, *tuned)
+    accuracy, poor = accuracy_of(everything), poor_rows(FOUND)
     sentences = [
         unseen_sentence([row for _, row in later if row.id not in poor]),
         sentence(**standard.sweeps),
         range_sentence(accuracy),
-        fits_sentence(score_fits(found.rows), risks_left_out((*found.rows, *later, *tuned))) + left_out,
+        afterwards_sentence([row for _, row in everything]),
+        fits_sentence(score_fits(found.rows), risks_left_out(everything)) + left_out,
     ]
     return scores, "\n".join(sentences), accuracy
 
@@ -134,12 +139,10 @@ def risks_left_out(rows: Sequence[Row]) -> FitScore:
 def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
     """Return what ranges and risks are made of, from the runs of all tables beside their predictions."""
     timed = [row for _, row in rows if row.step_time_error is not None]
-    ratios = [*first_ratios(timed).values()]
-    poor = poor_rows((*LATER, LATER_FINE_TUNING))
     return AccuracyTable(
         measured=measured_on(timed),
-        step_time=errors_by_evidence(ratios),
-        memory=memory_errors(row for _, row in rows if row.id not in poor),
+        step_time=errors_by_evidence(first_ratios(timed).values()),
+        memory=errors_by_reading(first_peaks(row for _, row in rows).values()),
         memory_risk=risk_of(outcomes(tell_failures(rows))),
     )
 
@@ -147,7 +150,7 @@ def accuracy_of(rows: Sequence[Row]) -> AccuracyTable:
 def first_ratios(timed: Sequence[RunPrediction]) -> dict[str, tuple[Evidence, Ratio]]:
     """Return by row its source with measured / first prediction, and what the other sources measured of its kind."""
     by_source = {source: [row for row in timed if row.source == source] for source in {row.source for row in timed}}
-    first, poor = first_predictions("step_time_s"), poor_rows((*LATER, LATER_FINE_TUNING))
+    first, poor = first_predictions("step_time_s"), poor_rows(FOUND)
     ratios = dict[str, tuple[Evidence, Ratio]]()
     for source, own in by_source.items():
         measured = measured_on(row for row in timed if row.source != source)
@@ -174,14 +177,22 @@ def measured_on(rows: Iterable[RunPrediction]) -> dict[str, dict[str, int]]:
     }
 
 
-def memory_errors(rows: Iterable[RunPrediction]) -> dict[Peak, Errors]:
-    """Return the errors of first predictions of peaks, by what was read."""
-    first, ratios = first_predictions("peak_memory_bytes"), dict[Peak, list[Ratio]]()
-    for row in rows:
-        if row.memory_reading and row.measured_peak_memory_bytes and row.id in first:
-            ratio = row.measured_peak_memory_bytes / first[row.id]
-            ratios.setdefault(PEAKS[row.memory_reading], []).append((row.source, ratio))
-    return {kind: Errors.of(ratios[kind]) for kind in sorted(ratios)}
+def first_peaks(rows: Iterable[RunPrediction]) -> dict[str, tuple[Peak, Ratio]]:
+    """Return by row what was read as its peak, and its source with measured / first prediction."""
+    first, poor = first_predictions("peak_memory_bytes"), poor_rows(FOUND)
+    return {
+        row.id: (PEAKS[row.memory_reading], (row.source, row.measured_peak_memory_bytes / first[row.id]))
+        for row in rows
+        if row.memory_reading and row.measured_peak_memory_bytes and row.id in first and row.id not in poor
+    }
+
+
+def errors_by_reading(peaks: Iterable[tuple[Peak, Ratio]]) -> dict[Peak, Errors]:
+    """Return the errors of peaks by what was read, where several sources did."""
+    ratios: dict[Peak, list[Ratio]] = {}
+    for kind, ratio in peaks:
+        ratios.setdefault(kind, []).append(ratio)
+    return {kind: Errors.of(ratios[kind]) for kind in sorted(ratios) if len({name for name, _ in ratios[kind]}) > 1}
 
 
 def first_predictions(column: Literal["step_time_s", "peak_memory_bytes"]) -> dict[str, float]:
@@ -259,6 +270,46 @@ def range_sentence(accuracy: AccuracyTable) -> str:
             "",
         ]
     )
+
+
+def afterwards_sentence(rows: Sequence[RunPrediction]) -> str:
+    """Return in words what ranges hold of tables that were found after those they are made of."""
+    times = first_ratios([row for row in rows if row.step_time_error is not None])
+    times_held = held_afterwards(times, errors_by_evidence)
+    peaks_held = held_afterwards(first_peaks(rows), errors_by_reading)
+
+    def shares(held: Sequence[tuple[str, bool]]) -> str:
+        sources = {name: [is_in for source, is_in in held if source == name] for name, _ in held}
+        return f"{fmean(is_in for _, is_in in held):.0%} and {fmean(map(fmean, sources.values())):.0%}"
+
+    (all_times, last_times), (all_peaks, last_peaks) = (
+        [shares([one for table in tables for one in table]) for tables in (held, held[-LAST:])]
+        for held in (times_held, peaks_held)
+    )
+    return (
+        f"Made only of the tables that were there before, ranges of step times hold {all_times} (runs, mean of "
+        f"sources)\nof the {len(times_held)} tables that were found afterwards, {last_times} of the last {LAST}; those "
+        f"of peaks {all_peaks}, and {last_peaks}.\n"
+    )
+
+
+def held_afterwards(
+    ratios: Mapping[str, tuple[Kind, Ratio]], errors: Callable[[Iterable[tuple[Kind, Ratio]]], Mapping[Kind, Errors]]
+) -> list[list[tuple[str, bool]]]:
+    """Return for each table but the first the sources of its runs, and whether the ranges of those before hold them."""
+    tables = [[ratios[name] for name in row_ids(path) if name in ratios] for path in FOUND]
+    held = []
+    for number, table in enumerate(tables[1:], start=1):
+        known = errors(one for before in tables[:number] for one in before)
+        held.append(
+            [(source, known[kind].low <= ratio <= known[kind].high) for kind, (source, ratio) in table if kind in known]
+        )
+    return held
+
+
+def row_ids(path: Path) -> list[str]:
+    """Return the names of the rows of a table."""
+    return [row["id"] for row in csv.DictReader(io.StringIO(path.read_text()))]
 
 
 def range_row(name: str, errors: Errors) -> str:

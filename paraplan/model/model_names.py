@@ -42,7 +42,11 @@ _MADE_FROM = (
     (r"^llama[-_]guard[-_]3", "llama-3"),
     *(
         (rf"^.*llama[-_ ]?3{version}(?:[-_]nemotron)?(?=[-_ ]?(?:8|70|405)b)", made_from)
-        for version, made_from in ((r"[._][13]", "llama-3.1"), (r"[._][13]", "llama-3.3"), (r"(?:[._][13])?", "llama-3"))
+        for version, made_from in (
+            (r"[._][13]", "llama-3.1"),
+            (r"[._][13]", "llama-3.3"),
+            (r"(?:[._][13])?", "llama-3"),
+        )
     ),
     (r"^meta[-_]llama", "llama"),
     (r"^medgemma", "gemma-3"),

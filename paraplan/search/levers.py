@@ -66,8 +66,9 @@ class Lever:
 
     @property
     def keeps_asked(self) -> bool:
-        """Whether it leaves the training as it was asked for: a tool that stores all weights as asked does, though it
-        may want the layers of adapters named.
+        """Whether it leaves the training as it was asked for.
+
+        A tool that stores all weights as asked does, though it may want the layers of adapters named.
         """
         return self.keeps_training or "quantizer" in self.fields <= {"quantizer", "train"}
 

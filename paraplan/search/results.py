@@ -110,7 +110,7 @@ closer cannot be told apart.
 
 RANGE = 0.27
 """On small rigs plans beyond plain data parallelism have to be faster by more. Judgement: between the mean error of
-first predictions of unseen sources (0.19) and the end of their range (0.47, in `profiles/accuracy.json`)."""
+first predictions of unseen sources and the end of their range (`profiles/accuracy.json`)."""
 SMALL_RIG = 8
 """GPUs of one node on which that holds for all trainings; for adapters it does on any."""
 FEW_TOKENS, FEWEST_TOKENS = 4096, 2048
