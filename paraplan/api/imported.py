@@ -217,7 +217,9 @@ def workloads_of(imported: ImportedPlan, workload: Workload, *, has_attention: b
     model, training, cluster = workload.whole_model or workload.model, workload.training, workload.cluster
     theirs = Workload.of(model, training, cluster, framework=imported.framework)
     # What the tool's own configuration can say, not that of others who train by the same framework.
-    theirs = replace(theirs, framework=theirs.framework.replace(export_target=imported.setup.target))
+    levers = theirs.framework.levers
+    levers = levers.replace(tiles_mlp=levers.tiles_mlp or theirs.training.stack.mlp_tile is not None)
+    theirs = replace(theirs, framework=theirs.framework.replace(export_target=imported.setup.target, levers=levers))
     plain = training.replace(stack=StackSettings()) if imported.setup.stack.text else training
     ours = workload.trained_as(plain) if plain != training else workload
     if not has_attention:

@@ -225,6 +225,15 @@ class LossProfile(_Group):
         return self.implementation.logit_bytes if self.logit_bytes is None else self.logit_bytes
 
 
+class Tool(Record):
+    """A tool that trains by a framework, and what it has beside that."""
+
+    title: str
+    """The name in print."""
+    tiles_mlp: bool = False
+    """Whether feed-forward layers may run over tiles of a sequence."""
+
+
 class FrameworkProfile(Record):
     """One framework's choices, as a file of `profiles/frameworks` describes them."""
 
@@ -234,7 +243,7 @@ class FrameworkProfile(Record):
     """The name in print."""
     aliases: tuple[str, ...] = ()
     """Other names. An alias holds for a text that has all of its words; of several the longest."""
-    tools: dict[str, str] = Field(default_factory=dict)
+    tools: dict[str, Tool] = Field(default_factory=dict)
     """Tools that train by it, by the aliases that name them."""
     tool: str | None = None
     """The one of these that was asked for."""
@@ -270,6 +279,13 @@ class FrameworkProfile(Record):
     """The options that it switches on whatever a training names."""
     levers: LeverProfile = LeverProfile()
     """Options that save memory."""
+
+    def of_tool(self, alias: str) -> FrameworkProfile:
+        """Return the profile as the tool has it that an alias names, itself where the alias names none."""
+        tool = self.tools.get(alias)
+        if tool is None:
+            return self
+        return self.replace(tool=tool.title, levers=self.levers.replace(tiles_mlp=tool.tiles_mlp))
 
     @property
     def told_as(self) -> str:

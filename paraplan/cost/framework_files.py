@@ -62,8 +62,7 @@ class FrameworkCatalog:
                 hint=near_names(name_or_path, {*self.names(), *self._known_aliases()}, listed=self.names()),
             )
         asked = name_or_path.strip().lower()
-        profile = _with_tool_allocator(self.bundled(name), asked)
-        profile = profile.replace(tool=profile.tools[asked]) if asked in profile.tools else profile
+        profile = _with_tool_allocator(self.bundled(name), asked).of_tool(asked)
         return profile.replace(export_target=asked) if asked in profile.alias_targets else profile
 
     def find(self, text: str) -> FrameworkProfile | None:

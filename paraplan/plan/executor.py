@@ -41,8 +41,9 @@ ANYTHING = Executor("any framework", lambda plan, training, num_blocks: None)
 
 def training_gap(executor: Executor, training: TrainingSpec, num_blocks: int) -> str | None:
     """Return why an executor cannot do a training at all, under the plainest plans; None where it can."""
-    plainest = (ParallelPlan(), ParallelPlan(dp=2, zero_stage=3))  # without shards and with: some tools do one alone
-    found = [executor.reason_of(plan, training, num_blocks) for plan in plainest]
+    sharded = ParallelPlan(dp=2, zero_stage=3)
+    plainest = (ParallelPlan(recompute="full"), sharded.replace(recompute="full"), ParallelPlan(), sharded)
+    found = [executor.reason_of(plan, training, num_blocks) for plan in plainest]  # some tools do one of these alone
     if None in found:
         return None
     plain = TrainingSpec(global_batch_size=2, seq_length=1024)  # of plans that it cannot execute anyway it says that

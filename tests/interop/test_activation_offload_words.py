@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from exported_plans import subject
 from paraplan.api.imported import Tool, import_plan
 from paraplan.errors import UnsupportedPlanError
 from paraplan.interop.export import TARGETS, export_plan, why_inexpressible
+from paraplan.plan.executor import Executor, training_gap
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stack import StackSettings
 from paraplan.plan.training import TrainingSpec
@@ -42,6 +44,13 @@ def test_tools_that_offload_what_checkpointing_keeps_refuse_it_without(target: s
 def test_what_frees_memory_is_not_left_out_in_silence(target: str) -> None:
     with pytest.raises(UnsupportedPlanError, match=f"no offloads_activations=True for {target}"):
         export_plan(subject("zero-2", **PURE), target, partial=True)
+
+
+@pytest.mark.parametrize("target", WITH_WORDS)
+def test_tools_that_do_it_under_some_plan_are_not_said_to_lack_it(target: str) -> None:
+    precision = "bf16-pure" if target == "torchtune" else "bf16"
+    training = TrainingSpec(global_batch_size=8, seq_length=128, precision=precision, offloads_activations=True)
+    assert training_gap(Executor(target, partial(why_inexpressible, target)), training, 32) is None
 
 
 def test_the_search_knows_who_has_it() -> None:
