@@ -52,10 +52,7 @@ class _Told(ModelMetaclass):
     def __call__(self, *values: Any, **fields: Any) -> Any:
         """Return a record of these fields."""
         if values:
-            raise WrongFieldError(
-                f"a {self.__name__} takes its fields by name, not {values[0]!r}",
-                hint=f"write {self.__name__}({next(iter(self.model_fields))}=...)",
-            )
+            raise _without_name(self, values[0])
         try:
             return super().__call__(*values, **fields)
         except ValidationError as error:
@@ -71,6 +68,12 @@ class Spec(Record, metaclass=_Told):
             return super().replace(**changes)
         except ValidationError as error:
             raise _wrong_field(type(self), error) from None
+
+
+def _without_name(record: type[Any], value: object) -> WrongFieldError:
+    first = next(iter(record.model_fields))
+    title = record.__name__
+    return WrongFieldError(f"a {title} takes its fields by name, not {value!r}", hint=f"write {title}({first}=...)")
 
 
 def _wrong_field(record: type[Any], error: ValidationError) -> WrongFieldError:

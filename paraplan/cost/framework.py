@@ -16,7 +16,7 @@ from paraplan.model.trainable import InputCopy
 from paraplan.plan.parallel import ScheduleName
 from paraplan.plan.split_rules import SplitRules
 from paraplan.plan.stack import RecomputedOps
-from paraplan.plan.training import AttentionKind, Fp8Recipe, TrainingSpec
+from paraplan.plan.training import AttentionKind, Fp8Recipe, LossKernel, TrainingSpec
 from paraplan.records import Record, Source
 
 OWN_RUNTIME = "paraplan"
@@ -230,6 +230,8 @@ class Tool(Record):
 
     title: str
     """The name in print."""
+    loss: LossKernel | None = None
+    """The kernel of its loss on given sequences, in place of the plain one."""
     tiles_mlp: bool = False
     """Whether feed-forward layers may run over tiles of a sequence."""
 
@@ -285,7 +287,8 @@ class FrameworkProfile(Record):
         tool = self.tools.get(alias)
         if tool is None:
             return self
-        return self.replace(tool=tool.title, levers=self.levers.replace(tiles_mlp=tool.tiles_mlp))
+        fixed = self.fixed.replace(loss=tool.loss or self.fixed.loss)
+        return self.replace(tool=tool.title, fixed=fixed, levers=self.levers.replace(tiles_mlp=tool.tiles_mlp))
 
     @property
     def told_as(self) -> str:

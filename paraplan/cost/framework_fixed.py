@@ -12,7 +12,7 @@ class FixedChoices(Record):
     """Settings of a framework that nobody has to ask for; None and False leave what a training names."""
 
     loss: LossKernel | None = None
-    """The kernel of the loss, in place of the plain one."""
+    """The kernel of the loss on given sequences, in place of the plain one."""
     fused_kernels: FusedKernels | None = None
     """Fused kernels where a training names none."""
     offloads_activations: bool = False
@@ -27,7 +27,7 @@ class FixedChoices(Record):
     def applied_to(self, training: TrainingSpec) -> TrainingSpec:
         """Return a training as the framework runs it."""
         changes: dict[str, object] = {}
-        if self.loss is not None and training.loss == "plain":
+        if self.loss is not None and training.loss == "plain" and training.task == "sft":
             changes["loss"] = self.loss
         if self.offloads_activations:
             changes["offloads_activations"] = True

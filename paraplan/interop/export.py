@@ -72,7 +72,7 @@ _LEARNS_FROM_MORE = "trl"
 """The target that knows tasks beside training on given sequences."""
 _BENEATH_TRL = (_LEARNS_FROM_MORE, "accelerate", "hf-trainer")
 """Targets whose plans TRL runs: its trainers are those of transformers, under accelerate."""
-_OFFLOADS_ACTIVATIONS = ("trl", "axolotl", "torchtune", "deepspeed")
+_OFFLOADS_ACTIVATIONS = ("trl", "axolotl", "hf-trainer", "torchtune", "deepspeed")
 """Targets whose files say that activations wait on the host."""
 
 _SHARD_OVER_RANKS = (

@@ -18,7 +18,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stack import StackSettings
 from paraplan.plan.training import TrainingSpec
 
-WITH_WORDS = ("trl", "axolotl", "torchtune", "deepspeed")
+WITH_WORDS = ("trl", "axolotl", "hf-trainer", "torchtune", "deepspeed")
 PURE: dict[str, object] = {"precision": "bf16-pure", "offloads_activations": True}
 
 
@@ -30,11 +30,14 @@ def test_tools_that_offload_activations_are_told_to() -> None:
     mixed = subject("zero-2", **PURE | {"precision": "bf16"})
     section = json.loads(export_plan(mixed, "deepspeed").text)["activation_checkpointing"]
     assert section == {"cpu_checkpointing": True}
+    arguments = json.loads(export_plan(subject("zero-2", **PURE), "hf-trainer").text)
+    assert (arguments["gradient_checkpointing"], arguments["gradient_checkpointing_kwargs"]) == (True, {"offload": True})
+    assert arguments["fsdp_config"]["activation_checkpointing"] is False
     without = PURE | {"offloads_activations": False}
     assert "activation_offloading" not in export_plan(subject("zero-2", **without), "axolotl").text
 
 
-@pytest.mark.parametrize("target", ["axolotl", "torchtune", "deepspeed"])
+@pytest.mark.parametrize("target", ["axolotl", "hf-trainer", "torchtune", "deepspeed"])
 def test_tools_that_offload_what_checkpointing_keeps_refuse_it_without(target: str) -> None:
     with pytest.raises(UnsupportedPlanError, match="offloads activations of checkpointed blocks alone"):
         export_plan(subject("zero-3", **PURE), target)
@@ -68,6 +71,11 @@ def test_the_search_knows_who_has_it() -> None:
         ("base_model: m\ngradient_checkpointing: true\nactivation_offloading: true\n", "axolotl", True),
         ("base_model: m\ngradient_checkpointing: offload\n", "axolotl", True),
         ("base_model: m\ngradient_checkpointing: true\n", "axolotl", None),
+        ("model_name_or_path: m\ngradient_checkpointing_kwargs: {offload: true}\n", "trl", True),
+        ("model_name_or_path: m\nactivation_checkpointing_kwargs: {use_reentrant: false}\n", "trl", None),
+        ("base_model: m\ngradient_checkpointing_kwargs: {offload: true}\n", "axolotl", True),
+        ("model: m\nactivation_checkpointing_kwargs: {offload: true}\n", "ms-swift", True),
+        ("model_name_or_path: m\nstage: sft\nuse_unsloth_gc: true\n", "llama-factory", True),
     ],
 )
 def test_configurations_that_ask_for_it_are_read_so(tmp_path: Path, text: str, tool: Tool, offloads: bool) -> None:
@@ -75,6 +83,36 @@ def test_configurations_that_ask_for_it_are_read_so(tmp_path: Path, text: str, t
     path.write_text(text, encoding="utf-8")
     training = import_plan(path, tool).setup.training
     assert training.get("offloads_activations") is offloads
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(1, False), (2, True)])
+def test_recompute_of_every_second_block_is_told(tmp_path: Path, number: int, is_told: bool) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model_name_or_path: m\ngradient_checkpointing_kwargs: {{every_n_layers: {number}}}\n")
+    assert any("every n-th block" in note for note in import_plan(path, "trl").notes) == is_told
+
+
+@pytest.mark.parametrize(
+    ("more", "loss"),
+    [
+        ("", "cut"),  # since TRL 1.8
+        ("loss_type: nll\n", "plain"),
+        ("use_liger_kernel: true\n", "liger"),
+        ("use_liger_kernel: true\nliger_kernel_config: {fused_linear_cross_entropy: false}\n", "plain"),
+        ("precompute_ref_log_probs: true\n", "plain"),  # DPO
+    ],
+)
+def test_trls_loss_is_in_chunks_unless_the_file_says_otherwise(tmp_path: Path, more: str, loss: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model_name_or_path: m\n{more}")
+    imported = import_plan(path, "trl")
+    assert imported.setup.training["loss"] == loss
+    assert any("before TRL 1.8" in note for note in imported.notes) == (loss == "cut")
+
+
+@pytest.mark.parametrize(("loss", "name"), [("plain", "nll"), ("cut", "chunked_nll")])
+def test_trl_is_told_its_loss(loss: str, name: str) -> None:
+    assert f"--loss_type {name}\n" in export_plan(subject("zero-2", loss=loss), "trl").text
 
 
 @pytest.mark.parametrize(("recompute", "offloads"), [(None, True), ("none", None)])

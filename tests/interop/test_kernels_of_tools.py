@@ -107,12 +107,12 @@ def test_ligers_loss_and_kernels_are_written_each_by_itself(read: Any, loss: str
     found = read(axolotl.text, num_gpus=8)
     assert (found.loss, found.stack.fused_kernels) == (loss, kernels)
     arguments = json.loads(export_plan(plan, "hf-trainer").text)
-    keys = {key: value for key, value in arguments.items() if "liger" in key}
+    liger = {key: value for key, value in arguments.items() if "liger" in key}
     trl = export_plan(plan, "trl").text
-    for text in (TRL + "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()),):
-        setup = read(text, num_gpus=1)
-        assert (setup.loss, setup.stack.fused_kernels) == (loss, kernels)
-    assert ("use_liger_kernel" in trl, "liger_kernel_config" in trl) == (bool(keys), "liger_kernel_config" in keys)
+    keys = liger | ({"loss_type": "nll"} if loss == "plain" else {})
+    setup = read(TRL + "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()), num_gpus=1)
+    assert (setup.loss, setup.stack.fused_kernels) == (loss, kernels)
+    assert ("use_liger_kernel" in trl, "liger_kernel_config" in trl) == (bool(liger), "liger_kernel_config" in liger)
     assert not any("fused_kernels" in note for note in axolotl.notes)
 
 

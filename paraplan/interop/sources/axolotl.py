@@ -132,7 +132,8 @@ def _is_fsdp2(section: Fields) -> bool:
 
 def _offloads_activations(fields: Fields) -> bool:
     """Return whether activations wait on the host, also by the words that axolotl had for it first."""
-    return fields.is_on("activation_offloading") or fields.value("gradient_checkpointing") == "offload"
+    by_trainer = trainer.offloads_checkpoints(fields) or False
+    return by_trainer or fields.is_on("activation_offloading") or fields.value("gradient_checkpointing") == "offload"
 
 
 def _trainable(fields: Fields) -> tuple[str | None, list[str]]:

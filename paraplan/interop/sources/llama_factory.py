@@ -64,6 +64,7 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
         base_weights=_weights(fields, notes) if train is not None else None,
         loss="plain",
         compiled=fields.flag("torch_compile"),
+        offloads_activations=fields.flag("use_unsloth_gc"),
         seq_length=fields.count("cutoff_len") or _LENGTH,
         model_name=fields.text("model_name_or_path"),
         task=objective.task,

@@ -210,6 +210,7 @@ def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup
         base_weights=_weights(fields, notes) if train is not None else None,
         loss="plain",
         compiled=fields.flag("torch_compile"),
+        offloads_activations=trainer.offloads_checkpoints(fields) or _offloads(sharding),
         seq_length=_length(fields, objective, notes),
         model_name=fields.text("model") or fields.text("model_id_or_path"),
         task=objective.task,
@@ -307,6 +308,11 @@ def _weights(fields: Fields, notes: list[str]) -> WeightFormat:
         is_double = fields.flag("bnb_4bit_use_double_quant")
         return trainer.four_bits(is_fp4=fields.text("bnb_4bit_quant_type") == "fp4", is_double=is_double is not False)
     return released_format(fields.text("model"), notes) or "bf16"
+
+
+def _offloads(sharding: Fields) -> bool | None:
+    """Return True where ms-swift's FSDP keeps activations on the host."""
+    return Fields(sharding.taken("fsdp_config"), source=sharding.source).flag("activation_cpu_offload")
 
 
 def _precision(fields: Fields) -> TrainingPrecision:

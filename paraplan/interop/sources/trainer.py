@@ -182,11 +182,23 @@ def trainer_optimizer(fields: Fields, key: str) -> tuple[OptimizerName | None, l
     return optimizer_of(fields.text(key) or "adamw_torch_fused", has_momentum=has_momentum)
 
 
+_CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+
+
 def recomputes(fields: Fields) -> bool | None:
     """Return whether the Trainer computes blocks again, None where it is not said; the key was renamed in 2026."""
     own = fields.flag("activation_checkpointing")
     older = fields.flag("gradient_checkpointing")
     return older if own is None else own
+
+
+def offloads_checkpoints(fields: Fields) -> bool | None:
+    """Return True where the Trainer keeps inputs of blocks that are computed again on the host, else None.
+
+    It does so since transformers 5.17.
+    """
+    given = (key for key in _CHECKPOINTING if isinstance(fields.values.get(key), Mapping))
+    return any(fields.section(key).flag("offload") for key in given) or None
 
 
 def tf32_note(fields: Fields, precision: TrainingPrecision | None) -> list[str]:

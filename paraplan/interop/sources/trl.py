@@ -23,7 +23,6 @@ from paraplan.plan.training import LossKernel, TrainingPrecision
 _LENGTH, _RANK, _DROPOUT, _MICRO_BATCH = 1024, 16, 0.05, 8
 _PROMPT, _COMPLETION = 512, 512
 _PAIRS = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "apo_zero", "apo_down", "sppo_hard")
-_LOSSES: dict[str, LossKernel] = {"chunked_nll": "cut"}
 
 
 def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFile) -> Setup:
@@ -63,7 +62,6 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
     if weights is None and has_adapters:
         weights = released_format(fields.text("model_name_or_path"), notes) or ("bf16" if loads_half else "fp32")
     optimizer, found = trainer.trainer_optimizer(fields, "optim")
-    loss = _LOSSES.get(str(fields.value("loss_type")), "plain")
     setup = setup.replace(
         precision=_precision(fields, is_pure=loads_half and not has_adapters and not setup.keeps_fp32),
         optimizer=optimizer,
@@ -71,10 +69,10 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
         packs_samples=bool(fields.flag("packing")) and fields.text("packing_strategy") != "wrapped",
         train=train,
         base_weights=weights if has_adapters else None,
-        loss=loss,
+        loss=_loss(fields, objective, notes),
         task=objective.task,
         compiled=fields.flag("torch_compile"),
-        offloads_activations=fields.flag("activation_offloading"),
+        offloads_activations=fields.flag("activation_offloading") or trainer.offloads_checkpoints(fields),
         seq_length=_length(fields, objective, notes),
         model_name=fields.text("model_name_or_path"),
     )
@@ -82,6 +80,15 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
     return setup.replace(
         notes=(*setup.notes, *trainer.tf32_note(fields, setup.precision), *key_table("trl").notes(fields))
     )
+
+
+def _loss(fields: Fields, objective: Objective, notes: list[str]) -> LossKernel:
+    """Return the kernel of the loss, without Liger's; on given sequences TRL's own is in chunks since 1.8."""
+    named = fields.value("loss_type")
+    if named is None and objective.task is None and not fields.flag("use_liger_kernel"):
+        notes.append("loss_type: chunked_nll, as it is left out; before TRL 1.8 that was nll, which keeps all logits")
+        return "cut"
+    return "cut" if named == "chunked_nll" else "plain"
 
 
 def _length(fields: Fields, objective: Objective, notes: list[str]) -> int:

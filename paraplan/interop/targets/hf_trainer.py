@@ -11,6 +11,7 @@ from paraplan.interop.exported import (
     Exported,
     Gap,
     Subject,
+    checkpointed_offload_gap,
     expert_gap,
     field_gap,
     hybrid_gap,
@@ -75,23 +76,29 @@ def to_hf_trainer(subject: Subject) -> Exported:
         config |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
         arguments["deepspeed"] = config
         notes.append("deepspeed has to be installed")
-    if plan.zero_stage >= 2 and not uses_deepspeed(plan):
-        arguments |= {"fsdp": True, "fsdp_config": _fsdp(subject)}
-    elif plan.recompute == "full":
+    offloads = training is not None and training.offloads_activations
+    has_fsdp = plan.zero_stage >= 2 and not uses_deepspeed(plan)
+    by_trainer = plan.recompute == "full" and (offloads or not has_fsdp)  # which refuses FSDP's beside its own
+    if has_fsdp:
+        arguments |= {"fsdp": True, "fsdp_config": _fsdp(subject, recomputes=not by_trainer)}
+    if by_trainer:
         arguments["gradient_checkpointing"] = True
+    if offloads:
+        arguments["gradient_checkpointing_kwargs"] = {"offload": True}
+        notes.append("gradient_checkpointing_kwargs.offload: transformers after 5.16.1")
     gaps = hf_trainer_gaps(subject)
     return Exported(
         target="hf-trainer", text=json.dumps(arguments, indent=2) + "\n", gaps=tuple(gaps), notes=tuple(notes)
     )
 
 
-def _fsdp(subject: Subject) -> dict[str, object]:
+def _fsdp(subject: Subject, *, recomputes: bool) -> dict[str, object]:
     plan = subject.plan
     return {
         "version": 2,
         "reshard_after_forward": plan.zero_stage == 3,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "activation_checkpointing": plan.recompute == "full",
+        "activation_checkpointing": recomputes and plan.recompute == "full",
         "cpu_offload": plan.offload == "parameters",
         "state_dict_type": "SHARDED_STATE_DICT",
     }
@@ -112,5 +119,6 @@ def hf_trainer_gaps(subject: Subject) -> list[Gap]:
         gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
         if plan.zero_stage == 0:
             gaps += field_gap(plan, "offload", ("none",), "the Trainer offloads under FSDP2 and DeepSpeed")
+    gaps += checkpointed_offload_gap(subject, "the Trainer")
     gaps += training_gap(subject.training, "optimizer", tuple(OPTIMIZERS), "the Trainer has no such optimizer")
     return gaps

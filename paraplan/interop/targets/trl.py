@@ -27,7 +27,9 @@ from paraplan.plan.training import TrainingSpec
 
 _ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 _BASES = ("bf16", "fp32", "int8", "nf4", "nf4:double", "fp4", "fp4:double")
-_LOSSES = ("plain", "cut", "liger")
+_LOSS_TYPES = {"plain": "nll", "cut": "chunked_nll"}
+"""Values of `loss_type` for given sequences: the first was TRL's own before 1.8, the second is since."""
+_LOSSES = (*_LOSS_TYPES, "liger")
 _FILE, _KEYS = "accelerate.yaml", "liger.yaml"
 
 
@@ -85,8 +87,8 @@ def _training_words(subject: Subject, training: TrainingSpec, notes: list[str]) 
         words += ["--torch_compile", "true"]
     if training.offloads_activations:
         words += ["--activation_offloading", "true"]
-    if training.loss == "cut":
-        words += ["--loss_type", "chunked_nll"]  # its chunks of tokens and of words leave no logits
+    if training.task == "sft" and training.loss in _LOSS_TYPES:
+        words += ["--loss_type", _LOSS_TYPES[training.loss]]
     adapter = trainable.adapter
     if adapter is None:
         return words
