@@ -195,7 +195,7 @@ def recomputes(fields: Fields) -> bool | None:
 def offloads_checkpoints(fields: Fields) -> bool | None:
     """Return True where the Trainer keeps inputs of blocks that are computed again on the host, else None.
 
-    It does so since transformers 5.17.
+    transformers has that since a release after 5.16.1.
     """
     given = (key for key in _CHECKPOINTING if isinstance(fields.values.get(key), Mapping))
     return any(fields.section(key).flag("offload") for key in given) or None
