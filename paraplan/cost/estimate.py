@@ -26,7 +26,8 @@ from paraplan.cost.pipeline.stages import (
 from paraplan.cost.plan_table import Floats, Mask, PlanTable
 from paraplan.cost.step import StepTime, step_time
 from paraplan.cost.workload import Workload
-from paraplan.plan.compatibility import Incompatibility, why_incompatible
+from paraplan.plan.compatibility import why_incompatible
+from paraplan.plan.incompatibility import Incompatibility
 from paraplan.plan.memory_record import MEMORY_PARTS, MemoryParts
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record

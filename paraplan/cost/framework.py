@@ -113,6 +113,8 @@ class KernelProfile(_Group):
     ring_attention: bool = False
     """Context parallelism passes keys and values around a ring beside the attention core, as Transformer Engine does;
     else it exchanges tokens for heads (Ulysses)."""
+    causal_context: bool = False
+    """Context parallelism is for attention to all tokens before alone."""
     gathers_keys: bool = False
     """Ranks of context parallelism beyond those that the heads divide over gather keys and values."""
     uses_tf32: bool = False
@@ -232,6 +234,8 @@ class Tool(Record):
     """The name in print."""
     loss: LossKernel | None = None
     """The kernel of its loss on given sequences, in place of the plain one."""
+    causal_context: bool = False
+    """Whether its context parallelism is for attention to all tokens before alone."""
     tiles_mlp: bool = False
     """Whether feed-forward layers may run over tiles of a sequence."""
 
@@ -287,8 +291,12 @@ class FrameworkProfile(Record):
         tool = self.tools.get(alias)
         if tool is None:
             return self
-        fixed = self.fixed.replace(loss=tool.loss or self.fixed.loss)
-        return self.replace(tool=tool.title, fixed=fixed, levers=self.levers.replace(tiles_mlp=tool.tiles_mlp))
+        return self.replace(
+            tool=tool.title,
+            fixed=self.fixed.replace(loss=tool.loss or self.fixed.loss),
+            kernels=self.kernels.replace(causal_context=tool.causal_context),
+            levers=self.levers.replace(tiles_mlp=tool.tiles_mlp),
+        )
 
     @property
     def told_as(self) -> str:
@@ -305,6 +313,7 @@ class FrameworkProfile(Record):
         """The dimensions that it may divide and others may not."""
         return SplitRules(
             any_context=self.kernels.ring_attention or self.kernels.gathers_keys,
+            causal_context=self.kernels.causal_context,
             whole_experts=self.experts.over_tensor_ranks,
             shares_key_heads=self.tensor_parallel.shares_key_heads,
         )

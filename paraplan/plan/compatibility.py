@@ -5,59 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from paraplan.errors import PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.spec import ModelSpec
 from paraplan.model.tensor_split import allowed_degrees, split_reason
 from paraplan.model.weight_formats import is_stored_below_16_bits
-from paraplan.plan.context_heads import context_reason
+from paraplan.plan.context_heads import context_reason, mask_reason
+from paraplan.plan.incompatibility import Incompatibility
 from paraplan.plan.parallel import AXES, Degree, ParallelPlan
 from paraplan.plan.split_rules import STRICT, SplitRules
 from paraplan.plan.stages import stages_reason
 from paraplan.plan.training import TrainingSpec
-from paraplan.records import Record
-
-Rule = Literal[
-    "precision",
-    "positions",
-    "ranks",
-    "devices_per_process",
-    "global_batch",
-    "tp",
-    "cp",
-    "context_heads",
-    "stages",
-    "ep",
-    "sequence_parallel",
-    "base_weights",
-    "optimizer",
-]
 
 _MOST_LISTED = 64
-
-
-class Incompatibility(Record):
-    """Why a plan does not suit a model, its training or the machines."""
-
-    rule: Rule
-    """Rule that is broken."""
-    value: int | str
-    """Value that the plan or the training asks for."""
-    limit: int | str
-    """Limit that the value has to divide, equal or stay within."""
-    message: str
-    """The value and the limit in a sentence."""
-    reason: str
-    """Reason without the value, which many plans have in common."""
-    allowed: tuple[int | str, ...] = ()
-    """Values that would do, where they can be listed."""
-    hint: str
-    """Way out."""
-
-    def error(self) -> PlanError:
-        """Return the error that says so."""
-        return PlanError(self.message, hint=self.hint)
 
 
 def why_incompatible(
@@ -191,6 +151,7 @@ def why_degrees_incompatible(
         _quantized_tp(training, tp),
         _parts_of_gradients(training, tp=tp),
         None if rules.any_context else _context_heads(model, tp=tp, cp=cp),
+        _context_masks(model, training, cp) if rules.causal_context else None,
         why_pp(model, degrees["pp"]),
         _share("global_batch", degrees["dp"], training.global_batch_size),
         _share("cp", cp, training.seq_length),
@@ -335,6 +296,22 @@ def _context_heads(model: ModelSpec, *, tp: int, cp: int) -> Incompatibility | N
         reason="cp, which exchanges tokens for heads, does not divide the model's heads",
         allowed=allowed,
         hint=f"use --cp {_listed(allowed)}",
+    )
+
+
+def _context_masks(model: ModelSpec, training: TrainingSpec, cp: int) -> Incompatibility | None:
+    attends = mask_reason(model, training.seq_length)
+    if cp == 1 or attends is None:
+        return None
+    reason = f"its context parallelism is for attention to all tokens before alone, and {model.name} {attends}"
+    return Incompatibility(
+        rule="cp",
+        value=cp,
+        limit=1,
+        message=f"cp={cp}: {reason}",
+        reason=reason,
+        allowed=(1,),
+        hint="use --cp 1, or a framework that exchanges tokens for heads, as DeepSpeed and paraplan's runtime do",
     )
 
 

@@ -79,6 +79,19 @@ def context_reason(model: ModelSpec, *, tp: int, cp: int) -> str | None:
     return None
 
 
+def mask_reason(model: ModelSpec, seq_length: int) -> str | None:
+    """Return how a block attends otherwise than to all tokens before its own, None where all do, as far as is known."""
+    for run in model.runs:
+        attention = run.block.attention
+        if attention is None and not run.block.is_traced:
+            return "has layers without softmax attention"
+        if attention is not None and not attention.is_causal:
+            return "attends to tokens behind too"
+        if attention is not None and attention.window is not None and attention.window < seq_length:
+            return f"attends in windows of {attention.window} tokens"
+    return None
+
+
 def _attentions(model: ModelSpec) -> Iterator[tuple[Attention | None, int | None]]:
     for run in model.runs:
         yield run.block.attention, run.block.tp_limit

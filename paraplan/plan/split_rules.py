@@ -10,6 +10,8 @@ class SplitRules(NamedTuple):
 
     any_context: bool = False
     """Context parallelism passes keys and values around a ring or gathers them, and so need not divide heads."""
+    causal_context: bool = False
+    """Context parallelism is for attention to all tokens before alone: no windows, no layers without such attention."""
     whole_experts: bool = False
     """Ranks of tp have experts of their own."""
     shares_key_heads: bool = False

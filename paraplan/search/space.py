@@ -16,7 +16,6 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.plan.compatibility import (
-    Incompatibility,
     why_degrees_incompatible,
     why_ep,
     why_not_sharded,
@@ -25,6 +24,7 @@ from paraplan.plan.compatibility import (
     why_untrainable,
 )
 from paraplan.plan.executor import OWN_RUNTIME, Executor
+from paraplan.plan.incompatibility import Incompatibility
 from paraplan.plan.parallel import AXES, Degree, ParallelPlan
 from paraplan.plan.support import rule_of
 from paraplan.search.constraints import FREE, Constraints, check_axes, check_micro_batch, nothing_has_all

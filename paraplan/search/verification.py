@@ -5,8 +5,8 @@ from __future__ import annotations
 from paraplan.cost.estimate import PlanEstimate, estimate_plan, why_unsuitable
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
-from paraplan.plan.compatibility import Incompatibility
 from paraplan.plan.executor import ANYTHING, OWN_RUNTIME, Executor
+from paraplan.plan.incompatibility import Incompatibility
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import unsupported_reason
 from paraplan.records import Record

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from paraplan.cost.framework_files import FrameworkCatalog
+from paraplan.cost.workload import Workload
 from paraplan.model.reader import read_model
-from paraplan.plan.context_heads import context_reason, context_shares, divides_heads, key_copies
+from paraplan.plan.compatibility import why_incompatible
+from paraplan.plan.context_heads import context_reason, context_shares, divides_heads, key_copies, mask_reason
+from paraplan.plan.parallel import ParallelPlan
+
+MakeWorkload = Callable[..., Workload]
 
 
 @pytest.mark.parametrize(
@@ -56,3 +64,33 @@ def test_ranks_beyond_the_heads_share_out_tokens_evenly(
     work = [sum(rank + 0.5 for rank in each) for each in members]
     assert max(work) / (sum(work) / len(work)) == pytest.approx(shares.causal_load)
     assert shares.causal_load == 1 or shares.heads % 2
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_length", "reason"),
+    [
+        ("llama-3-8b", 131072, None),
+        ("deepseek-v3", 131072, None),
+        ("gemma-3-12b", 131072, "attends in windows of 1024 tokens"),
+        ("gemma-3-12b", 1024, None),
+        ("gpt-oss-20b", 8192, "attends in windows of 128 tokens"),
+        ("qwen3-next-80b-a3b", 8192, "has layers without softmax attention"),
+    ],
+)
+def test_masks_that_are_not_all_tokens_before_are_told(name: str, seq_length: int, reason: str | None) -> None:
+    assert mask_reason(read_model(name), seq_length) == reason
+
+
+def test_a_framework_that_rings_causal_attention_has_no_other_over_cp(workload: MakeWorkload) -> None:
+    plan = ParallelPlan(cp=8, zero_stage=3, recompute="full")
+    for framework, model, is_refused in (
+        ("trl", "gemma-3-12b", True),
+        ("trl", "qwen3-8b", False),
+        ("axolotl", "gemma-3-12b", False),  # whose ring is another
+        ("paraplan", "gemma-3-12b", False),
+    ):
+        made = workload(model, profile="8xh100", seq_length=32768, global_batch_size=1)
+        profile = FrameworkCatalog().load(framework)
+        found = why_incompatible(plan, made.model, made.training, made.cluster, profile.split_rules)
+        assert (found is not None) == is_refused
+        assert found is None or "attention to all tokens before alone, and gemma-3-12b attends" in found.message
