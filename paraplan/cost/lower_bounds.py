@@ -33,4 +33,5 @@ def lower_bound_reason(workload: Workload, plan: ParallelPlan) -> str | None:
         return None
     if sharding.gathers_each_weight:
         return _EXPERTS_BY_MODULES
-    return _EXPERTS_OF_THE_TRAINER if framework.loss.implementation.in_model else None
+    usual = workload.plain_framework or framework  # whatever kernel the loss has
+    return _EXPERTS_OF_THE_TRAINER if usual.loss.implementation.in_model else None

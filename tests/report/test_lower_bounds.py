@@ -16,7 +16,7 @@ from paraplan.cost.workload import Workload
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.model.reader import read_model
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import TrainingSpec
+from paraplan.plan.training import LossKernel, TrainingSpec
 from paraplan.report.estimate_json import estimate_report
 from paraplan.report.plan_words import cautions
 from paraplan.report.short_text import plan_lines
@@ -24,14 +24,17 @@ from paraplan.report.short_text import plan_lines
 PLAN = ParallelPlan(dp=8, zero_stage=3, num_microbatches=1, recompute="full")
 
 
-def made(model: str, framework: str) -> Workload:
-    training = TrainingSpec(global_batch_size=8, seq_length=2048)
+def made(model: str, framework: str, loss: LossKernel = "plain") -> Workload:
+    training = TrainingSpec(global_batch_size=8, seq_length=2048, loss=loss)
     return Workload.of(read_model(model), training, cluster_from_profile("dgx-h100"), framework=framework)
 
 
-@pytest.mark.parametrize("framework", ["huggingface-trainer", "deepspeed", "trl"])
-def test_a_mixture_under_zero_3_takes_at_least_what_is_priced(framework: str) -> None:
-    workload = made("qwen3-30b-a3b", framework)
+@pytest.mark.parametrize(
+    ("framework", "loss"),
+    [("huggingface-trainer", "plain"), ("huggingface-trainer", "liger"), ("deepspeed", "plain"), ("trl", "plain")],
+)
+def test_a_mixture_under_zero_3_takes_at_least_what_is_priced(framework: str, loss: LossKernel) -> None:
+    workload = made("qwen3-30b-a3b", framework, loss)
     estimate = estimate_plan(workload, PLAN)
     (speed,) = (line for line in plan_lines(workload, estimate) if line.label == "Speed")
     assert speed.text.startswith("at least")
