@@ -303,7 +303,9 @@ def _context_masks(model: ModelSpec, training: TrainingSpec, cp: int) -> Incompa
     attends = mask_reason(model, training.seq_length)
     if cp == 1 or attends is None:
         return None
-    reason = f"its context parallelism is for attention to all tokens before alone, and {model.name} {attends}"
+    reason = (
+        f"this framework has context parallelism for attention to all tokens before alone, and {model.name} {attends}"
+    )
     return Incompatibility(
         rule="cp",
         value=cp,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paraplan.api.imported import import_plan
 from paraplan.errors import PlanError
 
 AXOLOTL = "base_model: m\nsequence_len: 8192\n"
@@ -56,6 +57,23 @@ def test_accelerates_axes_are_read_or_named_under_every_kind(read: Any) -> None:
     assert "accelerate 1.15 refuses it" in "\n".join(tensor.notes)
     context = read("distributed_type: MULTI_GPU\nnum_processes: 8\n" + sizes % "cp")
     assert "parallelism_config_cp_size" in "\n".join(context.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "plan"),
+    [
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "cp8, ZeRO-3"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "dp4 x cp2, ZeRO-3"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n", "dp2 x cp4, ZeRO-3"),
+    ],
+)
+def test_axes_of_accelerates_file_hold_for_the_tool_that_names_it(tmp_path: Path, config: str, plan: str) -> None:
+    cp = int(re.findall(r"cp(\d)", plan)[0])
+    axis = "sp" if "DEEPSPEED" in config else "cp"
+    sizes = f"parallelism_config: {{parallelism_config_{axis}_size: {cp}}}\n"
+    (tmp_path / "acc.yaml").write_text(f"num_processes: 8\nmixed_precision: bf16\n{config}{sizes}")
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: m\naccelerate_config: acc.yaml\nuse_peft: true\n")
+    assert import_plan(tmp_path / "sft.yaml").plan.describe().startswith(plan)
 
 
 def test_yamls_no_is_accelerates_one_process(read: Any) -> None:

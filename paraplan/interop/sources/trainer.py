@@ -95,7 +95,7 @@ def sharded_setup(
     spread: dict[str, object] = {"cp": axes.cp, "tp": axes.tp}
     if found is None:
         dp = data_parallel_ranks(fields.source, ranks, tp=axes.tp, cp=axes.cp)
-    elif found.plan.cp == axes.cp:
+    elif axes.cp in (1, found.plan.cp):  # the tool's own keys say no other
         dp, spread = found.plan.dp, {}
     else:  # DeepSpeed counts ranks of cp among its own
         dp, spread = data_parallel_ranks(fields.source, found.plan.dp, cp=axes.cp), {"cp": axes.cp}
