@@ -61,7 +61,6 @@ LATER = tuple(
         "sixth_blind",
         "seventh_blind",
         "eighth_blind",
-        "ninth_blind",
     )
 )
 LATER_FINE_TUNING = RUNS / "later_fine_tuning.csv"
