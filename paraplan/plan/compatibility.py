@@ -165,6 +165,7 @@ OWN_TP_PLAN = (
     "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
 )
 
+OTHER_CONTEXT = ", or a framework that exchanges tokens for heads, as DeepSpeed and paraplan's runtime do"
 MORE_RANKS_THAN_KEYS = ", or --framework megatron-core, in which several ranks attend to the same keys"
 
 
@@ -313,7 +314,7 @@ def _context_masks(model: ModelSpec, training: TrainingSpec, cp: int) -> Incompa
         message=f"cp={cp}: {reason}",
         reason=reason,
         allowed=(1,),
-        hint="use --cp 1, or a framework that exchanges tokens for heads, as DeepSpeed and paraplan's runtime do",
+        hint=f"use --cp 1{OTHER_CONTEXT}",
     )
 
 

@@ -8,6 +8,8 @@ from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.loading import LoadingEstimate
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError
+from paraplan.plan.compatibility import OTHER_CONTEXT
+from paraplan.plan.context_heads import mask_reason
 from paraplan.plan.support import training_reason
 from paraplan.plan.training import TrainingSpec
 from paraplan.search.constraints import Constraints
@@ -75,7 +77,7 @@ def nothing_fits(workload: Workload, space: PlanSpace, too_large: TooLarge) -> N
         reasons = "; ".join(f"{count:,} plans: {reason}" for reason, count in space.rejected.most_common(3))
         return NoPlanFitsError(
             f"no plan suits {workload.model.name} on {gpus(cluster.num_gpus)}: {reasons}",
-            hint=_suitable_batches(workload, space.fixed),
+            hint=_suitable_batches(workload, space.fixed) + _other_context(workload),
         )
     fullest = max(nearest.memory, key=lambda stage: stage.total_bytes)
     lacking = format_bytes(fullest.total_bytes - nearest.usable_memory_bytes)
@@ -105,6 +107,12 @@ def _option_of(training: TrainingSpec) -> str:
     if settings and narrow == "16bit" and not training.offloads_activations:
         return f"{next(iter(settings))} of --stack"
     return "--offload-activations" if narrow == "16bit" else f"--linear-precision {narrow} (or --precision {narrow})"
+
+
+def _other_context(workload: Workload) -> str:
+    """Return the way out where the framework's context parallelism does not take the attention of the model."""
+    is_ruled_out = workload.framework.split_rules.causal_context
+    return OTHER_CONTEXT if is_ruled_out and mask_reason(workload.model, workload.training.seq_length) else ""
 
 
 def _suitable_batches(workload: Workload, fixed: Constraints) -> str:
