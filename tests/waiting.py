@@ -8,8 +8,11 @@ from typing import TypeVar
 
 _Value = TypeVar("_Value")
 
-PATIENCE_S = 120
-"""How long a test waits for what is bound to happen: far longer than it takes on the busiest machine."""
+PATIENCE_S = 600
+"""How long a test waits for what is bound to happen: far longer than it takes on the busiest machine.
+
+A machine that others share may stand still for minutes, whatever runs on it.
+"""
 
 _PAUSE_S = 0.02
 

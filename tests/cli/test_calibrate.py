@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from paraplan.cli.main import app
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
@@ -21,7 +22,7 @@ def test_real_ranks_make_a_profile_that_other_commands_predict_with(tmp_path: Pa
     pytest.importorskip("torch", reason="measuring needs torch")
     path = tmp_path / "here.json"
     command = [sys.executable, "-m", "paraplan", "calibrate", "--ranks", "2", "--seconds", "1", "-o", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())  # lines wrap where the name of this CPU has them wrap
     assert "2 ranks, measured all at once" in said

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from paraplan.cli.main import app
 
@@ -80,7 +81,7 @@ def test_six_questions_are_asked_once(path: Path) -> None:
     words = [sys.executable, "-m", "paraplan", "config"]
     with subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         os.write(terminal, b"8xh1000\n8xh100\n\nbf16-pure\n\ntorchtitan\n$2.5\n")
-        shown = child.communicate(timeout=120)[0]
+        shown = child.communicate(timeout=PATIENCE_S)[0]
     os.close(terminal)
     os.close(theirs)
     assert child.returncode == 0, shown

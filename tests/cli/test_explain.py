@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from paraplan.cli.explain import TOPICS, find_topic, read_topic
 from paraplan.cli.main import app
@@ -96,7 +97,7 @@ def test_a_terminal_gets_formatted_text() -> None:
             break
         text += part
     os.close(ours)
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=PATIENCE_S) == 0
     assert b"\x1b[" in text
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text.decode())
     assert "Questions and answers" in plain

@@ -14,6 +14,7 @@ import termios
 import pytest
 from case_selection import with_all
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from paraplan.cli.main import app
 from paraplan.cost.framework_files import FrameworkCatalog
@@ -52,7 +53,7 @@ def on_terminal(words: list[str], *, columns: int, **environment: str) -> str:
             break
         text += part
     os.close(ours)
-    process.wait(timeout=120)
+    process.wait(timeout=PATIENCE_S)
     return text.decode().replace("\r\n", "\n")
 
 

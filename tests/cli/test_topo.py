@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 TABLE = (
     "\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\n"
@@ -29,7 +30,7 @@ def topo(*arguments: str, given: str | None = None, columns: int = 80) -> subpro
         env=environment | {"COLUMNS": str(columns)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
     )
 
 
@@ -153,5 +154,5 @@ def test_neither_torch_nor_the_driver_is_touched_for_a_capture(table: Path) -> N
         f"try:\n    app(['topo', '--from', {str(table)!r}, '--json'])\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'pynvml', 'numpy') if name in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stderr.strip() == "[]"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from paraplan.cli.main import app
 from paraplan.cli.topo_measure import print_links
@@ -31,7 +32,7 @@ TABLE = load_link_speeds()
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paraplan", "topo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.with_all  # paraplan calibrate measures and saves them, too

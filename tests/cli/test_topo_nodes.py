@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from free_ports import free_port
 from typer.testing import CliRunner
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.cli.main import app
 
@@ -48,7 +48,7 @@ def ask(source: Path, *arguments: str) -> tuple[int, str, str]:
 
 def finish(nodes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     try:
-        outputs = [node.communicate(timeout=240) for node in nodes]
+        outputs = [node.communicate(timeout=PATIENCE_S) for node in nodes]
     finally:
         for node in nodes:
             node.kill()

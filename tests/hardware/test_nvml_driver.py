@@ -12,6 +12,7 @@ from typing import Any
 import fake_nvml
 import nvml_machines
 import pytest
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(fake_nvml.compiler() is None, reason="no C compiler to build the fake driver with")
 
@@ -23,7 +24,7 @@ def topo(machine: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[s
         env=os.environ | {"LD_LIBRARY_PATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
     )
 
 
@@ -116,7 +117,7 @@ def test_the_table_shows_the_cuda_index_beside_that_of_nvml(tmp_path: Path) -> N
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=True,
     )
     table = done.stdout.split("\n\n")[1]

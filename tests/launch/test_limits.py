@@ -34,7 +34,7 @@ def launch_under(limit: str, train: Path, scratch: Path, *words: str) -> subproc
         env=launcher_environment(scratch, HOME=str(scratch)),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -12,13 +12,14 @@ import pytest
 from forked_launcher import ForkedLauncher
 from launching import ForkedLaunch, StartForked, WriteScript, wait_until_dead
 from recovery_script import SCRIPT, descendants, losses, read_until_line
+from waiting import PATIENCE_S
 
 from paraplan.launch.preemption import kill_wait_s, notice_reader, was_canceled, was_queued_again
 from paraplan.launch.spec import ArgumentError
 
 
 def finish(process: ForkedLauncher) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     return process.returncode, stdout, stderr
 
 

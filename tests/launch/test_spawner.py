@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import is_alive, wait_until_dead
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.launch.ranks.spawning import (
     RankCommand,
@@ -122,7 +122,7 @@ handle.close()
 
 
 def test_a_signal_reaches_forked_ranks_that_have_only_just_begun() -> None:
-    subprocess.run([sys.executable, "-c", SIGNALLED_AT_ONCE], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", SIGNALLED_AT_ONCE], check=True, timeout=PATIENCE_S)
 
 
 def test_ranks_start_with_the_default_answers_to_signals(spawner: SpawnerHandle, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from paraplan.errors import UsageError
 from paraplan.hardware.measurement.links import MeasureRequest
@@ -51,7 +51,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(number: signal.Signals, 
     try:
         ranks = wait_for_children(asking.pid, count=3)  # what forks the ranks is one
         asking.send_signal(number)
-        _, said = asking.communicate(timeout=120)
+        _, said = asking.communicate(timeout=PATIENCE_S)
         assert asking.returncode != 0
         assert "Traceback" not in said
         wait_until(lambda: not any(map(is_running, ranks)))
@@ -69,7 +69,7 @@ def test_ranks_end_with_the_process_that_has_forked_them() -> None:
         try:
             ranks = wait_for_children(asking.pid, count=3)
             os.kill(next(pid for pid in ranks if int(stat_fields(pid)[1]) == asking.pid), signal.SIGKILL)
-            _, said = asking.communicate(timeout=120)
+            _, said = asking.communicate(timeout=PATIENCE_S)
         finally:
             asking.kill()
     assert asking.returncode == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from browser import Browser, browsing, chromium_path
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from paraplan.cli.main import app
 
@@ -234,7 +235,9 @@ def test_without_the_charting_library_the_page_has_its_tables_and_says_what_draw
         "import sys; sys.modules['vl_convert'] = None; from paraplan.cli.main import main; "
         f"sys.argv = ['paraplan', *{COMMANDS['one-rank']!r}, '--html', {str(path)!r}]; main()"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=240)
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
     assert finished.returncode == 0, finished.stderr
     page = path.read_text()
     assert "not drawn, pip install vl-convert-python does" in page
