@@ -53,6 +53,8 @@ _TABLES: dict[str, Tool] = {
     "megatron-bridge": "megatron-bridge",
     "nemo-automodel": "nemo-automodel",
 }
+_OF_THE_TRAINER = "per_device_train_batch_size"
+"""A key of the Trainer that each of its tools has too."""
 _LEAST_SHARE = 1 / 3
 """Least share of keys that a tool knows of its own file: others only share some with it."""
 _TRANSFORMERS = re.compile(rf"\b({'|'.join((CONFIG, *ARGUMENTS))})\(")
@@ -92,7 +94,7 @@ def _refuse_unread(text: str, source: str) -> None:
 def is_known_document(text: str, source: str) -> bool:
     """Return whether a text holds the keys of a tool."""
     keys = _top_level_keys(text, source)
-    return any(_score(name, keys) > 0 for name in _TABLES)
+    return _nearest(keys) is not None
 
 
 def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = None) -> Tool:
@@ -120,10 +122,9 @@ def tool_of(text: str, source: str, read_file: Callable[[str], str] | None = Non
     if launch is not None and read_file is not None:
         return _tool_of_launch(launch, read_file)
     keys = _top_level_keys(text, source)
-    scores = {name: _score(name, keys) for name in _TABLES}
-    best = max(scores, key=lambda name: scores[name])
-    if scores[best] > 0:
-        return _TABLES[best]
+    best = _nearest(keys)
+    if best is not None:
+        return best
     program = program_of(text, source) if _STARTED.search(text) is not None else None
     if program is not None:
         raise PlanError(
@@ -146,6 +147,15 @@ def _tool_of_launch(launch: Launch, read_file: Callable[[str], str]) -> Tool:
     if TRL_SCRIPT.match(launch.program):
         return "trl"
     return tool_of(read_file(launch.configuration), launch.configuration)
+
+
+def _nearest(keys: frozenset[str]) -> Tool | None:
+    """Return the tool whose file has such keys: the Trainer's where no other tool is told by its own."""
+    scores = {name: _score(name, keys) for name in _TABLES}
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] > 0:
+        return _TABLES[best]
+    return "hf-trainer" if _OF_THE_TRAINER in keys else None
 
 
 def _score(name: str, keys: frozenset[str]) -> float:

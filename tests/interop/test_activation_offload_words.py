@@ -86,6 +86,17 @@ def test_configurations_that_ask_for_it_are_read_so(tmp_path: Path, text: str, t
     assert training.get("offloads_activations") is offloads
 
 
+def test_the_trainers_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.json"
+    written = subject("zero-2", loss="liger", offloads_activations=True)
+    export_plan(written, "hf-trainer").save(path)
+    setup = import_plan(path, num_gpus=8).setup
+    assert setup.tool == "transformers' Trainer, FSDP"
+    assert setup.plan.describe() == written.plan.describe()
+    assert (setup.training["offloads_activations"], setup.training["loss"]) == (True, "liger")
+    assert not any("not known" in note or "without a place" in note for note in setup.notes)
+
+
 @pytest.mark.parametrize(("number", "is_told"), [(1, False), (2, True)])
 def test_recompute_of_every_second_block_is_told(tmp_path: Path, number: int, is_told: bool) -> None:
     path = tmp_path / "config.yaml"

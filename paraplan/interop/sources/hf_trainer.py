@@ -48,6 +48,7 @@ def read_hf_trainer(text: str, *, source: str, given: Given, read_file: trainer.
         optimizer=optimizer,
         attention=trainer.attention_of(fields.text("attn_implementation"), notes),
         compiled=fields.flag("torch_compile"),
+        offloads_activations=trainer.offloads_checkpoints(fields),
         seq_length=length,
         model_name=fields.text("model_name_or_path"),
         notes=(*setup.notes, *notes, *found, *trainer.tf32_note(fields, precision)),

@@ -24,7 +24,7 @@ def with_trainers_liger(setup: Setup, fields: Fields, *, key: str = "use_liger_k
     fuses = has_loss and config.flag("fused_linear_cross_entropy") is not False
     found = setup.replace(loss="liger") if fuses else setup
     has_norms = config.flag("rms_norm") is not False
-    has_mlp = all(config.flag(name) is not False for name in _MLP)
+    has_mlp = False not in [config.flag(name) for name in _MLP]  # each of which is asked for
     if config.flag("rope") is False and has_norms and has_mlp:
         found = found.replace(notes=(*found.notes, "liger_kernel_config.rope false: priced as if on"))
     return _with_kernels(found, has_norms=has_norms, has_mlp=has_mlp)
