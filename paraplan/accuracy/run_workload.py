@@ -123,9 +123,9 @@ def framework_of_run(run: MeasuredRun, frameworks: FrameworkCatalog) -> Framewor
     framework = frameworks.find(run.framework) or frameworks.load(fallback)
     later, latest = framework.with_sequence_parallel, framework.with_later_features
     if latest and _has_later_features(run):
-        return frameworks.load(latest)
+        return frameworks.bundled(latest)
     if later and (run.sequence_parallel or run.recompute == "selective"):
-        return frameworks.load(later)
+        return frameworks.bundled(later)
     return framework
 
 

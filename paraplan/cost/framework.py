@@ -263,8 +263,6 @@ class FrameworkProfile(Record):
     """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
     with_later_features: str | None = None
     """The profile of releases later still, for experts, context parallelism and GPUs that multiply in 8 bits."""
-    superseded_by: str | None = None
-    """The profile of what people mean by its name today, None where it is that."""
     storage: StorageProfile
     """Bytes for each parameter."""
     kernels: KernelProfile

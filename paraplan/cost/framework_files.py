@@ -117,7 +117,7 @@ class FrameworkCatalog:
         if base is None:
             return own
         near = path.with_name(f"{base}.json")
-        base_path = near if near.is_file() else self._folder / f"{base}.json"
+        base_path = near if near.is_file() else self._path(base)
         if depth == _MAX_BASES or not base_path.is_file():
             reason = "profiles are based on each other" if depth == _MAX_BASES else f"there is no framework {base!r}"
             raise ProfileError(f"{path}: based_on: {reason}", hint=near_names(str(base), self.names()))

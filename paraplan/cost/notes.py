@@ -15,7 +15,7 @@ from paraplan.units import format_bandwidth
 def workload_notes(workload: Workload) -> tuple[str, ...]:
     """Return what to know of training, frozen weights, sparse attention, experts and speeds, a sentence each."""
     notes = training_notes(workload.model, workload.training) + storage_notes(workload)
-    notes += indexer_notes(workload) + dense_expert_notes(workload) + superseded(workload)
+    notes += indexer_notes(workload) + dense_expert_notes(workload)
     return notes + task_notes(workload) + assumed_speeds(workload) + assumed_copies(workload)
 
 
@@ -30,15 +30,6 @@ def dense_expert_notes(workload: Workload) -> tuple[str, ...]:
         f"{dense.num_experts / dense.rows_per_token:.0f} times the work that its router asks for: frameworks with "
         "experts of their own (megatron-bridge, torchtitan) compute what it chose",
     )
-
-
-def superseded(workload: Workload) -> tuple[str, ...]:
-    """Return in a sentence which framework people mean today by the name of the workload's; none where it is that."""
-    today = workload.framework.superseded_by
-    if today is None:
-        return ()
-    name, title = workload.framework.name, workload.framework.title
-    return (f"--framework {name} prices {title}; what is released today is --framework {today}",)
 
 
 def assumed_copies(workload: Workload) -> tuple[str, ...]:

@@ -462,9 +462,3 @@ def test_what_nobody_says_is_taken_from_the_framework_and_said(
     assert (f"--zero {zero_stage}" in stderr) == (zero_stage > 0)
     assert ("--no-sequence-parallel" in stderr) == splits_sequences
     assert "the default of" not in run(*words, "--zero", "0", "--no-sequence-parallel")[2]
-
-
-def test_a_framework_of_the_past_names_what_is_released_today() -> None:
-    words = [*LLAMA, "--tp", "8", "--framework"]
-    assert "--framework megatron-core" in run(*words, "megatron-lm")[1]
-    assert "released today" not in run(*words, "megatron-core")[1]

@@ -35,7 +35,7 @@ def table_framework(words: str) -> FrameworkProfile:
 
 COMPOSER = table_framework("composer")
 FLAGSCALE = table_framework("flagscale")
-MEGATRON_2022 = load_framework("megatron-lm-2022")
+MEGATRON_2022 = FrameworkCatalog().bundled("megatron-lm-2022")
 MEGATRON_CORE = load_framework("megatron-core")
 MEGATRON_CORE_LOCAL = table_framework("megatron-core transformer-impl=local")
 MEGATRON_DEEPSPEED = load_framework("megatron-deepspeed")

@@ -11,7 +11,7 @@ from paraplan.cost.blocks.module_traffic import LLAMA_KERNELS, num_kernels
 from paraplan.cost.communication.data_parallel import weight_work
 from paraplan.cost.estimate import evaluate_plan
 from paraplan.cost.framework import FrameworkProfile
-from paraplan.cost.framework_files import load_framework
+from paraplan.cost.framework_files import FrameworkCatalog, load_framework
 from paraplan.cost.implementations import implementations
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.slowest import slowest_gpu_share
@@ -24,8 +24,8 @@ COMPOSER = load_framework("fsdp").changed(data_parallel={"sharding": FSDP1})
 DEEPSPEED_ZERO = load_framework("deepspeed-zero")
 FSDP = load_framework("fsdp")
 HF_TRAINER = load_framework("huggingface-trainer")
-MEGATRON_2021 = load_framework("megatron-lm")
-MEGATRON_2022 = load_framework("megatron-lm-2022")
+MEGATRON_2021 = FrameworkCatalog().bundled("megatron-lm")
+MEGATRON_2022 = FrameworkCatalog().bundled("megatron-lm-2022")
 
 MakeWorkload = Callable[..., Workload]
 DP = ParallelPlan(dp=8, num_microbatches=4)
