@@ -31,7 +31,7 @@ MOST_LINES = 22
 """Lines of the short answer."""
 _ROWS = 5
 """Plans of its table, where there is room for them; all of `--top` with -v."""
-_LEFT_OUT = ("Samples", "Loading", "", "Offload", "Mixed", "GPUs", "Lever", "Roomier", "Faster", "Why")
+_LEFT_OUT = ("Samples", "Loading", "", "Offload", "Mixed", "GPUs", "Lever", "Roomier", "Why not", "Faster", "Why")
 """Labels of lines that the short answer leaves to -v where it would be too long, in this order; "" is what goes on. The
 first lever stays, or the first change that is faster where there is none."""
 

@@ -35,6 +35,7 @@ def recommendation_report(answer: Recommendation, *, plan_path: Path | None, sec
         "remark": result.remark,
         "reason": result.reason.model_dump() if result.reason else None,
         "guide_reason": result.guide_reason.model_dump() if result.guide_reason else None,
+        "plain_reason": result.plain_reason.model_dump() if result.plain_reason else None,
         "warnings": [*best.pop("warnings"), *([answer.offload] if answer.offload else [])],
         "estimate": best,
         "found": answer.found,

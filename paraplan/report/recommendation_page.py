@@ -123,6 +123,8 @@ def _head(answer: Recommendation) -> str:
     lines.append(paragraph(f"{plan_in_words(workload, result.best.plan)}."))
     if result.remark is not None:
         lines.append(paragraph(f"{result.remark[0].upper()}{result.remark[1:]}."))
+    if result.plain_reason is not None:
+        lines.append(paragraph(f"It is {result.plain_reason.in_words}."))
     lines += [plan_facts(workload, result.best), plan_remarks(workload, result.best)]
     return "\n".join(lines)
 

@@ -130,6 +130,17 @@ class Choice:
         """Why it is chosen over the guide's plan."""
         return None if self.guide is None or self.guide_row is None else self.selection.reason(self.guide_row)
 
+    @cached_property
+    def plain_reason(self) -> Reason | None:
+        """Why it is chosen over plain DDP or FSDP where these come first, and neither speed nor `reason` says it."""
+        if not is_small_rig(self.plans.workload):
+            return None
+        seconds = self.plans.priced.seconds
+        plain = [row for row, name in self._baselines().items() if name != "guide"]
+        reasons = [self.selection.reason(row) for row in sorted(plain, key=lambda each: float(seconds[each]))]
+        told = {one.over for one in (self.reason, self.guide_reason) if one is not None} | {self.best.plan.describe()}
+        return next((one for one in reasons if one.cause not in ("faster", "memory") and one.over not in told), None)
+
     @property
     def remark(self) -> str | None:
         """Return why the plan to use is chosen over the first of the list, and what the guide would choose."""

@@ -38,6 +38,11 @@ class Reason(Record):
         return f"chosen over {self.over}, predicted {self.comparison}, because {self.because}"
 
     @property
+    def of_the_other(self) -> str:
+        """The reason in a sentence about the other one."""
+        return f"{self.over}, predicted {self.comparison}: {self.because}"
+
+    @property
     def comparison(self) -> str:
         """How the other plan compares: `9.1% faster`, `8% slower`, `2.4 times as slow`."""
         if self.by_memory:

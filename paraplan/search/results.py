@@ -92,6 +92,8 @@ class SearchResult(Record):
     """Why the recommended plan is chosen over the fastest, None where it is that."""
     guide_reason: Reason | None = None
     """Why it is chosen over the guide's plan, None where it is of the guide's families."""
+    plain_reason: Reason | None = None
+    """Why it is chosen over plain FSDP or DDP where these come first, None where it is that or clearly faster."""
     remark: str | None = None
     """Both reasons in words, and what else is to know of the choice."""
     objective: Objective = "throughput"

@@ -77,6 +77,7 @@ def search(
         remark="; ".join(filter(None, [STOPPED * is_partial, chosen.remark])) or None,
         reason=chosen.reason,
         guide_reason=chosen.guide_reason,
+        plain_reason=chosen.plain_reason,
         objective=objective,
         is_runnable=executor.is_own,
     )

@@ -133,7 +133,9 @@ class Selection:
         row, share = self.row, others.peak_memory_bytes / others.usable_memory_bytes
         own_share = own.peak_memory_bytes / own.usable_memory_bytes
         if gain <= 0:
-            return ("memory", "it needs less memory") if self.objective == "memory" else ("faster", "it is faster")
+            plain = None if self.objective == "memory" else self._cause_against_plain(other, others, gain)
+            faster: tuple[Cause, str] = ("faster", "it is faster")
+            return ("memory", "it needs less memory") if self.objective == "memory" else plain or faster
         left_out = None if self.kept[other] else self._cause_left_out(other, gain)
         if left_out is not None:
             return left_out
@@ -155,6 +157,17 @@ class Selection:
             error = "nearly equal" if self.objective == "memory" else f"{self._tolerance} is within the error"
             return "simplicity", f"it is simpler ({error})"
         return "error", f"{self._tolerance} is within the error"
+
+    def _cause_against_plain(self, other: int, others: PlanEstimate, gain: float) -> tuple[Cause, str] | None:
+        """Return why data parallelism that would come first, as it is near enough, does not; None where it is not."""
+        spreads_data = is_data_parallel(partial(getattr, self.plans.priced.table))
+        comes_first = is_small_rig(self.plans.workload) and spreads_data[other] and not spreads_data[self.row]
+        if not comes_first or 1 > (1 + RANGE) * (1 + gain):
+            return None
+        if not self.plans.allocator_holds(other):
+            return "allocator", allocator_words(others, self.plans.workload.cluster.gpu_memory_bytes)
+        nearly_full = others.peak_memory_bytes > ROOMY * others.usable_memory_bytes
+        return ("risk", memory_words(others)) if nearly_full else None
 
     def _cause_left_out(self, other: int, gain: float) -> tuple[Cause, str] | None:
         """Return why a plan was left out of the choice, None where its own faults say it."""

@@ -272,3 +272,32 @@ def test_data_parallelism_without_room_gives_way_to_a_plan_with_room(workload: M
     made = workload("qwen3-235b-a22b", profile="8xa100", seq_length=4096, global_batch_size=64, train="lora:r=16")
     best = search(made, num_candidates=5).best
     assert allocator_holds(made, best)
+
+
+@pytest.mark.parametrize(
+    ("case", "faster"),
+    [
+        ({"model": "gemma-3-27b", "profile": "rtx-a6000-x2-nvlink", "seq_length": 4096, "global_batch_size": 8}, True),
+        ({"model": "mistral-7b", "profile": "rtx-3060-x2", "seq_length": 2048, "global_batch_size": 16}, False),
+    ],
+)
+def test_why_data_parallelism_that_comes_first_is_not_taken_is_said(
+    workload: MakeWorkload, case: dict[str, Any], *, faster: bool
+) -> None:
+    made = workload(**case, train="lora:r=16")
+    result = search(made)
+    reason = result.plain_reason
+    assert result.best.plan.dp == 1
+    assert reason is not None
+    listed = (*result.candidates, *result.baselines)
+    plain = next(one for one in listed if one.plan.describe() == reason.over)
+    assert (plain.plan.dp, plain.plan.zero_stage, reason.cause) == (2, 3, "allocator")
+    assert not allocator_holds(made, estimate_plan(made, plain.plan))
+    assert (plain.step_time_s < result.best.step.step_time_s) == faster == (reason.gain > 0)
+    printed = {line.label: line.text for line in recommendation_lines(recommendation(made, SearchRequest()))}
+    assert printed["Why not"] == f"{reason.over}, predicted {reason.comparison}: {reason.because}"
+
+
+def test_data_parallelism_that_is_taken_has_nothing_said_against_it(workload: MakeWorkload) -> None:
+    result = search(workload(**CASES[1]))
+    assert (result.best.plan.dp, result.plain_reason) == (8, None)
