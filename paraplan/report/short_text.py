@@ -223,7 +223,7 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
         ("GPUs", answer.idle),
         ("Mixed", answer.mixed),
         ("Why", result.remark),
-        ("Why not", result.plain_reason and result.plain_reason.of_the_other),
+        ("Why not", None if result.plain_reason is None else result.plain_reason.of_the_other),
         ("Roomier", _roomier(result)),
         ("Offload", answer.offload),
     )

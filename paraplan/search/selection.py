@@ -162,7 +162,7 @@ class Selection:
         """Return why data parallelism that would come first, as it is near enough, does not; None where it is not."""
         spreads_data = is_data_parallel(partial(getattr, self.plans.priced.table))
         comes_first = is_small_rig(self.plans.workload) and spreads_data[other] and not spreads_data[self.row]
-        if not comes_first or 1 > (1 + RANGE) * (1 + gain):
+        if not comes_first or (1 + RANGE) * (1 + gain) < 1:
             return None
         if not self.plans.allocator_holds(other):
             return "allocator", allocator_words(others, self.plans.workload.cluster.gpu_memory_bytes)
