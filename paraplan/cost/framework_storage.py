@@ -30,6 +30,8 @@ class StorageProfile(Record):
     is_autocast: bool = False
     """16-bit training runs under autocast over fp32 parameters, which ZeRO gathers in 16 bits, and which keeps a 16-bit
     copy of the weights of matmuls from forward to backward where nothing is sharded."""
+    autocasts_shards: bool = True
+    """Autocast runs beside the casts of FSDP2 too, where `is_autocast`."""
     frees_gradients: bool = False
     """Gradients are allocated anew in every step; else they stand in persistent buffers."""
     accumulates_separately: bool = False

@@ -12,7 +12,7 @@ from paraplan.cost.communication.data_parallel import WeightWork
 from paraplan.cost.communication.exchanges import routed_matmul
 from paraplan.cost.communication.tensor_parallel import planned_sends
 from paraplan.cost.framework import MODULES_BACKWARD_HOST, MODULES_RERUN_HOST
-from paraplan.cost.plan_table import Floats, Ints, PlanTable, ScheduleCode
+from paraplan.cost.plan_table import Floats, Ints, Mask, PlanTable, ScheduleCode
 from paraplan.cost.workload import Workload
 
 
@@ -51,11 +51,14 @@ and 6."""
 def host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: WeightWork) -> HostSeconds:
     """Return the seconds of the host for the blocks of each plan."""
     found = _host_seconds(workload, table, tp, work)
-    is_compiled = workload.compiles(table.recompute)
-    if not workload.training.compiled or is_compiled.all():
-        return found
-    plain = _host_seconds(workload.uncompiled(), table, tp, work)
-    return HostSeconds(*(np.where(is_compiled, *pair) for pair in zip(found, plain, strict=True)))
+    is_compiled, casts = workload.compiles(table.recompute), workload.casts_shards(table.zero_stage > 0)
+    if workload.training.compiled and not is_compiled.all():
+        found = _where(is_compiled, found, _host_seconds(workload.uncompiled(), table, tp, work))
+    return _where(casts, host_seconds(workload.without_autocast(), table, tp, work), found) if casts.any() else found
+
+
+def _where(mask: Mask, first: HostSeconds, second: HostSeconds) -> HostSeconds:
+    return HostSeconds(*(np.where(mask, *pair) for pair in zip(first, second, strict=True)))
 
 
 def _host_seconds(workload: Workload, table: PlanTable, tp: GroupLinks, work: WeightWork) -> HostSeconds:

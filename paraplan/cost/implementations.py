@@ -21,6 +21,8 @@ class ShardingImplementation(Record):
 
     is_fsdp: bool = False
     """Every ZeRO stage keeps fp32 shards of the parameters and gathers 16-bit ones."""
+    or_deepspeed: bool = False
+    """DeepSpeed's ZeRO may take its place, as a script's configuration says."""
     gather_traffic: float = 0.0
     """Traffic for each gathered 16-bit parameter."""
     reduce_traffic: tuple[float, float] = (0.0, 0.0)

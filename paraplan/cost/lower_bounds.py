@@ -26,12 +26,10 @@ def lower_bound_reason(workload: Workload, plan: ParallelPlan) -> str | None:
     DeepSpeed's ZeRO-3 gathers the parameters of each module in hooks (deepspeed/runtime/zero/parameter_offload.py),
     experts' one by one where they are modules of their own. The Trainer runs that or FSDP.
     """
-    framework = workload.framework
-    sharding = framework.data_parallel.sharding
+    sharding = workload.framework.data_parallel.sharding
     shards_experts = plan.zero_stage == 3 and plan.ep == 1 and plan.dp * plan.cp > 1
-    if not shards_experts or workload.model.num_experts <= 1 or sharding.is_fsdp:
+    if not shards_experts or workload.model.num_experts <= 1:
         return None
     if sharding.gathers_each_weight:
         return _EXPERTS_BY_MODULES
-    usual = workload.plain_framework or framework  # whatever kernel the loss has
-    return _EXPERTS_OF_THE_TRAINER if usual.loss.implementation.in_model else None
+    return _EXPERTS_OF_THE_TRAINER if sharding.or_deepspeed else None

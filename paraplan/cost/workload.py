@@ -182,6 +182,16 @@ class Workload:
         """Return the workload without torch.compile."""
         return self.trained_as(self.training.replace(compiled=False))
 
+    def casts_shards(self, is_sharded: Mask) -> Mask:
+        """Return which plans run without autocast, as their shards are cast where they are gathered."""
+        storage = self.framework.storage
+        return np.asarray(is_sharded & (storage.is_autocast and not storage.autocasts_shards))
+
+    def without_autocast(self) -> Self:
+        """Return the workload of ranks that cast weights where they gather them, and run nothing under autocast."""
+        plain = (self.plain_framework or self.framework).changed(storage={"is_autocast": False})
+        return replace(self, plain_framework=plain).trained_as(self.training)
+
     @cached_property
     def writes_out_scores(self) -> bool:
         """Whether torch's sdpa has no fused kernel for this model, as for grouped queries without FlashAttention.

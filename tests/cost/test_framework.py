@@ -206,3 +206,20 @@ def test_a_setting_that_a_framework_lacks_is_refused_by_name(name: str, workload
                 executor_of(told)
     assert name in load_framework("megatron-core").levers.engine_settings
     assert name not in load_framework("fsdp").levers.engine_settings
+
+
+@pytest.mark.parametrize("train", ["full", "lora:r=16"])
+def test_shards_of_the_trainer_are_fsdps_and_its_replicas_run_under_autocast(
+    workload: MakeWorkload, train: str
+) -> None:
+    made = workload("qwen3-8b", profile="dgx-h100", seq_length=4096, global_batch_size=16, train=train)
+    fsdp, trainer = load_framework("fsdp"), load_framework("hf-trainer")
+    alike = trainer.replace(kernels=fsdp.kernels, loss=fsdp.loss)
+    both = [replace(made, framework=one, plain_framework=None).trained_as(made.training) for one in (alike, fsdp)]
+    for stage in (2, 3):
+        plan = ParallelPlan(dp=8, zero_stage=stage, num_microbatches=2, recompute="full")
+        first, second = (evaluate_plan(one, plan) for one in both)
+        assert first.peak_memory_bytes == second.peak_memory_bytes
+        assert first.step.step_time_s == second.step.step_time_s
+    copied, other = (evaluate_plan(one, ParallelPlan(dp=8, num_microbatches=2)).peak_memory_bytes for one in both)
+    assert copied > other

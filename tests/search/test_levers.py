@@ -66,7 +66,7 @@ def test_a_lever_that_fits_is_the_search_of_that_training(workload: MakeWorkload
 
 
 def test_levers_that_need_the_host_stand_after_those_that_fit_on_the_gpus(workload: MakeWorkload) -> None:
-    fields = {"global_batch_size": 8, "seq_length": 4096, "train": "lora:r=16"}
+    fields = {"global_batch_size": 8, "seq_length": 6144, "train": "lora:r=16"}
     made = _of_framework(workload("llama-3-8b", profile="rtx-3060-x2", gpus=1, **fields), "llama-factory")
     with pytest.raises(NothingFitsError) as caught:
         search(made, num_candidates=1, executor=executor_of(made))

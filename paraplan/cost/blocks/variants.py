@@ -1,9 +1,11 @@
-"""Shardings by the vocabulary that they pad to, the heads of keys, and whether torch.compile compiles their blocks."""
+"""Shardings by the vocabulary that they pad to, the heads of keys, torch.compile of their blocks, and autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from paraplan.cost.blocks.routing import load_of_model
 from paraplan.cost.blocks.saved_tensors import Shardings
@@ -17,11 +19,14 @@ def variants(workload: Workload, columns: Sequence[Ints], missing: Ints) -> Iter
     """Yield which of the `missing` shardings price blocks alike, with a workload whose model and blocks are theirs."""
     tp, recompute = columns[0][missing], columns[4][missing]
     vocabularies, is_compiled = workload.padded_vocabulary(tp), workload.compiles(recompute)
-    heads = workload.key_heads(tp)
-    for one in sorted(set(zip(vocabularies.tolist(), is_compiled.tolist(), heads.tolist(), strict=True))):
-        vocabulary, compiled, key_heads = one
-        alike = missing[(vocabularies == vocabulary) & (is_compiled == compiled) & (heads == key_heads)]
+    heads, casts = workload.key_heads(tp), workload.casts_shards(columns[5][missing] == 1)
+    kinds = (vocabularies, is_compiled, heads, casts)
+    for one in sorted(set(zip(*(kind.tolist() for kind in kinds), strict=True))):
+        vocabulary, compiled, key_heads, casts_shards = one
+        alike = missing[np.logical_and.reduce([kind == value for kind, value in zip(kinds, one, strict=True)])]
         variant = workload if compiled == workload.training.compiled else workload.uncompiled()
+        if casts_shards:
+            variant = variant.without_autocast()
         if vocabulary != workload.model.vocab_size:
             variant = replace(variant, model=with_vocabulary(variant.model, vocabulary))
         if key_heads > 1:
