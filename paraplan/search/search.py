@@ -52,9 +52,7 @@ def search(
         if is_partial:  # nobody knows whether something fits
             raise KeyboardInterrupt
         raise nothing_fits(workload, space, survey.too_large)
-    loading = loading_of(workload, chosen.best)
-    if loading is not None and not chosen.loads and not loading.keeps_plan:
-        raise nothing_loads(workload, chosen.best, loading)
+    _check_loading(workload, chosen)
     second, second_reason = chosen.second if with_second else (None, None)
     return SearchResult(
         decisions=answer.decisions,
@@ -81,3 +79,10 @@ def search(
         objective=objective,
         is_runnable=executor.is_own,
     )
+
+
+def _check_loading(workload: Workload, chosen: Choice) -> None:
+    """Raise `NoPlanFitsError` for a plan that no way of loading, under which it stays as it is, has memory for."""
+    loading = loading_of(workload, chosen.best)
+    if loading is not None and not chosen.loads and not loading.keeps_plan:
+        raise nothing_loads(workload, chosen.best, loading)
