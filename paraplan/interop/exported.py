@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from paraplan.arguments import checked
@@ -237,35 +238,54 @@ def launch_words(subject: Subject, *, plan_path: str) -> str:
     return shlex.join([*order, *plan, subject.script, *subject.arguments])
 
 
+TOLD_FIELDS = frozenset(
+    ("compiled", "linear_precision", "packs_samples", "train", "seq_length", "optimizer", "attention")
+)
+"""Fields of a training that an export says, in its file or as a note."""
+
+
 def shared_notes(
     subject: Subject,
+    writes: AbstractSet[str] = frozenset(),
     *,
-    compiles: bool = False,
-    narrows: bool = False,
-    packs: bool = False,
     losses: tuple[str, ...] = (),
     tells: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """Return what a trainer's format has no place for: missing precision and the like, the order of GPUs, compiling.
+    """Return what a trainer's format has no place for: all that a training says beside, and the order of GPUs.
 
-    `compiles` says that the format has a place for torch.compile, `narrows` one for products in 8 bits, `packs` one for
-    packed samples; `losses` are those that it has beside the plain one, `tells` the settings of the software that it
-    names.
+    `writes` are those of `TOLD_FIELDS` that it has a place for, `losses` what it has beside the plain one, `tells` the
+    settings of the software that it names.
     """
-    notes = []
-    if subject.training is None:
-        notes.append("precision, optimizer and sequence length: not in the plan file")
-    elif subject.training.compiled and not compiles:
-        notes.append("torch.compile: the plan was made for compiled blocks")
-    if subject.training is not None and subject.training.linear_precision != "16bit" and not narrows:
-        notes.append(f"linear layers in {subject.training.linear_precision}: the plan was made for them")
-    if subject.training is not None and subject.training.packs_samples and not packs:
-        notes.append(f"samples of {subject.training.sample_length} tokens, packed: the plan was made for them")
-    if subject.training is not None and subject.training.loss not in ("plain", *losses):
-        notes.append(f"--loss {subject.training.loss}: the plan was made for it")
-    rest = subject.training.stack.without(tells).text if subject.training is not None else ""
-    if rest:
-        notes.append(f"{rest}: the plan was made for a stack with these settings")
+    training = subject.training
+    if training is None:
+        notes = ["precision, optimizer and sequence length: not in the plan file"]
+    else:
+        notes = [words for field, words in _told(training).items() if words is not None and field not in writes]
+        if training.loss not in ("plain", *losses):
+            notes.append(f"--loss {training.loss}: the plan was made for it")
+        if rest := training.stack.without(tells).text:
+            notes.append(f"{rest}: the plan was made for a stack with these settings")
     if subject.gpu_order is not None:
         notes.append(f"CUDA_VISIBLE_DEVICES={subject.gpu_order}: in this order groups use the fastest links")
     return notes
+
+
+def _told(training: TrainingSpec) -> dict[str, str | None]:
+    """Return in words, by field, what a plan was made for that is not what tools do by themselves."""
+    stored = f" --base-weights {training.base_weights}" if training.base_weights is not None else ""
+    found = {
+        "compiled": (training.compiled, "torch.compile: the plan was made for compiled blocks"),
+        "linear_precision": (
+            training.linear_precision != "16bit",
+            f"linear layers in {training.linear_precision}: the plan was made for them",
+        ),
+        "packs_samples": (
+            training.packs_samples,
+            f"samples of {training.sample_length} tokens, packed: the plan was made for them",
+        ),
+        "train": (training.train != "full", f"--train {training.train}{stored}: the plan was made for it"),
+        "seq_length": (True, f"sequences of {training.seq_length} tokens: the plan was made for them"),
+        "optimizer": (training.optimizer != "adamw", f"--optimizer {training.optimizer}: the plan was made for it"),
+        "attention": (training.attention != "sdpa", f"--attention {training.attention}: the plan was made for it"),
+    }
+    return {field: words if is_said else None for field, (is_said, words) in found.items()}

@@ -39,6 +39,8 @@ PLANS: dict[str, dict[str, object]] = {
     "zero bubble": {"dp": 2, "pp": 4, "pipeline_schedule": "zero_bubble", "num_microbatches": 4},
 }
 
+STARTS_OUR_RUNTIME = {"jobset", "pytorchjob", "ray", "skypilot", "slurm", "torchrun", "trainjob"}
+
 
 def subject(
     plan: dict[str, object] | str,

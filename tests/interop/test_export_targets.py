@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from exported_plans import PLANS, subject
+from exported_plans import PLANS, STARTS_OUR_RUNTIME, subject
 
 from paraplan.api.imported import import_plan
 from paraplan.cost.framework_files import load_framework
@@ -249,9 +249,6 @@ def test_experts_over_ranks_are_written_for_megatron() -> None:
     assert [str(gap) for gap in whole.gaps] == [
         "ep=4: Megatron-Core sends tokens to experts beside tp under sequence parallelism alone"
     ]
-
-
-STARTS_OUR_RUNTIME = {"jobset", "pytorchjob", "ray", "skypilot", "slurm", "torchrun", "trainjob"}
 
 
 @pytest.mark.parametrize("target", sorted(STARTS_OUR_RUNTIME))

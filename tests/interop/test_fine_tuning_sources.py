@@ -63,6 +63,23 @@ def test_trls_number_of_processes_comes_before_that_of_accelerates_file(read: An
     assert read(TRL + "accelerate_config: acc.yaml\nnum_processes: 2\n").plan.world_size == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [
+        ("accelerate_config: fsdp2\n", True),
+        ("accelerate_config: fsdp2\nbnb_4bit_quant_storage: uint8\n", True),
+        ("accelerate_config: fsdp2\nbnb_4bit_quant_storage: bfloat16\n", False),
+        ("accelerate_config: zero3\n", False),
+        ("num_processes: 8\n", False),
+    ],
+)
+def test_4_bit_weights_that_fsdp_does_not_shard_are_told(read: Any, words: str, *, is_told: bool) -> None:
+    notes = read(TRL + "use_peft: true\nload_in_4bit: true\n" + words).notes
+    assert any("leaves others whole on each rank" in note for note in notes) is is_told
+    swift = "model: m\ntuner_type: lora\nquant_method: bnb\nquant_bits: 4\nfsdp: fsdp2\n"
+    assert any("leaves others whole on each rank" in note for note in read(swift, num_gpus=2).notes)
+
+
 def test_a_global_batch_is_divided_among_the_ranks_that_the_file_names(read: Any) -> None:
     plan = read(TRL + "num_processes: 4\nper_device_train_batch_size: 2\n", global_batch_size=32).plan
     assert (plan.dp, plan.num_microbatches, plan.global_batch_size) == (4, 4, 32)

@@ -216,6 +216,7 @@ def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup
         task=objective.task,
         notes=(*setup.notes, *objective.notes, *notes),
     )
+    setup = setup.replace(notes=(*setup.notes, *trainer.unsharded_note(fields, setup)))
     return with_trainers_liger(trainer.with_tiled_mlp(setup, fields, key="use_tiled_mlp", tiles=_TILES), fields)
 
 

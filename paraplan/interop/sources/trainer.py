@@ -217,6 +217,26 @@ def quantized_weights(fields: Fields) -> WeightFormat | None:
     return four_bits(is_fp4=is_fp4, is_double=bool(is_double))
 
 
+_STORAGE = "bnb_4bit_quant_storage"
+
+
+def unsharded_note(fields: Fields, setup: Setup) -> list[str]:
+    """Return a note where FSDP is to shard 4-bit weights that are stored as integers, as they are by default.
+
+    accelerate leaves them out of the shards, warns, and goes on (utils/fsdp_utils.py of 1.15, `fsdp2_prepare_model`).
+    """
+    is_4bit = (setup.base_weights or "").startswith(("nf4", "fp4"))
+    is_sharded = "FSDP" in setup.tool and setup.plan.zero_stage == 3
+    if not (is_4bit and is_sharded) or str(fields.value(_STORAGE)).removeprefix("torch.").startswith(
+        ("bfloat", "float")
+    ):
+        return []
+    return [
+        f"{_STORAGE}: accelerate shards 4-bit weights that are stored as bfloat16, as is priced, and leaves others "
+        "whole on each rank"
+    ]
+
+
 def four_bits(*, is_fp4: bool, is_double: bool) -> WeightFormat:
     """Return bitsandbytes' 4-bit format of that type."""
     if is_fp4:

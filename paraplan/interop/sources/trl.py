@@ -78,7 +78,12 @@ def read_trl(text: str, *, source: str, given: Given, read_file: trainer.ReadFil
     )
     setup = with_trainers_liger(setup.replace(notes=(*notes, *found)), fields)
     return setup.replace(
-        notes=(*setup.notes, *trainer.tf32_note(fields, setup.precision), *key_table("trl").notes(fields))
+        notes=(
+            *setup.notes,
+            *trainer.tf32_note(fields, setup.precision),
+            *trainer.unsharded_note(fields, setup),
+            *key_table("trl").notes(fields),
+        )
     )
 
 

@@ -19,6 +19,7 @@ from paraplan.interop.exported import (
     shared_notes,
 )
 from paraplan.interop.quoting import comment, to_yaml
+from paraplan.interop.targets.adapters import storage_notes
 from paraplan.interop.targets.deepspeed import deepspeed_gaps
 from paraplan.plan.parallel import ParallelPlan
 
@@ -64,7 +65,8 @@ def to_accelerate(subject: Subject) -> Exported:
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
     narrow = _narrow_products(subject)
     config |= narrow
-    notes += shared_notes(subject, compiles=True, narrows=bool(narrow))
+    notes += shared_notes(subject, {"compiled", *({"linear_precision"} if narrow else ())})
+    notes += [] if uses_deepspeed(plan) else storage_notes(subject)
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="accelerate", text=text, gaps=tuple(gaps), notes=tuple(notes))
 

@@ -44,6 +44,21 @@ def base_gap(subject: Subject, tool: str, known: tuple[str, ...]) -> list[Gap]:
     return [Gap(part=f"base_weights={training.base_weights}", reason=f"{tool} loads {', '.join(known)}")]
 
 
+def storage_notes(subject: Subject) -> list[str]:
+    """Return with what 4-bit weights are loaded that FSDP2 is to shard.
+
+    accelerate leaves integers out of the shards (utils/fsdp_utils.py of 1.15, `fsdp2_prepare_model`).
+    """
+    training, plan = subject.training, subject.plan
+    if training is None or plan.zero_stage != 3 or not (training.base_weights or "").startswith(("nf4", "fp4")):
+        return []
+    kept = "float32" if training.precision == "fp32" else "bfloat16"
+    return [
+        f"in the script, BitsAndBytesConfig(bnb_4bit_quant_storage=torch.{kept}): FSDP2 shards no other 4-bit weights, "
+        "and each rank would have all of them"
+    ]
+
+
 def quantizer_gap(subject: Subject, tool: str, known: tuple[str, ...]) -> list[Gap]:
     """Return the gap of frozen weights that a tool does not store as the training says."""
     training = subject.training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paraplan.interop.exported import (
+    TOLD_FIELDS,
     Exported,
     Gap,
     Subject,
@@ -89,7 +90,9 @@ def to_axolotl(subject: Subject) -> Exported:
     tells = told_kernels(training) | {"expandable_segments", "mlp_tile"}
     narrows = training is not None and training.fp8_recipe == "tensorwise"
     losses = ("liger", "cut", "chunked")
-    notes += shared_notes(subject, compiles=True, packs=True, narrows=narrows, losses=losses, tells=tells)
+    notes += shared_notes(
+        subject, TOLD_FIELDS if narrows else TOLD_FIELDS - {"linear_precision"}, losses=losses, tells=tells
+    )
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="axolotl", text=text, gaps=tuple(gaps), notes=tuple(notes))
 

@@ -19,6 +19,7 @@ from paraplan.interop.exported import (
     training_gap,
 )
 from paraplan.interop.targets.accelerate import uses_deepspeed
+from paraplan.interop.targets.adapters import storage_notes
 from paraplan.interop.targets.deepspeed import BATCH_KEYS, batch_and_zero, deepspeed_gaps
 from paraplan.interop.targets.liger import told_kernels, trainers_liger
 
@@ -56,7 +57,7 @@ def to_hf_trainer(subject: Subject) -> Exported:
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
     }
-    notes = shared_notes(subject, compiles=True, losses=("liger",), tells=told_kernels(training))
+    notes = shared_notes(subject, {"compiled", "optimizer"}, losses=("liger",), tells=told_kernels(training))
     if training is not None:
         arguments |= trainers_liger(training)
         arguments |= {"bf16": training.precision == "bf16", "fp16": training.precision == "fp16"}
@@ -81,6 +82,7 @@ def to_hf_trainer(subject: Subject) -> Exported:
     by_trainer = plan.recompute == "full" and (offloads or not has_fsdp)  # which refuses FSDP's beside its own
     if has_fsdp:
         arguments |= {"fsdp": True, "fsdp_config": _fsdp(subject, recomputes=not by_trainer)}
+        notes += storage_notes(subject)
     if by_trainer:
         arguments["gradient_checkpointing"] = True
     if offloads:

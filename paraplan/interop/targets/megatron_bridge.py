@@ -48,7 +48,7 @@ def to_megatron_bridge(subject: Subject) -> Exported:
     gaps = megatron_gaps(subject)
     notes = [
         "the model: start from its recipe, and give this file as the overrides",
-        *shared_notes(subject, narrows=True, tells=TOLD),
+        *shared_notes(subject, {"linear_precision", "seq_length", "optimizer"}, tells=TOLD),
     ]
     if plan.recompute == "selective_ops":
         notes.append(MODULES_NOTE)

@@ -7,6 +7,7 @@ Sections and fields as in its recipes, `FSDP2Config` (components/distributed/con
 from __future__ import annotations
 
 from paraplan.interop.exported import (
+    TOLD_FIELDS,
     Exported,
     Gap,
     Subject,
@@ -61,7 +62,7 @@ def to_nemo_automodel(subject: Subject) -> Exported:
     if adapter is not None:
         notes.append(alpha_note(adapter))
     losses = tuple(_LOSSES)
-    notes += shared_notes(subject, compiles=True, narrows=True, packs=True, losses=losses, tells=_TOLD)
+    notes += shared_notes(subject, TOLD_FIELDS - {"attention"}, losses=losses, tells=_TOLD)
     in_step = plan.num_microbatches if plan.pp > 1 else 1
     config: dict[str, object] = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",

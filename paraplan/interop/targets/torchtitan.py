@@ -30,7 +30,7 @@ def to_torchtitan(subject: Subject) -> Exported:
         "[model] name, flavor and hf_assets_path, the data set, the number of steps and the learning rate",
         "torchtitan reads TOML up to v0.2.2; --to torchtitan-python is for later releases",
     ]
-    notes += shared_notes(subject, compiles=True)
+    notes += shared_notes(subject, {"compiled", "seq_length", "optimizer"})
     sections = {
         "training": _training(subject),
         "parallelism": _parallelism(subject),

@@ -41,7 +41,7 @@ def to_torchtitan_python(subject: Subject) -> Exported:
         "call it in a configuration of your own: def my_run(): return apply_plan(llama3_8b())",
         "the data set, the number of steps and the learning rate are those of that configuration",
     ]
-    notes += shared_notes(subject, compiles=True)
+    notes += shared_notes(subject, {"compiled", "seq_length", "optimizer"})
     lines = [f"    config.{name} = {value}\n" for name, value in _settings(subject).items()]
     released, later = (
         [f"        config.{name} = {value!r}\n" for name, value in sizes.items()] for sizes in _batch(subject)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from paraplan.interop.exported import (
+    TOLD_FIELDS,
     Exported,
     Gap,
     Subject,
@@ -107,7 +108,7 @@ def to_torchtune(subject: Subject) -> Exported:
         }
     config["metric_logger"] = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "output/logs"}
     config |= {"log_every_n_steps": 1, "log_peak_memory_stats": True}
-    notes += shared_notes(subject, compiles=True, packs=True, losses=tuple(_LOSSES))
+    notes += shared_notes(subject, TOLD_FIELDS - {"linear_precision", "attention"}, losses=tuple(_LOSSES))
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="torchtune", text=text, gaps=tuple(gaps), notes=tuple(notes))
 

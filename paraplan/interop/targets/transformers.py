@@ -147,7 +147,7 @@ def to_transformers(subject: Subject) -> Exported:
     notes.append(f"start it with: torchrun --nproc-per-node {subject.layout.gpus_per_node} FILE DATASET")
     if trainable.adapter is not None:
         notes.append(alpha_note(trainable.adapter))
-    notes += shared_notes(subject)
+    notes += shared_notes(subject, {"train", "optimizer", "attention"})
     model = subject.file.model
     arguments = "\n".join(f'        "{name}": {value!r},' for name, value in _arguments(plan, training).items())
     optimizer = _OPTIMIZERS.get(training.optimizer if training is not None else "adamw", _OPTIMIZERS["adamw"])[1]

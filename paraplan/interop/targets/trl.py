@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import shlex
 
-from paraplan.interop.exported import Exported, Gap, Subject, field_gap, remarks, shared_notes, training_gap
+from paraplan.interop.exported import (
+    TOLD_FIELDS,
+    Exported,
+    Gap,
+    Subject,
+    field_gap,
+    remarks,
+    shared_notes,
+    training_gap,
+)
 from paraplan.interop.quoting import comment, to_yaml
 from paraplan.interop.targets.accelerate import accelerate_gaps, to_accelerate
 from paraplan.interop.targets.adapters import (
@@ -63,7 +72,7 @@ def to_trl(subject: Subject) -> Exported:
     if subject.training is not None:
         words += _training_words(subject, subject.training, notes)
     tells = told_kernels(subject.training)
-    notes += shared_notes(subject, compiles=True, packs=True, losses=_LOSSES, tells=tells)
+    notes += shared_notes(subject, TOLD_FIELDS - {"linear_precision"}, losses=_LOSSES, tells=tells)
     head = "#!/bin/sh\n" + comment(remarks(subject, gaps, notes))
     return Exported(target="trl", text=head + text + shlex.join(words) + "\n", gaps=tuple(gaps), notes=tuple(notes))
 
