@@ -83,6 +83,21 @@ def check_model(
     return stack
 
 
+def unfrozen_note(model: nn.Module, file: PlanFile | None) -> str | None:
+    """Return that all of a model trains where its plan foresees adapters beside frozen weights; None elsewhere."""
+    training = None if file is None else file.training
+    if (
+        training is None
+        or training.trainable.adapter is None
+        or not all(one.requires_grad for one in model.parameters())
+    ):
+        return None
+    return (
+        f"the plan was made for --train {training.train}, and all parameters of this model train: that takes more "
+        "memory and time than the plan foresees. Give job.prepare the model with its adapters, or plan without --train"
+    )
+
+
 _QUANTIZED = ("Params4bit", "Int8Params")  # bitsandbytes.nn
 
 

@@ -21,7 +21,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement, RankSync
-from paraplan.runtime.assembly import check_model, check_quantized, wrap_model
+from paraplan.runtime.assembly import check_model, check_quantized, unfrozen_note, wrap_model
 from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.checkpoints.adapter_files import adapters_of
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
@@ -182,7 +182,7 @@ class Job:
             given = options.optimizer(held := part.optimized())
             made = as_one_optimizer(given)
             check_parameters(made, held, self.plan)
-            self._tell_unfused(made)
+            self._tell(unfused_note(optimizers_in(made), self.file, self.device))
             for one in optimizers_in(made):
                 self._suit(one, part)
                 if self.plan.offload == "optimizer":
@@ -232,8 +232,7 @@ class Job:
             self._agreements.append(Agreement(self.world, self.connections))
         return self._agreements[0]
 
-    def _tell_unfused(self, optimizer: torch.optim.Optimizer) -> None:
-        note = unfused_note(optimizers_in(optimizer), self.file, self.device)
+    def _tell(self, note: str | None) -> None:
         if note is not None and self.is_main:
             _LOGGER.warning(note)
 
@@ -253,6 +252,7 @@ class Job:
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
         check_quantized(model, plan, self.device)
+        self._tell(unfrozen_note(model, self.file))
         check_hooks(model, plan)
         check_written_tables(model, plan)
         check_reduce_type(options.reduce_dtype, self.precision)

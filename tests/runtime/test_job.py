@@ -62,6 +62,17 @@ def test_the_precision_is_that_of_the_plan_file() -> None:
         runtime.init(PlanFile(plan=ParallelPlan(), training=training), precision="fp32")
 
 
+def test_a_model_that_trains_whole_under_a_plan_for_adapters_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    training = TrainingSpec(global_batch_size=1, seq_length=8, precision="fp32", train="lora:r=16")
+    frozen = Decoder(2)
+    next(iter(frozen.parameters())).requires_grad_(False)
+    for model, is_told in ((frozen, False), (Decoder(2), True)):
+        caplog.clear()
+        job = runtime.init(PlanFile(plan=ParallelPlan(), training=training))
+        job.prepare(model, loss_fn=loss_fn, optimizer=sgd)
+        assert ("the plan was made for --train lora:r=16" in caplog.text) is is_told
+
+
 def test_a_plan_for_another_model_is_refused_and_nothing_is_trained() -> None:
     model = Decoder(3)
     count = sum(parameter.numel() for parameter in model.parameters())
