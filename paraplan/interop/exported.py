@@ -148,7 +148,9 @@ def field_gap(plan: ParallelPlan, field: str, expressible: Sequence[object], rea
     return [] if value in expressible else [Gap(part=f"{field}={value}", reason=reason)]
 
 
-def training_gap(training: TrainingSpec | None, field: str, expressible: Sequence[str], reason: str) -> list[Gap]:
+def training_gap(
+    training: TrainingSpec | None, field: str, expressible: Sequence[str | None], reason: str
+) -> list[Gap]:
     """Return the gap of a field of the training, none where the training is unknown."""
     if training is None or getattr(training, field) in expressible:
         return []

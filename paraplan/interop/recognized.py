@@ -151,7 +151,8 @@ def _tool_of_launch(launch: Launch, read_file: Callable[[str], str]) -> Tool:
 
 def _nearest(keys: frozenset[str]) -> Tool | None:
     """Return the tool whose file has such keys: the Trainer's where no other tool is told by its own."""
-    scores = {name: _score(name, keys) for name in _TABLES}
+    others = {"deepspeed"} if _OF_THE_TRAINER in keys else set()  # some of whose keys are arguments of the Trainer too
+    scores = {name: _score(name, keys) for name in _TABLES.keys() - others}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] > 0:
         return _TABLES[best]

@@ -13,10 +13,13 @@ from pydantic import ValidationError
 
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.interop.export import TARGETS, export_plan
+from paraplan.interop.recognized import tool_of
 from paraplan.interop.setup import Given, Setup
 from paraplan.interop.sources.accelerate import read_accelerate
+from paraplan.interop.sources.automodel import read_automodel
 from paraplan.interop.sources.axolotl import read_axolotl
 from paraplan.interop.sources.deepspeed import read_deepspeed
+from paraplan.interop.sources.hf_trainer import read_hf_trainer
 from paraplan.interop.sources.megatron_bridge import read_megatron_bridge
 from paraplan.interop.sources.megatron_lm import read_megatron_lm
 from paraplan.interop.sources.torchtitan import read_torchtitan
@@ -351,6 +354,8 @@ def test_what_a_target_can_express_is_read_back_as_the_same_plan(fields: dict[st
         "transformers": lambda text: read_transformers(text, source="train.py", given=said),
         "axolotl": lambda text: read_axolotl(text, source="a.yaml", given=said, read_file=no_file),
         "torchtitan": lambda text: read_torchtitan(text, source="t.toml", given=said, read_file=no_file),
+        "hf-trainer": lambda text: read_hf_trainer(text, source="t.json", given=said, read_file=no_file),
+        "nemo-automodel": lambda text: read_automodel(text, source="r.yaml", given=said),
     }
     for target, read in reads.items():
         exported = export_plan(made, target, partial=True)
@@ -359,6 +364,7 @@ def test_what_a_target_can_express_is_read_back_as_the_same_plan(fields: dict[st
         )
         if exported.gaps:
             continue
+        assert tool_of(exported.text, "a file") == target
         setup = read(exported.text)
         # Axes of one rank have no place in an order, and 16 bits of accelerate are all that it says of training.
         order = [axis for axis in setup.plan.rank_order if getattr(plan, axis) > 1]

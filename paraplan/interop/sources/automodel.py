@@ -15,14 +15,14 @@ from paraplan.interop.sources.documents import load_document
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.parallel import ParallelPlan, ScheduleName
 from paraplan.plan.stack import Dispatcher
-from paraplan.plan.training import Fp8Recipe, LossKernel, OptimizerName, TrainingPrecision
+from paraplan.plan.training import TORCHAO_RECIPES, Fp8Recipe, LossKernel, OptimizerName, TrainingPrecision
 
 _STAGES = {"fsdp2": 3, "megatron_fsdp": 3, "ddp": 0}
 _SCHEDULES: dict[str, ScheduleName] = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved_1f1b"}
 _LOSSES: dict[str, LossKernel] = {"FusedLinearCrossEntropy": "cut", "ChunkedCrossEntropy": "chunked"}
 _LENGTHS = ("seq_len", "seq_length", "max_length", "max_seq_length", "block_size", "sequence_length")
 _TOWERS = ("freeze_vision_tower", "freeze_audio_tower")
-_RECIPES: dict[str, Fp8Recipe] = {name: name for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
+_RECIPES: dict[str, Fp8Recipe] = {name: name for name in TORCHAO_RECIPES}
 
 
 class _Degrees(NamedTuple):

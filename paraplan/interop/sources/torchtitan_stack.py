@@ -13,11 +13,11 @@ from paraplan.interop.fields import Fields
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.torchtitan_python import CLASS
 from paraplan.plan.stack import Dispatcher, OptimizerStep, StackSettings
-from paraplan.plan.training import Fp8Recipe, LinearPrecision
+from paraplan.plan.training import TORCHAO_RECIPES, Fp8Recipe, LinearPrecision
 
 _DISPATCHERS: dict[str, Dispatcher] = {"deepep": "deepep", "hybridep": "hybridep"}
 _STEPS: dict[str, OptimizerStep] = {"foreach": "foreach", "for-loop": "for_loop"}
-_RECIPES: dict[str, Fp8Recipe] = {name: name for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
+_RECIPES: dict[str, Fp8Recipe] = {name: name for name in TORCHAO_RECIPES}
 _PYTHON_RECIPE = "rowwise"
 """The default of Python's Float8LinearConverter; TOML's is a scale for each tensor."""
 

@@ -147,6 +147,10 @@ def _by_key(fields: Fields, given: Given, read_file: ReadFile, axes: Axes, deeps
     return _fsdp(fields, known, read_file, axes)
 
 
+_ACCELERATES = {"cpu_offload": "offload_params"}
+"""Keys of `fsdp_config` that the Trainer calls otherwise than accelerate does."""
+
+
 def _fsdp(fields: Fields, given: Given, read_file: ReadFile, axes: Axes) -> Setup | None:
     """Return the plan of `fsdp` and `fsdp_config`, whose keys are accelerate's, with or without their prefix."""
     strategy, named = fields.value("fsdp"), fields.value("fsdp_config")
@@ -157,7 +161,7 @@ def _fsdp(fields: Fields, given: Given, read_file: ReadFile, axes: Axes) -> Setu
         section = fields.taken("fsdp_config")
     if not strategy and not section:
         return None
-    config = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
+    config = {f"fsdp_{_ACCELERATES.get(name := key.removeprefix('fsdp_'), name)}": section[key] for key in section}
     version = fields.value("fsdp_version")  # axolotl has it beside the section
     config = config if version is None else {"fsdp_version": version, **config}
     words = strategy if isinstance(strategy, list) else str(strategy or "").split()

@@ -34,7 +34,7 @@ from paraplan.interop.targets.adapters import (
 from paraplan.model.trainable import ALL_LINEAR, AdapterSpec
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER, ParallelPlan
 from paraplan.plan.stages import even_split
-from paraplan.plan.training import TrainingSpec
+from paraplan.plan.training import TORCHAO_RECIPES, TrainingSpec
 
 _PACKAGE = "nemo_automodel.components"
 _SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved_1f1b": "interleaved1f1b"}
@@ -108,6 +108,7 @@ def nemo_automodel_gaps(subject: Subject) -> list[Gap]:
     gaps += training_gap(training, "precision", tuple(_TYPES), "AutoModel's FSDP2 computes in bf16")
     gaps += training_gap(training, "optimizer", tuple(_OPTIMIZERS), "paraplan writes torch's AdamW and SGD for it")
     gaps += training_gap(training, "linear_precision", ("16bit", "fp8"), "AutoModel's fp8 section is torchao's")
+    gaps += training_gap(training, "fp8_recipe", (None, *TORCHAO_RECIPES), "AutoModel's fp8 section is torchao's")
     gaps += training_gap(training, "loss", tuple(_LOSSES), "AutoModel has its own fused and chunked losses")
     gaps += adapter_gap(trainable, "AutoModel")
     if trainable.adapter is not None and whole_modules(trainable):
