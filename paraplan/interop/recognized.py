@@ -151,8 +151,9 @@ def _tool_of_launch(launch: Launch, read_file: Callable[[str], str]) -> Tool:
 
 def _nearest(keys: frozenset[str]) -> Tool | None:
     """Return the tool whose file has such keys: the Trainer's where no other tool is told by its own."""
-    others = {"deepspeed"} if _OF_THE_TRAINER in keys else set()  # some of whose keys are arguments of the Trainer too
-    scores = {name: _score(name, keys) for name in _TABLES.keys() - others}
+    # Some keys of DeepSpeed are arguments of the Trainer too. Where two tools score alike, the first of the table is it.
+    names = [name for name in _TABLES if name != "deepspeed" or _OF_THE_TRAINER not in keys]
+    scores = {name: _score(name, keys) for name in names}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] > 0:
         return _TABLES[best]

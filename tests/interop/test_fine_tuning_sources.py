@@ -39,6 +39,16 @@ def test_axolotl_quantizes_as_its_arguments_for_bitsandbytes_say(read: Any) -> N
     assert read(text + "bnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n").base_weights == "fp4:double"
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_axolotls_recipe_of_8_bits_is_written_and_read(read: Any, recipe: str) -> None:
+    made = subject("zero-3", linear_precision="fp8", fp8_recipe=recipe)
+    text = export_plan(made, "axolotl").text
+    again = read(text, num_gpus=8)
+    assert (again.linear_precision, again.fp8_recipe) == ("fp8", recipe)
+    with pytest.raises(PlanError, match=r"fp8_config.recipe: expected tensorwise or rowwise"):
+        read(AXOLOTL + "fp8: true\nfp8_config: {recipe: nosuch}\n")
+
+
 @pytest.mark.parametrize("words", ["true", "offload", "offload_disk"])
 def test_axolotls_checkpointing_is_recompute_wherever_it_keeps_inputs(read: Any, words: str) -> None:
     assert read(AXOLOTL + f"gradient_checkpointing: {words}\n").plan.recompute == "full"

@@ -12,17 +12,17 @@ from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan,
 from paraplan.interop.sources import trainer
 from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.documents import load_document
+from paraplan.interop.sources.narrow_products import torchao_recipe
 from paraplan.model.trainable import AdapterKind
 from paraplan.plan.parallel import ParallelPlan, ScheduleName
 from paraplan.plan.stack import Dispatcher
-from paraplan.plan.training import TORCHAO_RECIPES, Fp8Recipe, LossKernel, OptimizerName, TrainingPrecision
+from paraplan.plan.training import LossKernel, OptimizerName, TrainingPrecision
 
 _STAGES = {"fsdp2": 3, "megatron_fsdp": 3, "ddp": 0}
 _SCHEDULES: dict[str, ScheduleName] = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved_1f1b"}
 _LOSSES: dict[str, LossKernel] = {"FusedLinearCrossEntropy": "cut", "ChunkedCrossEntropy": "chunked"}
 _LENGTHS = ("seq_len", "seq_length", "max_length", "max_seq_length", "block_size", "sequence_length")
 _TOWERS = ("freeze_vision_tower", "freeze_audio_tower")
-_RECIPES: dict[str, Fp8Recipe] = {name: name for name in TORCHAO_RECIPES}
 
 
 class _Degrees(NamedTuple):
@@ -203,8 +203,6 @@ def _length(dataset: Fields) -> int | None:
 def _narrow(setup: Setup, section: Fields) -> Setup:
     if not section.flag("enabled"):
         return setup
-    recipe = section.text("recipe_name") or "tensorwise"
-    if recipe not in _RECIPES:
-        raise section.error("recipe_name", ", ".join(_RECIPES))
+    recipe = torchao_recipe(section, "recipe_name")
     gathers = bool(section.flag("enable_fsdp_float8_all_gather")) and setup.plan.zero_stage > 0
-    return setup.replace(linear_precision="fp8", fp8_recipe=_RECIPES[recipe], fp8_gather=gathers or None)
+    return setup.replace(linear_precision="fp8", fp8_recipe=recipe, fp8_gather=gathers or None)

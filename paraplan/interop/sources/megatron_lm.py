@@ -248,7 +248,7 @@ def _options(command: Command, source: str) -> dict[str, object]:
         if name not in key_table("megatron-lm").known and name[3:] in key_table("megatron-lm").known:
             options[name[3:]] = False
             del options[name]
-    for name in options.keys() - key_table("megatron-lm").known:
+    for name in sorted(options.keys() - key_table("megatron-lm").known):
         meant = difflib.get_close_matches(name, sorted(key_table("megatron-lm").read), n=1, cutoff=_MISSPELT)
         if meant:
             named, known = (f"--{word.replace('_', '-')}" for word in (name, meant[0]))

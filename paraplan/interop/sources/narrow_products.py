@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from paraplan.interop.fields import Fields
 from paraplan.interop.setup import Setup
-from paraplan.plan.training import Fp8Recipe
+from paraplan.plan.training import TORCHAO_RECIPES, Fp8Recipe
+
+
+def torchao_recipe(section: Fields, key: str, words: str | None = None, *, default: str = "tensorwise") -> Fp8Recipe:
+    """Return the recipe of torchao that `words` name, those of `key` where there are none. Raises `PlanError`."""
+    named = words or section.text(key) or default
+    recipe = next((one for one in TORCHAO_RECIPES if one == named), None)
+    if recipe is None:
+        raise section.error(key, " or ".join(TORCHAO_RECIPES))
+    return recipe
 
 
 def with_fp8(setup: Setup, recipe: Fp8Recipe, *, gathers: bool = False) -> Setup:
@@ -33,9 +42,10 @@ def accelerates_fp8(setup: Setup, fields: Fields) -> Setup:
 
 
 def axolotls_fp8(setup: Setup, fields: Fields) -> Setup:
-    """Return a setup with axolotl's `fp8`: torchao, scales of whole tensors (core/trainers/base.py)."""
+    """Return a setup with axolotl's `fp8`: torchao, scales of whole tensors or as `fp8_config` says (core/fp8.py)."""
     gathers = fields.flag("fp8_enable_fsdp_float8_all_gather")
-    return with_fp8(setup, "tensorwise", gathers=bool(gathers)) if fields.flag("fp8") else setup
+    recipe = torchao_recipe(fields.section("fp8_config"), "recipe")
+    return with_fp8(setup, recipe, gathers=bool(gathers)) if fields.flag("fp8") else setup
 
 
 def llama_factorys_fp8(setup: Setup, fields: Fields) -> Setup:

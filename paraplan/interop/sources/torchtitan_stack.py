@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from paraplan.interop.fields import Fields
 from paraplan.interop.sources.adapters import trainable_of
+from paraplan.interop.sources.narrow_products import torchao_recipe
 from paraplan.interop.sources.torchtitan_python import CLASS
 from paraplan.plan.stack import Dispatcher, OptimizerStep, StackSettings
-from paraplan.plan.training import TORCHAO_RECIPES, Fp8Recipe, LinearPrecision
+from paraplan.plan.training import Fp8Recipe, LinearPrecision
 
 _DISPATCHERS: dict[str, Dispatcher] = {"deepep": "deepep", "hybridep": "hybridep"}
 _STEPS: dict[str, OptimizerStep] = {"foreach": "foreach", "for-loop": "for_loop"}
-_RECIPES: dict[str, Fp8Recipe] = {name: name for name in TORCHAO_RECIPES}
 _PYTHON_RECIPE = "rowwise"
 """The default of Python's Float8LinearConverter; TOML's is a scale for each tensor."""
 
@@ -112,11 +112,10 @@ def narrow_products(fields: Fields, notes: list[str]) -> NarrowProducts:
         if "float8" in name:
             section = linear.section("float8") if "quantize" in fields else Fields(fields.taken("float8"), source=name)
             default = _PYTHON_RECIPE if CLASS in converter else "tensorwise"
-            recipe = str(converter.get("recipe_name") or section.text("recipe_name") or default)
-            if recipe not in _RECIPES:
-                raise section.error("recipe_name", " or ".join(_RECIPES))
+            words = converter.get("recipe_name")
+            recipe = torchao_recipe(section, "recipe_name", str(words) if words else None, default=default)
             gathers = section.flag("enable_fsdp_float8_all_gather")
-            return NarrowProducts("fp8", _RECIPES[recipe], bool(gathers) or None)
+            return NarrowProducts("fp8", recipe, bool(gathers) or None)
     return NarrowProducts()
 
 

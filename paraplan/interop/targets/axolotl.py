@@ -33,7 +33,7 @@ from paraplan.interop.targets.liger import axolotls_liger, told_kernels
 from paraplan.model.quantizers import quantizer_of
 from paraplan.model.trainable import ALL_LINEAR, Trainable
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import TrainingSpec
+from paraplan.plan.training import TORCHAO_RECIPES, TrainingSpec
 
 _ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 _BASES = ("bf16", "int8", "nf4", "nf4:double", "fp4", "fp4:double")
@@ -88,7 +88,7 @@ def to_axolotl(subject: Subject) -> Exported:
     count = f" --num-processes {plan.world_size}" if plan.world_size > 1 else ""
     notes.append(f"start it with: axolotl train FILE{count}")
     tells = told_kernels(training) | {"expandable_segments", "mlp_tile"}
-    narrows = training is not None and training.fp8_recipe == "tensorwise"
+    narrows = training is not None and training.fp8_recipe in TORCHAO_RECIPES
     losses = ("liger", "cut", "chunked")
     notes += shared_notes(
         subject, TOLD_FIELDS if narrows else TOLD_FIELDS - {"linear_precision"}, losses=losses, tells=tells
@@ -137,8 +137,9 @@ def _kernels(training: TrainingSpec) -> dict[str, object]:
         plugins.append("axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin")
         found["cut_cross_entropy"] = True
     found |= {"plugins": plugins} if plugins else {}
-    if training.linear_precision == "fp8" and training.fp8_recipe == "tensorwise":
+    if training.linear_precision == "fp8" and training.fp8_recipe in TORCHAO_RECIPES:
         found |= {"fp8": True, "fp8_enable_fsdp_float8_all_gather": training.fp8_gather}
+        found |= {} if training.fp8_recipe == "tensorwise" else {"fp8_config": {"recipe": training.fp8_recipe}}
     if training.loss == "chunked":
         found["chunked_cross_entropy"] = True
     return found
