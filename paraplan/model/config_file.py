@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,15 @@ class ModelConfig:
         )
 
 
+_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def _number(read: dict[str, Any]) -> Any:
+    """Return a number that JSON has no word for, as transformers writes it since 5.0; other objects as they are."""
+    tag = read.get("__float__") if len(read) == 1 else None
+    return _NUMBERS.get(tag, read) if isinstance(tag, str) else read
+
+
 def load_config(path: Path, *, seq_length: int | None = None) -> ModelConfig:
     """Return the model configuration in `path`. Code that the config names (`auto_map`) is never executed.
 
@@ -173,7 +183,7 @@ def load_config(path: Path, *, seq_length: int | None = None) -> ModelConfig:
     its training.
     """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}", hint="give a config.json or its folder") from error
     except (ValueError, RecursionError) as error:  # brackets nested by the thousand, numbers of thousands of digits

@@ -27,6 +27,7 @@ from paraplan.model.trace_on_gpu import AsOnGpu, AsUnderAutocast
 from paraplan.model.trace_recorder import EMBEDDING, HEAD, Recorder, is_linear, mark_of
 from paraplan.model.trace_repeats import skipped_repeats
 from paraplan.model.trace_shapes import MetaShapes
+from paraplan.model.trace_torch_private import all_taken_for_nonzero
 
 DEFAULT_SEQ_LENGTH = 1024
 
@@ -200,6 +201,7 @@ def _measure(
         with (
             torch.device("meta"),
             MetaShapes(),
+            all_taken_for_nonzero(),
             recorder.watching(module, blocks, grows=grows),
             repeats,
             autocast,

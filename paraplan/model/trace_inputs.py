@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 
 Inputs = dict[str, torch.Tensor]
-Attempt = Literal["main", "all"]
-ATTEMPTS: tuple[Attempt, ...] = ("main", "all")
-"""Inputs that are tried in turn: the one that the class names as its main one, and all of its inputs that are known
-here."""
+Attempt = Literal["main", "kinds", "all"]
+ATTEMPTS: tuple[Attempt, ...] = ("main", "kinds", "all")
+"""Inputs that are tried in turn: the one that the class names as its main one, with it which tokens stand for pictures
+(none does), as some ask for in training, and all of its inputs that are known here."""
 
 IMAGE_SIZE = 224
 """Pixels each way where a configuration states none, as of most image classifiers (ImageNet's crops)."""
@@ -31,8 +31,9 @@ def library_inputs(module: Any, config: Any, attempt: Attempt = "main") -> Calla
     wanted = [main]
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:
         wanted.append("decoder_input_ids")
-    if attempt == "all":
-        wanted += [name for name in _MAKERS if name in accepted and name not in wanted]
+    if attempt != "main":
+        further = _KINDS if attempt == "kinds" else _MAKERS
+        wanted += [name for name in further if name in accepted and name not in wanted]
     wanted = [name for name in wanted if name in _MAKERS]
     if wanted in ([], ["input_ids"]):
         return None
@@ -80,7 +81,9 @@ _MAKERS: dict[str, Callable[[Any, int, int], torch.Tensor]] = {
     "pixel_values": _pixels,
     "input_features": _spectrum,
     "input_values": _wave,
+    "mm_token_type_ids": _token_ids,
 }
+_KINDS = ("mm_token_type_ids",)
 
 
 def _tower(config: Any, name: str) -> Any:

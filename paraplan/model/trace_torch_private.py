@@ -6,9 +6,11 @@ some of it too, takes it from here.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as symbolic_shapes
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -42,3 +44,9 @@ def storage_key(held: torch.Tensor | torch.UntypedStorage) -> int:
 def schema_of(operator: Any) -> Any:
     """Return what an operator takes and returns, None for calls that take functions. Only its name is public."""
     return getattr(operator, "_schema", None)
+
+
+def all_taken_for_nonzero() -> AbstractContextManager[Any]:
+    """Have `nonzero` and indexing by a mask return as much as they can, of tensors without values, in this context."""
+    patch: AbstractContextManager[Any] = symbolic_shapes.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    return patch

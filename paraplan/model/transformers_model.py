@@ -71,7 +71,10 @@ def trace_config(config: ModelConfig, *, micro_batch_size: int = 1) -> ModelSpec
 
 
 def library_factory(
-    config: ModelConfig, *, attention: Literal["sdpa", "eager"] = "sdpa", attempt: Literal["main", "all"] = "main"
+    config: ModelConfig,
+    *,
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    attempt: Literal["main", "kinds", "all"] = "main",
 ) -> Callable[[], Any]:
     """Return what builds the class that a configuration names, else its family's language model or classifier.
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental._config as symbolic_shapes
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
@@ -42,6 +41,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from paraplan.model.trace_torch_private import FLASH_ATTENTION as FLASH_ATTENTION
 from paraplan.model.trace_torch_private import GROUPED_MM as GROUPED_MM
 from paraplan.model.trace_torch_private import TorchDispatchMode as TorchDispatchMode
+from paraplan.model.trace_torch_private import all_taken_for_nonzero as all_taken_for_nonzero
 from paraplan.model.trace_torch_private import schema_of as schema_of
 from paraplan.model.trace_torch_private import storage_key as storage_key
 
@@ -54,6 +54,7 @@ __all__ = [  # of what is imported; names of this module's own are offered as th
     "OpOverloadPacket",
     "PipelineStage",
     "TorchDispatchMode",
+    "all_taken_for_nonzero",
     "pytree",
     "stage_backward_weight",
     "storage_key",
@@ -74,6 +75,7 @@ RE_EXPORTED = {
     "PipelineStage": "the class is public; that schedules call its perform_reduce_grad and backward_maybe_with_nosync, "
     "which ReplicatedStage overrides, is written nowhere",
     "TorchDispatchMode": "see paraplan.model.trace_torch_private",
+    "all_taken_for_nonzero": "see paraplan.model.trace_torch_private",
     "local_shape_and_offset": "which part of a DTensor a rank has; it has no method that says so",
     "pytree": "tensors in nested containers; torch has no public module for it",
     "schema_of": "see paraplan.model.trace_torch_private",
@@ -338,12 +340,6 @@ def recorded_collectives() -> list[dict[str, Any]] | None:
 
     dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     return None if dump is None else json.loads(dump(True, False)).get("entries") or []
-
-
-def all_taken_for_nonzero() -> AbstractContextManager[Any]:
-    """Have `nonzero` and indexing by a mask return as much as they can, of tensors without values, in this context."""
-    patch: AbstractContextManager[Any] = symbolic_shapes.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-    return patch
 
 
 @contextmanager

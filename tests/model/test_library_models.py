@@ -21,6 +21,7 @@ from paraplan.model import trace
 from paraplan.model.reader import read_model
 from paraplan.model.spec import ModelSpec
 from paraplan.model.trace import trace_module
+from paraplan.model.trace_inputs import library_inputs
 from paraplan.plan.compatibility import why_tp
 
 TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -111,6 +112,22 @@ def test_both_towers_of_a_model_of_text_and_pictures_run(read: Any) -> None:
     clip = read("clip")
     assert clip.num_blocks == 8
     assert all(run.block.matmuls for run in clip.runs)
+
+
+def test_which_tokens_are_pictures_is_said_to_a_model_that_asks_for_it_in_training() -> None:
+    class Asking(nn.Module):
+        main_input_name = "input_ids"
+
+        def forward(self, input_ids: torch.Tensor, mm_token_type_ids: torch.Tensor | None = None) -> None: ...
+
+    config = SimpleNamespace(is_encoder_decoder=False)
+    made = library_inputs(Asking(), config, "kinds")
+    assert library_inputs(Asking(), config) is None
+    assert made is not None
+    assert {name: tuple(one.shape) for name, one in made(2, 8).items()} == {
+        "input_ids": (2, 8),
+        "mm_token_type_ids": (2, 8),
+    }
 
 
 def test_no_layer_is_dropped(read: Any) -> None:

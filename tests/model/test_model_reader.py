@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paraplan.errors import ModelError
-from paraplan.model.config_file import ModelConfig
+from paraplan.model.config_file import ModelConfig, load_config
 from paraplan.model.family_table import READERS
 from paraplan.model.model_names import same_layers, spelled
 from paraplan.model.reader import bundled_models, is_factory, read_fields, read_model
@@ -179,6 +180,17 @@ def test_more_experts_for_a_token_than_there_are_is_an_error(write_config: Write
     path = write_config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=5)
     with pytest.raises(ModelError, match="num_experts_per_tok=5 is more than the 4 experts"):
         read_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("Infinity", math.inf), ("-Infinity", -math.inf), ("NaN", math.nan), ("much", None)]
+)
+def test_numbers_that_json_has_no_word_for_are_read_as_transformers_writes_them(
+    write_config: WriteConfig, written: str, read: float | None
+) -> None:
+    config = load_config(write_config(time_step_limit=[0.0, {"__float__": written}]))
+    found = config.fields["time_step_limit"][1]
+    assert found == ({"__float__": "much"} if read is None else pytest.approx(read, nan_ok=True))
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,15 @@ def make_with_check():
     return Checked()
 
 
+def make_with_mask():
+    class Masking(Model):
+        def forward(self, ids):
+            x = super().forward(ids)
+            return x[:, (ids == ids).all(0)]
+
+    return Masking()
+
+
 def make_reader_of_values():
     class Reading(Model):
         def forward(self, ids):
@@ -234,6 +243,12 @@ def test_a_model_of_one_block_is_cut_as_one_of_several(script: str) -> None:
 
 def test_checks_of_values_find_a_plain_batch(script: str) -> None:
     assert _trace(script, "make_with_check").parameters == _trace(script, "make").parameters
+
+
+def test_tokens_that_a_mask_picks_are_counted_as_all(script: str) -> None:
+    masked, plain = _trace(script, "make_with_mask"), _trace(script, "make")
+    assert (masked.parameters, masked.num_blocks) == (plain.parameters, plain.num_blocks)
+    assert masked.flops_per_token(128) == plain.flops_per_token(128)
 
 
 @pytest.mark.parametrize(
