@@ -235,7 +235,7 @@ def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Al
     fastest that its configuration can express, left out where it is no faster than what runs; the other is what
     paraplan recommends. Raises `PlanError` where the plan does not suit the workload.
     """
-    setup, now = imported.setup, estimate(theirs, imported.plan)
+    setup, now = imported.setup, _estimate_of(imported, theirs)
     if setup.plan.world_size != ours.cluster.num_gpus:
         reason = f"the configuration uses {setup.plan.world_size} of {ours.cluster.num_gpus} GPUs"
         return Alternatives(setup, now, {}, reason)
@@ -254,6 +254,17 @@ def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Al
     except NoPlanFitsError as error:
         why = error.message
     return Alternatives(setup, now, found, None if found else why)
+
+
+def _estimate_of(imported: ImportedPlan, theirs: Workload) -> Estimate:
+    """Return the estimate of what the configuration runs; the way out of a plan that does not suit is in its file."""
+    try:
+        return estimate(theirs, imported.plan)
+    except PlanError as error:
+        trains = imported.setup.model_name
+        own = f"the file trains {trains}, and --model says that {theirs.model.name} is priced" if trains else None
+        there = f"in the file, {error.hint.replace('use --', 'use ')}" if error.hint else None
+        raise PlanError(error.message, hint="; ".join(filter(None, [own, there])) or None) from None
 
 
 def _read(path: Path) -> str:

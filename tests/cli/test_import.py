@@ -102,6 +102,15 @@ def test_megatron_arguments_are_read_from_the_script_that_starts_it(tmp_path: Pa
     assert run(*words)[1] == "Megatron-LM: dp4 x tp2, DDP, micro-batch 1 x 16\n"
 
 
+def test_the_way_out_of_degrees_that_another_model_does_not_take_is_in_the_file(tmp_path: Path) -> None:
+    recipe = tmp_path / "swift.yaml"
+    recipe.write_text("model: Qwen/Qwen3-30B-A3B\ntuner_type: lora\nexpert_model_parallel_size: 4\n")
+    status, _, stderr = run("import", str(recipe), "--model", "qwen3-8b", "--profile", "dgx-h100")
+    assert status == 2
+    said = "the file trains Qwen/Qwen3-30B-A3B, and --model says that qwen3-8b is priced; in the file, use ep 1"
+    assert f"ep=4: qwen3-8b has no experts\nhint: {said}\n" in stderr
+
+
 @pytest.mark.parametrize("tool", ["deepspeed", "megatron"])
 def test_the_old_spelling_answers_alike_and_says_how_it_is_spelled_now(tool: str, deepspeed: Path) -> None:
     words = ["--gpus-per-node", "8", "--global-batch", "64"]
