@@ -40,7 +40,7 @@ Fp8Recipe = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "b
 """How 8-bit operands are scaled, in the words of Transformer Engine, Megatron-LM and torchao: by a tensor's maxima of
 earlier steps, by its own, by those of its rows, of rows with gradients of weights in 16 bits, or of blocks."""
 TORCHAO_RECIPES: tuple[Fp8Recipe, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-"""Those of torchao's float8 linear layers (`Float8LinearRecipeName`)."""
+"""Recipes of torchao's float8 linear layers (`Float8LinearRecipeName`)."""
 LossKernel = Literal["plain", "chunked", "liger", "cut"]
 MOST_LOAD = 1_000_000
 """No rank of experts has more than the rows of as many ranks as there may be."""
