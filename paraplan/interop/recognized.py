@@ -151,8 +151,9 @@ def _tool_of_launch(launch: Launch, read_file: Callable[[str], str]) -> Tool:
 
 def _nearest(keys: frozenset[str]) -> Tool | None:
     """Return the tool whose file has such keys: the Trainer's where no other tool is told by its own."""
-    # Some keys of DeepSpeed are arguments of the Trainer too. Of two tools that score alike the first is taken.
-    names = [name for name in _TABLES if name != "deepspeed" or _OF_THE_TRAINER not in keys]
+    # Keys of both are arguments of the Trainer too. Of two tools that score alike the first is taken.
+    others = ("deepspeed", "accelerate") if _OF_THE_TRAINER in keys else ()
+    names = [name for name in _TABLES if name not in others]
     scores = {name: _score(name, keys) for name in names}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] > 0:

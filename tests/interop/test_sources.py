@@ -373,6 +373,11 @@ def test_what_a_target_can_express_is_read_back_as_the_same_plan(fields: dict[st
         assert setup.precision == precision or (target, setup.precision) == ("axolotl", "bf16-pure")
 
 
+@pytest.mark.parametrize("keys", [{"fsdp": True, "fsdp_config": {}}, {"gradient_accumulation_steps": 4, "bf16": True}])
+def test_the_trainers_arguments_are_its_own_beside_keys_of_launchers(keys: dict[str, object]) -> None:
+    assert tool_of(json.dumps({"per_device_train_batch_size": 1} | keys), "arguments.json") == "hf-trainer"
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(["auto", "cpu", 2, "2"]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
