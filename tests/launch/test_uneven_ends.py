@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from host_nodes import Node, StartNode
+from host_nodes import MEETING_S, Node, StartNode
 from launching import WriteScript, free_port
 from nodes import Hosts
+from waiting import wait_until
 
 from paraplan.errors import PREEMPTED_EXIT_STATUS
 
@@ -98,12 +99,14 @@ def test_a_node_whose_ranks_have_ended_hears_signals_and_says_for_whom_it_waits(
 
 
 def test_a_rank_that_fails_is_not_started_again_where_those_of_another_node_have_ended(
-    script: WriteScript, three_hosts: Hosts, start_node: StartNode
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
-    train, port = script(SCRIPT), free_port()
+    train, port = script(SCRIPT.replace("time.sleep(float(seconds))", WAITS_FOR_FILE)), free_port()
     where = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{port}"]
     words = [*where, "--max-restarts", 3, "--no-logs", train, 0, 2, "fails"]
     nodes = [start_node(index, *words) for index in range(2)]
+    wait_until(lambda: any("have ended; waiting" in node.output.read_text() for node in nodes), timeout_s=MEETING_S)
+    (tmp_path / "end").touch()
     ended = [node.end() for node in nodes]
     said = "".join(text for _, text in ended)
     assert [status for status, _ in ended] == [1, 1], said
