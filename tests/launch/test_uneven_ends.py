@@ -33,8 +33,9 @@ print("ended", flush=True)
 WAITS_FOR_FILE = """while not os.path.exists("end"):
         time.sleep(0.1)"""
 
-LATE = ["--monitor-interval", 5]
-"""A launcher with this says long after its ranks have ended that they have."""
+LATE_S = (5, 20, 80)
+"""After so long a launcher looks at its ranks: it says long after they have ended that they have. Where a busy machine
+needs longer for what is to come before that, the next is tried."""
 
 
 def start(
@@ -116,41 +117,50 @@ def test_a_rank_that_fails_is_not_started_again_where_those_of_another_node_have
 
 @pytest.mark.parametrize("early", [0, pytest.param(1, marks=pytest.mark.with_all)])
 def test_a_rank_that_fails_before_another_node_says_that_its_ranks_have_ended_is_not_started_again(
-    early: int, script: WriteScript, three_hosts: Hosts, start_node: StartNode
+    early: int, tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
-    train, port = script(SCRIPT), free_port()
-    where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{port}"]
-    words = [*where, "--max-restarts", 3, "--rdzv-conf", "last_call_timeout=30", "--no-logs"]
-    ends = [train, early, 0.2, "fails"]
-    nodes = [start_node(index, *words, *(LATE if index == early else []), *ends) for index in range(2)]
-    done, failed = nodes[early], nodes[1 - early]
-    failed.wait_for("restarting all ranks (2 of 3 restarts left)")
-    status, said = failed.end()
-    assert (status, said.count("began")) == (1, 1), said
-    assert said.count("ranks of another node have ended well, and cannot start again: no restart") == 1
-    assert "RuntimeError: late failure" in said.splitlines()[-1]
-    status, said = done.end()
+    train = script(SCRIPT)
+    for late_s in LATE_S:
+        (tmp_path / "early").unlink(missing_ok=True)
+        where = ["--nnodes", "1:2", "--rdzv-backend", "c10d"]
+        where += ["--rdzv-endpoint", f"{three_hosts.addresses[0]}:{free_port()}"]
+        words = [*where, "--max-restarts", 3, "--rdzv-conf", "last_call_timeout=30", "--no-logs"]
+        late = [["--monitor-interval", late_s] if index == early else [] for index in range(2)]
+        nodes = [start_node(index, *words, *late[index], train, early, 0.2, "fails") for index in range(2)]
+        ended = [node.end() for node in (nodes[1 - early], nodes[early])]
+        (failed_status, failed_said), (status, said) = ended
+        if "restarting all ranks" in failed_said:
+            break
+    assert "restarting all ranks (2 of 3 restarts left)" in failed_said, failed_said
+    assert (failed_status, failed_said.count("began")) == (1, 1), failed_said
+    assert failed_said.count("ranks of another node have ended well, and cannot start again: no restart") == 1
+    assert "RuntimeError: late failure" in failed_said.splitlines()[-1]
     assert (status, said.count("began")) == (1, 1), said
     assert f"rank {1 - early} failed first, on host node{1 - early}: RuntimeError: late failure" in said
     assert f"on host node{early} all ranks had ended well" in said
 
 
 def test_a_node_whose_healthy_ranks_were_stopped_for_a_restart_that_cannot_be_ends_too(
-    script: WriteScript, three_hosts: Hosts, start_node: StartNode
+    tmp_path: Path, script: WriteScript, three_hosts: Hosts, start_node: StartNode
 ) -> None:
-    train, port = script(SCRIPT), free_port()
-    where = ["--nnodes", 3, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three_hosts.addresses[0]}:{port}"]
-    words = [*where, "--max-restarts", 3, "--no-logs"]
-    done = start_node(0, *words, *LATE, train, 0, 0, "none")
-    failed = start_node(1, *words, train, 0, 0.2, "fails")
-    healthy = start_node(2, *words, train, 0, 600, "none")
-    status, said = healthy.end()
+    train = script(SCRIPT)
+    for late_s in LATE_S:
+        (tmp_path / "early").unlink(missing_ok=True)
+        where = ["--nnodes", 3, "--rdzv-backend", "c10d"]
+        where += ["--rdzv-endpoint", f"{three_hosts.addresses[0]}:{free_port()}"]
+        words = [*where, "--max-restarts", 3, "--no-logs"]
+        done = start_node(0, *words, "--monitor-interval", late_s, train, 0, 0, "none")
+        failed = start_node(1, *words, train, 0, 0.2, "fails")
+        healthy = start_node(2, *words, train, 0, 600, "none")
+        status, said = healthy.end()
+        others = [node.end() for node in (failed, done)]
+        if "stopped to start again" in said:
+            break
     assert (status, said.count("began")) == (1, 1), said
     assert "cannot start again: no restart" in said
     assert "rank 1 failed first, on host node1: RuntimeError: late failure" in said
     assert "on host node2 all ranks had been stopped to start again" in said
-    for node in (failed, done):
-        status, said = node.end()
+    for status, said in others:
         assert (status, "RuntimeError: late failure" in said) == (1, True), said
 
 
