@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from paraplan.script_check.evidence import Sight, distance, listed, ranks_of
+from paraplan.script_check.mixtures import made_of, meaning_of_shares
 from paraplan.script_check.records import Kind
 
 _SIZE_OF = "the size of "
@@ -80,8 +81,8 @@ def gradient_cause(sight: Sight, parting: Parting) -> Cause:
         return Cause(
             "no gradient",
             None,
-            f"it gets a gradient in one process and {which}: it takes no part in the loss there, or what reduces "
-            "gradients passes it over",
+            f"it gets a gradient in one process and {which}: it takes no part in the loss there, what reduces "
+            "gradients passes it over, or the optimizer holds other tensors, as those of before the model was wrapped",
         )
     broken = [rank for rank, value in enumerate(there) if not bool(value.isfinite().all())]
     if broken:
@@ -118,6 +119,9 @@ def _cause_of_spread(sight: Sight, parting: Parting, values: Sequence[torch.Tens
     total = torch.stack([values[group[0]].double() for group in kinds]).sum(dim=0)
     factor = factor_of(total, parting.expected, parting.tolerance)
     if factor is None:
+        made = made_of(sight, parting.step, parting.name, values[parting.ranks[0]])
+        if made:
+            return Cause("other parts", None, f"{among}: on {ranks_of(parting.ranks[:1])} {made}")
         right = [rank for rank in range(len(values)) if rank not in parting.ranks]
         also = f" (the gradient of all batches is on {ranks_of(right)})" if right else ""
         return Cause(
@@ -209,6 +213,9 @@ def _cause_of_direction(sight: Sight, parting: Parting, value: torch.Tensor) -> 
                 name = str(coarse).removeprefix("torch.")
                 text = f"its values are those of {name}: it is reduced, or kept, in 16 bits where one process has 32"
                 return Cause("16 bits", None, text)
+    made = made_of(sight, parting.step, parting.name, value)
+    if made:
+        return Cause("other parts", None, made)
     cosine = float(
         (value.double() * expected.double()).sum() / (value.double().norm() * expected.double().norm() + 1e-30)
     )
@@ -235,8 +242,8 @@ def _cause_of_shares(sight: Sight, parting: Parting, value: torch.Tensor) -> Cau
             return Cause(
                 "mean of shares",
                 None,
-                "it is the mean of what each rank's batch alone gives, which is not the gradient of all batches: ranks "
-                "count unlike numbers of targets, or the loss compares samples of a batch",
+                "it is the mean of what each rank's batch alone gives, which is not the gradient of all batches: "
+                + meaning_of_shares(sight, parting.step, parting.name),
             )
         each = torch.stack(list(shares))
         for what, edge in (("largest", each.amax(dim=0)), ("smallest", each.amin(dim=0))):

@@ -14,6 +14,7 @@ from paraplan.errors import UsageError
 from paraplan.script_check.evidence import Process, Sight
 from paraplan.script_check.failures import ALONE_WHERE, no_step_error, run_error
 from paraplan.script_check.findings import first_difference, sums_rows
+from paraplan.script_check.places import is_unexplained
 from paraplan.script_check.plans import CheckRunError, LaunchRanks
 from paraplan.script_check.reading_plan import (
     groups_of,
@@ -76,9 +77,11 @@ def check_script(
 def _judged(runs: _Runs, sight: Sight, notes: list[str]) -> tuple[Sight, tuple[Difference | None, float, float]]:
     """Return the first thing that parts, and what was seen to know it; note how batches were put together."""
     answer = first_difference(sight)
-    if answer[0] is None or answer[0].kind not in _NEEDING_SHARES:
+    if answer[0] is None or not (answer[0].kind in _NEEDING_SHARES or is_unexplained(answer[0].cause)):
         return sight, answer
     sight = runs.with_shares(sight)
+    if sight.num_micro_batches > 1 and not runs.spreads and answer[0].kind != "scaled":
+        sight = runs.with_passes(sight)
     if answer[0].kind == "scaled" and sums_rows(sight):
         notes.append(
             f"the loss is a sum over rows, or divided by a number of them that the script writes down: one "
@@ -140,6 +143,7 @@ class _Runs:
         self.start: dict[str, torch.Tensor] = {}
         self.spreads = False
         self.halves = False
+        self.notes_passes = False
         self.loss_scale = 1.0
         self.notes: list[str] = []
         self.last_folder = folder
@@ -170,7 +174,12 @@ class _Runs:
         self.last_folder = folder
         shake = max((process.record.rounding for process in self.ranks), default=0.0)
         request = self.request.replace(
-            folder=str(folder), role=role, inputs=inputs, shake=shake, loss_scale=self.loss_scale
+            folder=str(folder),
+            role=role,
+            inputs=inputs,
+            shake=shake,
+            loss_scale=self.loss_scale,
+            notes_passes=self.notes_passes,
         )
         path = folder / "request.json"
         path.write_text(request.to_json(), encoding="utf-8")
@@ -205,6 +214,18 @@ class _Runs:
         self.loss_scale = 1 / len(sight.groups)
         alone, shaken = self.alone([group[0] for group in sight.groups])
         return replace(sight, alone=alone, shaken=shaken)
+
+    def with_passes(self, sight: Sight) -> Sight:
+        """Return `sight` with one process that noted its gradients after each micro-batch of the first step."""
+        self.say("one process by micro-batches, to find what is to blame")
+        self.notes_passes = True
+        try:
+            passes, _ = self.alone([group[0] for group in sight.groups])
+        except CheckRunError:
+            return sight
+        finally:
+            self.notes_passes = False
+        return replace(sight, passes=passes)
 
     def with_halves(self, sight: Sight) -> Sight:
         """Return `sight` with one process that has the first halves of batches before the second ones."""

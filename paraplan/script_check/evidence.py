@@ -64,6 +64,8 @@ class Sight:
     num_micro_batches: int = 1
     num_parts: int = 1
     """Number of ranks that hold one whole of parameters of whose parts torch does not know."""
+    passes: Process | None = None
+    """One process that noted its gradients after each backward pass of the first step."""
 
     @property
     def axes(self) -> dict[str, set[tuple[int, ...]]]:

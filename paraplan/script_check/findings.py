@@ -37,6 +37,7 @@ _TELLING: tuple[Kind, ...] = (
     "no gradient",
     "zero",
     "one rank's share",
+    "other parts",
     "not reduced",
     "scaled",
     "stale",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from paraplan.script_check.causes import Cause, Parting, is_of_known_size
-from paraplan.script_check.evidence import Sight, ranks_of
+from paraplan.script_check.evidence import Sight, distance, ranks_of
+from paraplan.script_check.mixtures import STATISTICS
 
 _TOLERANCE = 1e-3
+_LOSS_TOLERANCE = 1e-4
 _NOISE_FACTOR = 16.0
 
 
@@ -20,10 +25,13 @@ class Loss:
     ranks: float
     alone: float
 
+    noise: float = 0.0
+    """The part of the loss by which rounding changes it."""
+
     @property
     def is_right(self) -> bool:
         """Whether the two are the same."""
-        return abs(self.ranks - self.alone) <= _TOLERANCE * abs(self.alone)
+        return abs(self.ranks - self.alone) <= max(_LOSS_TOLERANCE, _NOISE_FACTOR * self.noise) * abs(self.alone)
 
 
 def loss_of(sight: Sight, step: int) -> Loss:
@@ -35,12 +43,18 @@ def loss_of(sight: Sight, step: int) -> Loss:
     mean = statistics.fmean(loss or 0.0 for loss in losses)
     sizes = [float(size) for size in (1, *sight.sizes.values())]
     scale = min((*sizes, *(1 / size for size in sizes)), key=lambda size: abs(mean / size - alone))
-    return Loss(mean / scale, alone)
+    shaken = sight.shaken.loss(step)
+    return Loss(mean / scale, alone, abs(shaken / alone - 1) if shaken is not None and alone else 0.0)
 
 
 def is_vague(cause: Cause) -> bool:
     """Whether a cause says no more than that a gradient is wrong: it may follow from that of another parameter."""
-    return cause.kind == "another direction" or (cause.kind == "not reduced" and "neither" in cause.text)
+    return cause.kind == "another direction" or (cause.kind == "not reduced" and is_unexplained(cause.text))
+
+
+def is_unexplained(text: str) -> bool:
+    """Whether a text says of ranks' values that they are no shares of the right one."""
+    return "neither their sum nor their mean" in text
 
 
 def in_context(
@@ -59,15 +73,24 @@ def in_context(
                 f"{1 / cause.factor:.4g} times the right one, which is not summed over all ranks or counts what they "
                 "hold alike more than once, or scales its loss",
             )
+    if not is_vague(cause) and not (cause.kind == "mean of shares" and STATISTICS in cause.text):
+        return cause
+    buffer = _unlike_buffer(sight, partings[0].step)
+    if buffer:
+        return Cause("unlike buffers", None, buffer)
     if not is_vague(cause):
         return cause
     if not loss_of(sight, partings[0].step).is_right:
-        return _forward(sight, partings[0].step)
+        is_last_right = all(parting.name != names[-1] for parting in partings)
+        return _forward(sight, partings[0].step, is_last_right=is_last_right)
     return cause._replace(text=f"{cause.text}; {_way_back(sight, names, partings)}")
 
 
-def _forward(sight: Sight, step: int) -> Cause:
-    """Return what is seen of a step whose loss is another than that of one process."""
+def _forward(sight: Sight, step: int, *, is_last_right: bool) -> Cause:
+    """Return what is seen of a step whose loss is another than that of one process.
+
+    Where the gradient of the last parameter is right, what is wrong does not come through the outputs.
+    """
     loss = loss_of(sight, step)
     text = f"the loss is {loss.ranks:.6g}, and {loss.alone:.6g} in one process: "
     outputs = _outputs(sight) if step == 1 else {}
@@ -75,9 +98,16 @@ def _forward(sight: Sight, step: int) -> Cause:
     if module is not None:
         text += (
             f"the first output that is another is that of {module}. Its heads or parts are in another order, its "
-            "positions or masks are those of another part, or each rank adds to it what is to be added once"
+            "positions or masks are those of another part, what it carries from token to token starts anew on each "
+            "rank, or each rank adds to it what is to be added once"
         )
     elif outputs and list(outputs.values())[-1]:
+        if is_last_right:
+            text += (
+                "what the modules give is right, and so are gradients of the last ones, so it is a term of the loss "
+                "that comes from inside of the model, as one that balances experts: ranks scale or count it otherwise"
+            )
+            return Cause("another loss", None, text)
         text += (
             "what the modules give is right, so it is what ranks make of it. Each divides by the number of its own "
             "targets, or counts some twice, or not at all"
@@ -91,24 +121,48 @@ def _forward(sight: Sight, step: int) -> Cause:
     return Cause("another output", None, text)
 
 
+def _unlike_buffer(sight: Sight, step: int) -> str:
+    """Return which buffer changes on ranks, and by values of their own, where one process has one; "" for none."""
+    for name, expected in sight.alone.of(f"buffer/{step}").items():
+        key = f"buffer/{step}/{name}"
+        values = [process.tensors[key] for process in sight.ranks if key in process.tensors]
+        starts = [process.tensors.get(f"buffer/0/{name}", expected) for process in sight.ranks]
+        if len(values) < len(starts) or any(value.shape != expected.shape for value in (*values, *starts)):
+            continue
+        is_changed = any(not torch.equal(value, start) for value, start in zip(values, starts, strict=True))
+        is_spread = max(distance(value, values[0], 0.0) for value in values) > _TOLERANCE
+        if is_changed and is_spread and max(distance(value, expected, 0.0) for value in values) > _TOLERANCE:
+            return (
+                f"the buffer {name} has other values on each rank: each updates it by its own rows, and what is "
+                "computed with it is another on each. Reduce what it is made of over the ranks, or broadcast it"
+            )
+    return ""
+
+
 def _outputs(sight: Sight) -> dict[str, bool | None]:
     """Return of modules, in the order of their first calls' ends, whether ranks together give what one process gives.
 
-    Ranks have rows, columns or tokens of an output, or the whole: sums of its squares tell. They do not where each has
-    one of several values that are to be added: None.
+    Ranks have rows, columns or tokens of an output, or the whole: sums of its squares tell. Where each has one of
+    several values that are to be added, and the sum of all is right, that is not known: None.
     """
     found: dict[str, bool | None] = {}
-    for name, expected in sight.alone.record.outputs.items():
-        sizes = [process.record.outputs.get(name, float("nan")) for process in sight.ranks]
-        noise = abs(sight.shaken.record.outputs.get(name, expected) / expected - 1) if expected else 0.0
-        limit = max(_TOLERANCE, _NOISE_FACTOR * noise) * abs(expected)
-        by_group = [[sizes[rank] for rank in group] for group in sight.groups]
-        wholes = (sum(group[0] for group in by_group), sum(sizes), sizes[0])
-        if any(abs(whole - expected) <= limit for whole in wholes):
+    for name, (squares, total, size) in sight.alone.record.outputs.items():
+        by_rank = [process.record.outputs.get(name, (float("nan"),) * 3) for process in sight.ranks]
+        shaken = sight.shaken.record.outputs.get(name, (squares, total, size))
+        noise = abs(shaken[0] / squares - 1) if squares else 0.0
+        if _is_whole(sight, [one[0] for one in by_rank], squares, max(_TOLERANCE, _NOISE_FACTOR * noise) * squares):
             found[name] = True
         else:
-            found[name] = False if all(max(group) - min(group) <= limit for group in by_group) else None
+            limit = _TOLERANCE * size + _NOISE_FACTOR * abs(shaken[1] - total)
+            is_sum = abs(sum(one[1] for one in by_rank) - total) <= limit
+            found[name] = None if is_sum or math.isnan(by_rank[0][0]) else False
     return found
+
+
+def _is_whole(sight: Sight, by_rank: Sequence[float], expected: float, limit: float) -> bool:
+    """Whether what ranks have is one process's: each copy's own rows, all of them parts, or the whole on each."""
+    copies = sum(by_rank[group[0]] for group in sight.groups)
+    return any(abs(whole - expected) <= limit for whole in (copies, sum(by_rank), by_rank[0]))
 
 
 def _way_back(sight: Sight, names: Sequence[str], partings: Sequence[Parting]) -> str:

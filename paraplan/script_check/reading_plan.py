@@ -77,10 +77,10 @@ def read_by_rank(
                 continue
             if any(len(_prints_at(ranks, group, place, time)) > 1 for group in groups):
                 break
-            parts = [ranks[reader].reading(place, time) for reader in readers]
-            whole = [joined(leaves, leaves_name) for leaves_name, leaves in _by_leaf(parts)]
-            mine = [tensor for _, tensor in alone.reading(place, time)]
-            if [one.shape for one in whole] == [one.shape for one in mine] and not all(map(torch.equal, whole, mine)):
+            is_unlike = _is_same_reading(ranks, alone, readers, (place, time)) is False
+            # what is selected from other values than ranks have is another for that alone
+            is_own = all(_is_same_reading(ranks, alone, readers, at) is not False for at in source.made_of[time])
+            if is_unlike and is_own:
                 found.append(place)
                 break
     return [
@@ -89,6 +89,21 @@ def read_by_rank(
         for time in range(len(tables[0][place].prints))
         if tables[0][place].is_used[time]
     ]
+
+
+def _is_same_reading(ranks: Sequence[Process], alone: Process, readers: Sequence[int], at: Place) -> bool | None:
+    """Whether one process reads at a place what all readers together read there; None where they cannot be compared."""
+    place, time = at
+    for process in (*(ranks[reader] for reader in readers), alone):
+        source = next((one for one in process.record.sources if one.place == place), None)
+        if source is None or time >= len(source.prints) or not source.is_used[time]:
+            return None
+    parts = [ranks[reader].reading(place, time) for reader in readers]
+    whole = [joined(leaves, name) for name, leaves in _by_leaf(parts)]
+    mine = [tensor for _, tensor in alone.reading(place, time)]
+    if [one.shape for one in whole] != [one.shape for one in mine]:
+        return None
+    return all(map(torch.equal, whole, mine))
 
 
 def rows_read_twice(ranks: Sequence[Process], readers: Sequence[int]) -> list[str]:

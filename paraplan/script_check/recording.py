@@ -70,7 +70,7 @@ class Recorder:
         self._num_skipped = 0
         self._is_unsettled = False
         self._given_prints: list[str] = []
-        self._outputs: dict[str, float] = {}
+        self._outputs: dict[str, tuple[float, float, float]] = {}
         self._began = time.monotonic()
 
     def follow(self) -> None:
@@ -102,15 +102,19 @@ class Recorder:
         return call
 
     def _note_output(self, module: nn.Module, result: Any) -> None:
-        """Note the size of what a module inside of a model gives, in the first step."""
+        """Note sums over what a module inside of a model gives, in the first step."""
         name = None if self._steps or self._names is None else self._names.of_modules.get(id(module))
         if name is None or not torch.is_grad_enabled():
             return
         found = [tensor for _, tensor in tensors_in(result) if tensor.ndim > 0 and tensor.is_floating_point()]
         is_plain = all(type(tensor) is torch.Tensor for tensor in found)
         with self.sources.inside(), torch.no_grad():
-            size = sum(float(tensor.double().square().sum()) for tensor in found) if is_plain else float("nan")
-        self._outputs[name] = self._outputs.get(name, 0.0) + size
+            values = torch.cat([tensor.double().flatten() for tensor in found]) if found and is_plain else None
+            sums = (float("nan"),) * 3
+            if values is not None:
+                sums = float(values.square().sum()), float(values.sum()), float(values.abs().sum())
+        before = self._outputs.get(name, (0.0, 0.0, 0.0))
+        self._outputs[name] = (before[0] + sums[0], before[1] + sums[1], before[2] + sums[2])
 
     def _note_rounding(self, values: Iterable[Any]) -> None:
         """Note how coarse the types are in which models compute: of what modules are given, and of autocast."""
@@ -136,6 +140,10 @@ class Recorder:
             with self.sources.inside():
                 plain(tensors, *args, **kwargs)
             self._losses.append(value)
+            if self.request.notes_passes and not self._steps and self._names is not None:
+                with self.sources.inside(), torch.no_grad():
+                    values = self._names.values(gradients=True)
+                self._tensors |= {f"pass/1/{len(self._losses)}/{name}": one for name, one in values.of.items()}
 
         return backward
 
@@ -166,6 +174,7 @@ class Recorder:
             if self._given is not None:
                 self._names.load({name: value for name, value in self._given.start.items() if name not in self._order})
             values = self._names.values(gradients=False)
+            self._tensors |= {f"buffer/0/{name}": value for name, value in self._names.buffers().items()}
         self._tensors |= {f"start/{name}": value for name, value in values.of.items() if name not in self._order}
         self._order |= dict.fromkeys(values.of)
         self._split |= set(values.split)
@@ -232,6 +241,9 @@ class Recorder:
         self._is_noted = True
         self._take_gradients(optimizer)
         self._set_rates(optimizer)
+        if self._names is not None:
+            buffers = self._names.buffers()
+            self._tensors |= {f"buffer/{len(self._steps) + 1}/{name}": value for name, value in buffers.items()}
         self._steps.append(
             StepRecord(
                 optimizer=next(number for number, one in enumerate(self._optimizers) if one is optimizer),

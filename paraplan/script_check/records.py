@@ -28,6 +28,8 @@ Kind = Literal[
     "scaled",
     "one rank's share",
     "mean of shares",
+    "other parts",
+    "unlike buffers",
     "another output",
     "another loss",
     "another direction",
@@ -58,6 +60,8 @@ class ScriptRequest(Record):
     """By how much of their values weights are shaken at least, with the role `shaken`."""
     loss_scale: float = 1.0
     """By what one process multiplies its losses: of those that are sums over rows it would have more."""
+    notes_passes: bool = False
+    """Whether gradients are noted after each backward pass of the first step."""
     inputs: str = ""
     """The folder with what one process starts with and reads; "" for ranks."""
 
@@ -140,8 +144,9 @@ class ProcessRecord(Record):
     """Models that were made smaller."""
     given: tuple[str, ...]
     """Digests of what its models were given."""
-    outputs: dict[str, float]
-    """Sum of squares of what modules inside of models gave in the first step, in the order of the calls."""
+    outputs: dict[str, tuple[float, float, float]]
+    """Sums of the squares, of the values and of their sizes, of what modules inside of models gave in the first step,
+    in the order of the calls."""
     rounding: float
     """The unit of the last place, relative to a value, of the coarsest type in which its models computed."""
     is_whole: bool

@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paraplan.script_check.deepspeed_engine import EngineParameters, zero_engine
-from paraplan.script_check.torch_private import FlatParameters, flat_parameters_of
+from paraplan.script_check.torch_private import FlatParameters, flat_parameters_of, is_batch_norm
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "_forward_module")
+_LARGEST_BUFFER = 1 << 20
+"""Numbers of a buffer that is compared: statistics are small, and tables of positions or masks stay as they are."""
 _REPLICA_AXES = ("dp", "fsdp", "data", "replica", "shard", "batch")
 
 
@@ -84,11 +86,24 @@ class Names:
             value: torch.Tensor | None = parameter.grad if gradients else parameter.detach()
             if value is None or (of is not None and key not in of) or (trained and not parameter.requires_grad):
                 continue
+            if _is_freed(value):  # a whole parameter of FSDP2 that an optimizer holds: what it shards is another
+                continue
             if isinstance(value, DTensor):
                 split.append(name)
                 value = value.full_tensor()
             found[name] = value.detach().to_dense().clone() if value.layout != torch.strided else value.detach().clone()
         return Values(found, tuple(split))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of the floating-point buffers of models, but of batch norms, which stand still."""
+        found = {}
+        for place, model in enumerate(self.models):
+            prefix = f"{type(_inner(model)).__name__}{place}." if place else ""
+            for module_name, module in model.named_modules():
+                for name, value in () if is_batch_norm(module) else module.named_buffers(recurse=False):
+                    if type(value) is torch.Tensor and value.is_floating_point() and value.numel() <= _LARGEST_BUFFER:
+                        found[prefix + common_name(f"{module_name}.{name}".lstrip("."))] = value.detach().clone()
+        return found
 
     def held_by(self, parameters: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the names of parameters of an optimizer."""
@@ -145,6 +160,12 @@ class Names:
         for size in sizes:
             count *= size
         return count
+
+
+def _is_freed(value: torch.Tensor) -> bool:
+    """Whether the memory of a tensor was given back, so that reading it would crash."""
+    is_plain = not isinstance(value, DTensor) and value.layout == torch.strided and not value.is_meta
+    return is_plain and value.numel() > 0 and value.untyped_storage().nbytes() == 0
 
 
 def common_name(name: str) -> str:
