@@ -16,6 +16,7 @@ from paraplan.model.config_file import OWN_CODE_HINT, ModelConfig
 
 if TYPE_CHECKING:  # torch, which reading a known family does without
     from paraplan.model.spec import ModelSpec
+    from paraplan.model.trace_inputs import Attempt
 
 # Where a configuration names no class, the first of these tasks that its family has.
 _TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
@@ -74,7 +75,7 @@ def library_factory(
     config: ModelConfig,
     *,
     attention: Literal["sdpa", "eager"] = "sdpa",
-    attempt: Literal["main", "kinds", "all"] = "main",
+    attempt: Attempt = "main",
 ) -> Callable[[], Any]:
     """Return what builds the class that a configuration names, else its family's language model or classifier.
 

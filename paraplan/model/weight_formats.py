@@ -16,6 +16,11 @@ _PLAIN_BYTES = {"bf16": 2.0, "fp32": 4.0}
 _FP32, _DOUBLE_BLOCK = 4, 256
 
 
+def is_linear_4bit(weights: str | None) -> bool:
+    """Whether weights are stored in the 4 bits of bitsandbytes' Linear4bit; a training without a format has none."""
+    return weights is not None and weights.startswith(("nf4", "fp4"))
+
+
 class BlockFormat(NamedTuple):
     """A format of `bits` an element with a scale of `scale_bytes` for each block of `block_size` elements.
 

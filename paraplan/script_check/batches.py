@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,18 @@ def joined(parts: Sequence[torch.Tensor], name: str = "") -> torch.Tensor:
     longest = [max(part.shape[dim] for part in parts) for dim in range(1, first.ndim)]
     fill = _IGNORED_TARGET if "label" in name or "target" in name else 0
     return torch.cat([_filled(part, longest, fill) for part in parts])
+
+
+def sums_of(value: Any) -> tuple[float, float, float]:
+    """Return sums over the numbers in `value`: of their squares, of themselves and of their sizes.
+
+    They are NaN where a tensor is of a kind of its own, as a DTensor.
+    """
+    found = [tensor for _, tensor in tensors_in(value) if tensor.ndim > 0 and tensor.is_floating_point()]
+    if any(type(tensor) is not torch.Tensor for tensor in found):
+        return (math.nan,) * 3
+    numbers = torch.cat([tensor.double().flatten() for tensor in found]) if found else torch.zeros(0)
+    return float(numbers.square().sum()), float(numbers.sum()), float(numbers.abs().sum())
 
 
 def _filled(part: torch.Tensor, sizes: Sequence[int], fill: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paraplan.script_check.batches import tensors_in
+from paraplan.script_check.batches import sums_of, tensors_in
 from paraplan.script_check.deepspeed_engine import EngineParameters
 from paraplan.script_check.records import ProcessRecord, ScriptRequest, StepRecord
 from paraplan.script_check.sources import FollowSources, Replay, Sources, is_sample, place_of_caller, print_of
@@ -106,13 +106,8 @@ class Recorder:
         name = None if self._steps or self._names is None else self._names.of_modules.get(id(module))
         if name is None or not torch.is_grad_enabled():
             return
-        found = [tensor for _, tensor in tensors_in(result) if tensor.ndim > 0 and tensor.is_floating_point()]
-        is_plain = all(type(tensor) is torch.Tensor for tensor in found)
         with self.sources.inside(), torch.no_grad():
-            values = torch.cat([tensor.double().flatten() for tensor in found]) if found and is_plain else None
-            sums = (float("nan"),) * 3
-            if values is not None:
-                sums = float(values.square().sum()), float(values.sum()), float(values.abs().sum())
+            sums = sums_of(result)
         before = self._outputs.get(name, (0.0, 0.0, 0.0))
         self._outputs[name] = (before[0] + sums[0], before[1] + sums[1], before[2] + sums[2])
 
@@ -241,9 +236,8 @@ class Recorder:
         self._is_noted = True
         self._take_gradients(optimizer)
         self._set_rates(optimizer)
-        if self._names is not None:
-            buffers = self._names.buffers()
-            self._tensors |= {f"buffer/{len(self._steps) + 1}/{name}": value for name, value in buffers.items()}
+        buffers = self._names.buffers() if self._names is not None else {}
+        self._tensors |= {f"buffer/{len(self._steps) + 1}/{name}": value for name, value in buffers.items()}
         self._steps.append(
             StepRecord(
                 optimizer=next(number for number, one in enumerate(self._optimizers) if one is optimizer),

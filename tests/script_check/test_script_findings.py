@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from paraplan.script_check.evidence import Process, Sight
 from paraplan.script_check.findings import first_difference
+from paraplan.script_check.mixtures import weights_of
 from paraplan.script_check.reading_plan import groups_of, origins, put_together
 from paraplan.script_check.records import ProcessRecord, SourceRecord, StepRecord
 
@@ -145,6 +147,61 @@ def test_the_gradient_of_one_rank_and_the_mean_of_all_shares_are_known_by_what_e
 
     assert told(lambda name, _, __: second[name]) == "one rank's share"
     assert told(lambda name, _, __: (first[name] + second[name]) / 2) == "mean of shares"
+
+
+@settings(max_examples=25, deadline=None)
+@given(weights=st.lists(st.floats(-3, 3), min_size=2, max_size=5), seed=st.integers(0, 999))
+def test_a_mixture_of_gradients_is_known_by_how_much_there_is_of_each(weights: list[float], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    parts = [[torch.randn(4, 5, generator=random), torch.randn(7, generator=random)] for _ in weights]
+    whole = [
+        sum(weight * one for weight, one in zip(weights, every, strict=True)) for every in zip(*parts, strict=True)
+    ]
+    if sum(float(one.norm()) for one in whole) > 1e-3:
+        found = weights_of(whole, parts)
+        assert found is not None
+        assert found == pytest.approx(weights, abs=0.02)
+        other = torch.randn(7, generator=random) * float(whole[0].norm())
+        assert weights_of([whole[0], whole[1] + other], parts) is None
+
+
+def test_what_a_wrong_gradient_is_made_of_is_told() -> None:
+    """Batches of ranks that count more than others, another parameter, one that is mixed in, a lost micro-batch."""
+    right = sight(2, lambda _, whole, __: whole)
+    first, second = (share.of("gradient/1") for share in right.shares)
+    passes = {f"pass/1/1/{name}": 0.3 * first[name] for name in NAMES}
+    passes |= {f"pass/1/2/{name}": (first[name] + second[name]) / 2 for name in NAMES}
+    cases = (
+        (0.25 * first["layer.weight"] + 0.75 * second["layer.weight"], None, "ranks 0, 1 count 0.5, 1.5 times in it"),
+        ((first["head.bias"] + second["head.bias"]) / 2, None, "it is the gradient of head.bias, of the same shape"),
+        (
+            (first["head.bias"] + second["layer.weight"]) / 2,
+            None,
+            "the gradient of head.bias, of the same shape, is mixed",
+        ),
+        (0.2 * first["layer.weight"] + 0.5 * second["layer.weight"], passes, "of 2 micro-batches 1 is lost"),
+        (0.8 * first["layer.weight"] + 0.5 * second["layer.weight"], passes, "micro-batches count 2, 1 times in it"),
+    )
+    for value, noted, words in cases:
+        seen = sight(2, lambda name, whole, _, value=value: value if name == "layer.weight" else whole)  # type: ignore[misc]
+        if noted is not None:
+            seen = dataclasses.replace(seen, num_micro_batches=2, passes=process(0, 1, noted))
+        found, _, _ = first_difference(seen)
+        assert found is not None
+        assert (found.kind, found.name) == ("other parts", "layer.weight"), found.cause
+        assert words in found.cause
+
+
+@pytest.mark.parametrize(("is_changed", "kind"), [(True, "unlike buffers"), (False, "another direction")])
+def test_a_buffer_that_each_rank_changes_in_its_own_way_explains_what_parts(is_changed: bool, kind: str) -> None:
+    seen = sight(2, lambda _, whole, __: whole + torch.tensor([[1.0, -1.0, 0.5]] * 4))
+    for number, one in enumerate((*seen.ranks, seen.alone)):
+        before = torch.zeros(3) if is_changed else torch.full((3,), float(number))
+        one.tensors.update({"buffer/0/mean": before, "buffer/1/mean": torch.full((3,), float(number))})
+    found, _, _ = first_difference(seen)
+    assert found is not None
+    assert found.kind == kind
+    assert ("the buffer mean" in found.cause) == is_changed
 
 
 def test_the_axis_over_which_ranks_differ_is_named_and_a_sum_told_from_a_mean() -> None:

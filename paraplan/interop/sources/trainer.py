@@ -10,7 +10,7 @@ from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan,
 from paraplan.interop.sources.accelerate import FSDP_STRATEGIES, accelerate_setup
 from paraplan.interop.sources.deepspeed import deepspeed_setup, read_deepspeed
 from paraplan.interop.sources.documents import load_document
-from paraplan.model.weight_formats import WeightFormat
+from paraplan.model.weight_formats import WeightFormat, is_linear_4bit
 from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision
 
 ReadFile = Callable[[str], str]
@@ -229,11 +229,10 @@ def unsharded_note(fields: Fields, setup: Setup) -> list[str]:
 
     accelerate leaves them out of the shards, warns, and goes on (utils/fsdp_utils.py of 1.15, `fsdp2_prepare_model`).
     """
-    is_4bit = (setup.base_weights or "").startswith(("nf4", "fp4"))
     is_sharded = "FSDP" in setup.tool and setup.plan.zero_stage == 3
-    if not (is_4bit and is_sharded) or str(fields.value(_STORAGE)).removeprefix("torch.").startswith(
-        ("bfloat", "float")
-    ):
+    if not (is_linear_4bit(setup.base_weights) and is_sharded) or str(fields.value(_STORAGE)).removeprefix(
+        "torch."
+    ).startswith(("bfloat", "float")):
         return []
     return [
         f"{_STORAGE}: accelerate shards 4-bit weights that are stored as bfloat16, as is priced, and leaves others "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paraplan.interop.exported import Gap, Subject
 from paraplan.model.expert_adapters import EXPERTS
 from paraplan.model.trainable import ALL_LINEAR, AdapterSpec, Trainable, module_name
+from paraplan.model.weight_formats import is_linear_4bit
 
 _ALPHA = 2
 """lora_alpha over the rank: the plan does not say it, and it costs nothing; twice the rank is usual."""
@@ -50,7 +51,7 @@ def storage_notes(subject: Subject) -> list[str]:
     accelerate leaves integers out of the shards (utils/fsdp_utils.py of 1.15, `fsdp2_prepare_model`).
     """
     training, plan = subject.training, subject.plan
-    if training is None or plan.zero_stage != 3 or not (training.base_weights or "").startswith(("nf4", "fp4")):
+    if training is None or plan.zero_stage != 3 or not is_linear_4bit(training.base_weights):
         return []
     kept = "float32" if training.precision == "fp32" else "bfloat16"
     return [

@@ -32,6 +32,7 @@ from paraplan.interop.targets.hf_trainer import MOMENTUM, MOMENTUM_NOTE, OPTIMIZ
 from paraplan.interop.targets.liger import axolotls_liger, told_kernels
 from paraplan.model.quantizers import quantizer_of
 from paraplan.model.trainable import ALL_LINEAR, Trainable
+from paraplan.model.weight_formats import is_linear_4bit
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TORCHAO_RECIPES, TrainingSpec
 
@@ -151,7 +152,7 @@ def _trained(subject: Subject, training: TrainingSpec, notes: list[str]) -> dict
     if adapter is None:
         return {} if trainable.is_full else {"unfrozen_parameters": _unfrozen(subject, trainable)}
     base = training.base_weights or "bf16"
-    is_4bit = base.startswith(("nf4", "fp4"))
+    is_4bit = is_linear_4bit(base)
     found: dict[str, object] = {
         "adapter": "qlora" if is_4bit else "lora",
         "load_in_4bit": is_4bit,
