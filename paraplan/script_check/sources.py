@@ -249,8 +249,8 @@ class FollowSources(TorchFunctionMode):
             made_of = {}
         if name == "__iter__":
             return iter([self._noted(item, name, list(made_of.values())) for item in result])
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            self._noted_in_place(args[0], name, list(made_of.values()))
+        if given and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+            self._noted_in_place(given[0], name, list(made_of.values()))  # nn.init gives its tensor by name
             return result
         return self._noted(result, name, list(made_of.values()))
 

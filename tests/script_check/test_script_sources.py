@@ -49,6 +49,15 @@ def test_parameters_and_tensors_that_have_no_values_here_are_no_samples() -> Non
     assert not any(map(is_data, others))
 
 
+def test_a_tensor_that_is_changed_in_place_is_known_by_its_name_too() -> None:
+    """As torch's own `nn.init` gives it, whatever the caller wrote."""
+    sources = Sources()
+    with FollowSources(sources):
+        nn.init.normal_(torch.zeros(2, 3))
+        nn.init.constant_(tensor=torch.zeros(2), val=1.0)
+    assert sorted(place.rpartition(" ")[2] for place in sources.readings) == ["constant_", "normal_", "zeros", "zeros"]
+
+
 def test_noise_like_a_batch_is_a_draw_and_what_slopes_are_taken_by_is_a_sample() -> None:
     sources = Sources()
     with FollowSources(sources):
