@@ -154,15 +154,15 @@ def _outputs(sight: Sight) -> dict[str, bool | None]:
             found[name] = True
         else:
             limit = _TOLERANCE * size + _NOISE_FACTOR * abs(shaken[1] - total)
-            is_sum = abs(sum(one[1] for one in by_rank) - total) <= limit
+            is_sum = _is_whole(sight, [one[1] for one in by_rank], total, limit)
             found[name] = None if is_sum or math.isnan(by_rank[0][0]) else False
     return found
 
 
 def _is_whole(sight: Sight, by_rank: Sequence[float], expected: float, limit: float) -> bool:
-    """Whether what ranks have is one process's: each copy's own rows, all of them parts, or the whole on each."""
-    copies = sum(by_rank[group[0]] for group in sight.groups)
-    return any(abs(whole - expected) <= limit for whole in (copies, sum(by_rank), by_rank[0]))
+    """Whether what ranks have is one process's: rows of each copy, parts of these, or a whole or its parts in each."""
+    copies, of_one = sum(by_rank[group[0]] for group in sight.groups), sum(by_rank[rank] for rank in sight.groups[0])
+    return any(abs(whole - expected) <= limit for whole in (copies, sum(by_rank), by_rank[0], of_one))
 
 
 def _way_back(sight: Sight, names: Sequence[str], partings: Sequence[Parting]) -> str:
