@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from paraplan.script_check.evidence import Sight, distance, listed, ranks_of
-from paraplan.script_check.mixtures import made_of, meaning_of_shares
+from paraplan.script_check.mixtures import made_of, meaning_of_shares, order_of_parts
 from paraplan.script_check.records import Kind
 
 _SIZE_OF = "the size of "
@@ -273,7 +273,10 @@ def update_cause(sight: Sight, parting: Parting) -> Cause:
     factor = factor_of(ways[0], way, max(parting.tolerance * float(parting.expected.norm()) / float(way.norm()), 1e-4))
     if factor is not None:
         text = f"it moved {factor:.4g} times as far as in one process, in the right direction: it is stepped more than "
-        return Cause("update", factor, text + "once, or by another rate")
+        return Cause("update", factor, text + "once, by another rate, or with another state of the optimizer")
+    order = order_of_parts(before.double() + ways[0], parting.expected.double(), len(sight.ranks))
+    if order:
+        return Cause("update", None, f"its gradient is right, and {order}")
     cosine = float((ways[0] * way).sum() / (ways[0].norm() * way.norm() + 1e-30))
     text = f"its gradient is right and it moved in another direction (cosine {cosine:.3f}): "
     if len(parting.kinds()) > 1:

@@ -60,7 +60,7 @@ def meaning_of_shares(sight: Sight, step: int, name: str) -> str:
 
 def made_of(sight: Sight, step: int, name: str, value: torch.Tensor) -> str:
     """Return which micro-batches, ranks' batches or other parameters' gradients one is made of, "" for none seen."""
-    for made in (_of_micro_batches, _of_batches, _of_others):
+    for made in (_of_micro_batches, _of_batches, _of_others, _in_another_order):
         if found := made(sight, step, name, value):
             return found
     return ""
@@ -116,6 +116,28 @@ def _of_others(sight: Sight, step: int, name: str, value: torch.Tensor) -> str:
                 )
     if value.ndim == 2 and value.shape[0] == value.shape[1] and _is_near(value, expected[name].T):
         return "it is the gradient transposed"
+    return ""
+
+
+def _in_another_order(sight: Sight, step: int, name: str, value: torch.Tensor) -> str:
+    return order_of_parts(value, sight.alone.of(f"gradient/{step}")[name], len(sight.ranks))
+
+
+def order_of_parts(value: torch.Tensor, expected: torch.Tensor, count: int) -> str:
+    """Return in which order `value` has the `count` parts of another tensor, "" where it is not made of them."""
+    for dim, size in enumerate(value.shape):
+        if value.shape != expected.shape or size % count:
+            continue
+        parts = expected.chunk(count, dim)
+        found = [
+            next((number for number, other in enumerate(parts) if _is_near(one, other)), None)
+            for one in value.chunk(count, dim)
+        ]
+        if None not in found and found != list(range(count)):
+            order = ", ".join(map(str, found))
+            return (
+                f"it has the parts {order} of its {count} one after another: shards are put together in another order"
+            )
     return ""
 
 

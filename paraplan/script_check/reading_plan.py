@@ -25,7 +25,8 @@ _Leaves = Sequence[tuple[str, torch.Tensor]]
 def origins(ranks: Sequence[Process]) -> list[Place]:
     """Return the places and times at which ranks first read unlike values that a model or loss takes.
 
-    Of what is computed from such values nothing is given: the script computes it again.
+    Of what is computed from such values nothing is given: the script computes it again. So it does where each rank
+    takes its part of the columns of what all have read, as of a sequence: one process has the whole.
     """
     tables = [{source.place: source for source in process.record.sources} for process in ranks]
     shared = [place for place in tables[0] if all(place in table for table in tables)]
@@ -39,7 +40,10 @@ def origins(ranks: Sequence[Process]) -> list[Place]:
     for place in shared:
         source = tables[0][place]
         if any(
-            (place, time) in unlike and source.is_used[time] and not _comes_from(source, time, unlike)
+            (place, time) in unlike
+            and source.is_used[time]
+            and not _comes_from(source, time, unlike)
+            and not _is_part(ranks, (place, time))
             for time in range(min(len(table[place].prints) for table in tables))
         ):
             first.add(place)
@@ -54,6 +58,32 @@ def origins(ranks: Sequence[Process]) -> list[Place]:
 
 def _comes_from(source: SourceRecord, time: int, places: set[Place]) -> bool:
     return any((name, number) in places for name, number in source.made_of[time])
+
+
+def _is_part(ranks: Sequence[Process], at: Place) -> bool:
+    """Whether ranks have parts, along a dimension that is not that of samples, of one tensor that all have read."""
+    first = {source.place: source for source in ranks[0].record.sources}
+    parts = [[tensor.shape for _, tensor in process.reading(*at)] for process in ranks]
+    waiting, seen = list(first[at[0]].made_of[at[1]]), set()
+    while waiting:
+        place, time = waiting.pop()
+        if (place, time) in seen or place not in first:
+            continue
+        seen.add((place, time))
+        waiting += first[place].made_of[time]
+        wholes = [tensor.shape for _, tensor in ranks[0].reading(place, time)]
+        if len(wholes) == 1 and all(len(part) == 1 and _is_along(part[0], wholes[0]) for part in parts):
+            return all(
+                sum(part[0][dim] for part in parts) == size
+                for dim, size in enumerate(wholes[0])
+                if size != parts[0][0][dim]
+            )
+    return False
+
+
+def _is_along(part: torch.Size, whole: torch.Size) -> bool:
+    """Whether a tensor has as many samples as another, and is shorter in one other dimension."""
+    return len(part) == len(whole) > 1 and part[0] == whole[0] and sum(map(int.__ne__, part, whole)) == 1
 
 
 def read_by_rank(

@@ -30,6 +30,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _MARK = "_paraplan_reading"
 _MOST_COPIED = 1 << 22  # elements
+_SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "dsplit", "vsplit", "unbind")
+"""Calls whose results are parts, of which a rank may take its own."""
 _DRAW = re.compile(r"rand\w*|(log_)?normal_?|bernoulli_?|uniform_|exponential_|multinomial|poisson")
 """Names of calls that draw numbers: what they are given says how many, or how likely, and not which."""
 
@@ -52,6 +54,8 @@ class Reading:
     is_used: bool = False
     is_end: bool = False
     num_steps: int = 0
+    num_parts: int = 1
+    """Number of tensors in it."""
 
     def places(self) -> list[Place]:
         """Return where that was read of which this was made."""
@@ -141,7 +145,15 @@ class Sources:
         tensors = list(tensors_in(value))
         is_small = sum(tensor.numel() for _, tensor in tensors) <= _MOST_COPIED
         copies = [(key, tensor.detach().clone()) for key, tensor in tensors] if is_small else []
-        reading = Reading(place, copies, tuple(made_of), print_of(tensors), is_end=is_end, num_steps=self.num_steps)
+        reading = Reading(
+            place,
+            copies,
+            tuple(made_of),
+            print_of(tensors),
+            is_end=is_end,
+            num_steps=self.num_steps,
+            num_parts=len(tensors),
+        )
         self.readings[name].append(reading)
         for _, tensor in tensors:
             setattr(tensor, _MARK, reading)
@@ -161,6 +173,18 @@ class Sources:
                 is_replaced = is_replaced or read is not tensor
             reading.use()
             taken.append(read)
+        return with_tensors(value, iter(taken)) if is_replaced else value
+
+    def pick(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Note those of `tensors`, which `value` holds, that are parts of a split, as they are first taken out of it."""
+        taken = []
+        for tensor in tensors:
+            reading: Reading | None = getattr(tensor, _MARK, None)
+            if reading is not None and reading.num_parts > 1 and reading.at[0].rpartition(" ")[2] in _SPLITS:
+                taken.append(self.read(f"{place_of_caller()} part", tensor, [reading]))
+            else:
+                taken.append(tensor)
+        is_replaced = any(one is not tensor for one, tensor in zip(taken, tensors, strict=True))
         return with_tensors(value, iter(taken)) if is_replaced else value
 
     def end_step(self) -> None:
@@ -241,6 +265,8 @@ class FollowSources(TorchFunctionMode):
         if any(tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in given):
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {name}")
             return func(*args, **kwargs)
+        args, kwargs = sources.pick((args, kwargs), given)
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
         if any(isinstance(tensor, nn.Parameter) for tensor in given) or "empty" in name:
             return result

@@ -43,3 +43,11 @@ def test_a_public_fault_is_found_and_named(ranks: RankHarness, name: str) -> Non
 def test_a_script_without_its_fault_is_equal(ranks: RankHarness, name: str) -> None:
     report = checked(ranks, FAULTS[name].path, name, "mended", num_ranks=FAULTS[name].num_ranks)
     assert report.is_equal, report.difference
+
+
+@pytest.mark.ranks
+def test_ranks_that_all_share_one_sequence_are_beside_one_process_that_has_it_whole(ranks: RankHarness) -> None:
+    script = FAULTS["mean of each part"].path
+    report = checked(ranks, script, "mean of each part", "mended", num_ranks=2)
+    assert report.is_equal, report.difference
+    assert checked(ranks, script, "mean of each part", num_ranks=2).difference is not None

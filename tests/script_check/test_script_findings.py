@@ -214,6 +214,17 @@ def test_the_axis_over_which_ranks_differ_is_named_and_a_sum_told_from_a_mean() 
     assert "ranks of tp differ (0, 2 | 1, 3), and their sum is the gradient" in found.cause
 
 
+def test_shards_that_are_put_together_in_another_order_are_told() -> None:
+    seen = sight(2, lambda _, whole, __: whole)
+    for one in seen.ranks:
+        value = one.tensors["parameter/1/layer.weight"]
+        one.tensors["parameter/1/layer.weight"] = torch.cat(value.chunk(2)[::-1])
+    found, _, _ = first_difference(seen)
+    assert found is not None
+    assert (found.kind, found.name) == ("update", "layer.weight")
+    assert "it has the parts 1, 0 of its 2 one after another" in found.cause
+
+
 def test_a_parameter_that_one_rank_does_not_step_and_steps_that_one_rank_does_not_make_are_told() -> None:
     seen = sight(2, lambda _, whole, __: whole)
     first, second = seen.ranks
@@ -273,6 +284,19 @@ def test_one_process_is_given_what_ranks_read_first_and_computes_the_rest() -> N
     assert groups_of(ranks, read) == [[0], [1]]
     same = [reads(rank, rows=("a", "b")) for rank in (0, 1)]
     assert groups_of(same, origins(same)) == [[0, 1]]
+
+
+@pytest.mark.parametrize(("dim", "read"), [(1, []), (0, [("part", 0)])])
+def test_parts_of_the_columns_of_what_all_ranks_read_are_no_batches_of_their_own(dim: int, read: list[object]) -> None:
+    whole = torch.arange(12.0).view(2, 6)
+    ranks = []
+    for rank, part in enumerate(whole.chunk(2, dim)):
+        one = reads(rank, rows=("same",), part=(f"{rank}",), targets=(f"{rank}t",))
+        made_of = {"rows": (), "part": (("rows", 0),), "targets": (("part", 0),)}
+        sources = tuple(source.replace(made_of=(made_of[source.place],)) for source in one.record.sources)
+        tensors = {"source/0/0/0/": whole, "source/1/0/0/": part, "source/2/0/0/": part + 1}
+        ranks.append(Process(one.record.replace(sources=sources), tensors))
+    assert origins(ranks) == read
 
 
 def test_what_rounding_leaves_of_a_gradient_whose_terms_cancel_is_no_difference_and_a_lost_one_is() -> None:
