@@ -17,6 +17,7 @@ from paraplan.script_check.findings import first_difference, sums_rows
 from paraplan.script_check.places import is_unexplained
 from paraplan.script_check.plans import CheckRunError, LaunchRanks
 from paraplan.script_check.reading_plan import (
+    drawn,
     groups_of,
     origins,
     put_together,
@@ -25,6 +26,7 @@ from paraplan.script_check.reading_plan import (
     write_inputs,
 )
 from paraplan.script_check.records import ALONE, Difference, Role, ScriptReport, ScriptRequest
+from paraplan.script_check.sources import DRAWN
 
 _NEEDING_SHARES = ("another direction", "another output", "another loss", "scaled")
 """Kinds of differences of which what each rank's batch gives alone may say more."""
@@ -105,8 +107,13 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
     """Run one process as often as it takes to know what it is to be given; return all that is known, and notes."""
     notes: list[str] = []
     read = origins(ranks)
-    groups = groups_of(ranks, read)
-    runs.ranks, runs.read, runs.start = ranks, read, ranks[0].of("start")
+    groups, draws = groups_of(ranks, read), drawn(ranks)
+    runs.ranks, runs.read, runs.start = ranks, [*read, *draws], ranks[0].of("start")
+    if draws:
+        place = draws[0][0].removeprefix(DRAWN)
+        notes.append(
+            f"models draw random numbers themselves ({_shown(place)}): one process is given those of the ranks"
+        )
     readers = [group[0] for group in groups]
     runs.say(f"one process on the batches of {len(groups)} rank{'s' if len(groups) > 1 else ''}")
     alone, shaken = runs.alone_without_repeats(readers)
@@ -127,6 +134,13 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
         alone, shaken = runs.alone(readers)
     notes += [*runs.notes, *rows_read_twice(ranks, readers)]
     return Sight(ranks, alone, shaken, (), groups, num_micro_batches, num_parts), notes
+
+
+def _shown(place: str) -> str:
+    """Return the file's name, the line and the call of a place."""
+    where, _, call = place.rpartition(" ")
+    path, _, line = where.rpartition(":")
+    return f"{call} at {Path(path).name}:{line.partition('+')[0]}"
 
 
 _STILL_S = "40"

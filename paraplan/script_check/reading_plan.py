@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from paraplan.script_check.batches import joined
 from paraplan.script_check.evidence import Process
 from paraplan.script_check.records import Inputs, SourceRecord
+from paraplan.script_check.sources import DRAWN
 
 START_FILE, READ_FILE, INPUTS_FILE = "start.safetensors", "read.safetensors", "inputs.json"
 """Files of what one process is given: parameters, what it reads, and how that belongs together."""
@@ -29,7 +30,7 @@ def origins(ranks: Sequence[Process]) -> list[Place]:
     takes its part of the columns of what all have read, as of a sequence: one process has the whole.
     """
     tables = [{source.place: source for source in process.record.sources} for process in ranks]
-    shared = [place for place in tables[0] if all(place in table for table in tables)]
+    shared = [place for place in tables[0] if all(place in table for table in tables) and not place.startswith(DRAWN)]
     unlike = {
         (place, time)
         for place in shared
@@ -53,6 +54,18 @@ def origins(ranks: Sequence[Process]) -> list[Place]:
         if place in first
         for time in range(min(len(table[place].prints) for table in tables))
         if all(table[place].is_used[time] for table in tables)
+    ]
+
+
+def drawn(ranks: Sequence[Process]) -> list[Place]:
+    """Return the places and times at which the models of all ranks draw random numbers."""
+    tables = [{source.place: source for source in process.record.sources} for process in ranks]
+    return [
+        (source.place, time)
+        for source in ranks[0].record.sources
+        if source.place.startswith(DRAWN)
+        for time in range(min(len(table[source.place].prints) if source.place in table else 0 for table in tables))
+        if all(process.reading(source.place, time) for process in ranks)
     ]
 
 

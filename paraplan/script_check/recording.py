@@ -25,12 +25,14 @@ from paraplan.script_check.torch_private import (
     around_backward,
     around_clipping,
     around_models,
+    follow_again,
     is_batch_norm,
     is_dropout,
 )
-from paraplan.script_check.whole import Names
+from paraplan.script_check.whole import Names, rates_of
 
 _PATIENCE_S = 10.0
+_NO_DROPOUT = "dropout is switched off"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Recorder:
         around_models(self._follow_models)
         around_backward(self._follow_backward)
         around_clipping(self._follow_clipping)
+        follow_again(self.mode)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         self.mode.__enter__()  # type: ignore[no-untyped-call]
@@ -96,7 +99,7 @@ class Recorder:
             self._meet(module)
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
             self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_sample(one[1])]))
-            with sources.inside():
+            with sources.inside_model():
                 return plain(module, *args, **kwargs)
 
         return call
@@ -132,7 +135,7 @@ class Recorder:
             if self._has_gradients:  # clipped, and not stepped by
                 self._num_skipped += 1
                 self._losses, self._norm, self._has_gradients = [], None, False
-            with self.sources.inside():
+            with self.sources.inside_model():
                 plain(tensors, *args, **kwargs)
             self._losses.append(value)
             if self.request.notes_passes and not self._steps and self._names is not None:
@@ -184,7 +187,7 @@ class Recorder:
             for name, value in list(vars(module).items()):
                 if isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and is_dropout(module))):
                     setattr(module, name, 0.0)
-                    self.note("dropout is switched off")
+                    self.note(_NO_DROPOUT)
 
     def note(self, text: str) -> None:
         """Note what the answer is to say beside its verdict."""
@@ -206,7 +209,7 @@ class Recorder:
         self._is_noted = False
         given = [*arguments[1:2], keywords.get("closure")]
         closure = next((one for one in given if callable(one)), None)
-        self._rates = tuple(_rates_of(group) for group in optimizer.param_groups)
+        self._rates = tuple(rates_of(group) for group in optimizer.param_groups)
         if closure is None:
             self._note_step(optimizer)
             self.sources._depth += 1
@@ -260,7 +263,7 @@ class Recorder:
         by_name = self._given.rates[len(self._steps)]
         for group, names in zip(optimizer.param_groups, self._members(optimizer), strict=True):
             rates = next((by_name[name] for name in names if name in by_name), {})
-            for name, value in _rates_of(group).items():
+            for name, value in rates_of(group).items():
                 theirs = rates.get(name, value)
                 if theirs == value:
                     continue
@@ -355,6 +358,8 @@ class Recorder:
     def write(self, *, is_whole: bool) -> None:
         """Write the record of this process."""
         rank = int(os.environ.get("RANK", "0"))
+        if self.sources.has_dropout:
+            self.note(_NO_DROPOUT)
         with self.sources.inside():
             sources, read = self.sources.records()
             tensors = self._tensors | read
@@ -381,19 +386,6 @@ class Recorder:
                 save({key: value.cpu().contiguous() for key, value in tensors.items()})
             )
             path.with_suffix(".json").write_text(record.to_json(), encoding="utf-8")
-
-
-def _rates_of(group: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of an optimizer's group; those of a tuple, as Adam's betas, with their places."""
-    found: dict[str, float] = {}
-    for name, value in group.items():
-        if name in ("params", "initial_lr", "max_lr", "min_lr"):
-            continue
-        for place, one in enumerate(value) if isinstance(value, tuple) else (("", value),):
-            is_number = isinstance(one, torch.Tensor) and one.numel() == 1
-            if is_number or (isinstance(one, int | float) and not isinstance(one, bool)):
-                found[f"{name} {place}".strip()] = float(one)
-    return found
 
 
 def _ids_of(optimizer: Any) -> set[int]:

@@ -32,8 +32,20 @@ _MARK = "_paraplan_reading"
 _MOST_COPIED = 1 << 22  # elements
 _SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "dsplit", "vsplit", "unbind")
 """Calls whose results are parts, of which a rank may take its own."""
+_DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "scaled_dot_product_attention",
+)
 _DRAW = re.compile(r"rand\w*|(log_)?normal_?|bernoulli_?|uniform_|exponential_|multinomial|poisson")
 """Names of calls that draw numbers: what they are given says how many, or how likely, and not which."""
+
+DRAWN = "drawn at "
+"""So begin the places inside of models where random numbers are drawn."""
 
 Place = tuple[str, int]
 """Where something was read, and the how-many-th time."""
@@ -102,6 +114,14 @@ class Replay:
             value, iter([joined([part[leaf][1] for part in parts], parts[0][leaf][0]) for leaf in range(num_leaves)])
         )
 
+    def drawn(self, place: Place, value: torch.Tensor) -> torch.Tensor:
+        """Return what ranks drew in place of `value`: for all samples, or the first rank's where they draw for none."""
+        of_all: torch.Tensor = self.at(place, value)
+        if of_all.shape == value.shape:
+            return of_all
+        first = self.read[place][0][0][1] if place in self.read else value
+        return first if first.shape == value.shape else value
+
     def ends(self, place: Place) -> bool:
         """Whether the loader that is read at `place` ended this time on the ranks."""
         return self.times_a_batch is None and place in self.ended
@@ -115,7 +135,10 @@ class Sources:
     replay: Replay | None = None
     num_steps: int = 0
     """Steps of optimizers that are done."""
+    has_dropout: bool = False
+    """Whether a model's call asked for dropout, and was made without."""
     _depth: int = 0
+    _model_depth: int = 0
     _pid: int = field(default_factory=os.getpid)
 
     @contextmanager
@@ -126,6 +149,21 @@ class Sources:
             yield
         finally:
             self._depth -= 1
+
+    @contextmanager
+    def inside_model(self) -> Iterator[None]:
+        """While a model, or a pass back through it, is at work: what it draws is noted."""
+        self._model_depth += 1
+        try:
+            with self.inside():
+                yield
+        finally:
+            self._model_depth -= 1
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether a call is one of a model in training, in the process that is checked."""
+        return self._model_depth > 0 and torch.is_grad_enabled() and os.getpid() == self._pid
 
     @property
     def is_of_script(self) -> bool:
@@ -159,6 +197,16 @@ class Sources:
             setattr(tensor, _MARK, reading)
         return value
 
+    def draw(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Note the random numbers that a model draws; return those that it is to have."""
+        name = f"{DRAWN}{name}"
+        place = (name, len(self.readings[name]))
+        if self.replay is not None:
+            value = self.replay.drawn(place, value)
+        copies = [("", value.detach().clone())] if value.numel() <= _MOST_COPIED else []
+        self.readings[name].append(Reading(place, copies, (), print_of([("", value)]), True, num_steps=self.num_steps))
+        return value
+
     def use(self, value: Any, name: str) -> Any:
         """Note that a model or a loss takes `value`; what the script read nowhere is read here. Return what to take."""
         taken, is_replaced = [], False
@@ -176,7 +224,7 @@ class Sources:
         return with_tensors(value, iter(taken)) if is_replaced else value
 
     def pick(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """Note those of `tensors`, which `value` holds, that are parts of a split, as they are first taken out of it."""
+        """Note those of `tensors`, which `value` holds, that are parts of a split, as they are first taken out."""
         taken = []
         for tensor in tensors:
             reading: Reading | None = getattr(tensor, _MARK, None)
@@ -252,6 +300,7 @@ class FollowSources(TorchFunctionMode):
     def __init__(self, sources: Sources) -> None:
         super().__init__()
         self.sources = sources
+        self._is_drawing = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -259,6 +308,10 @@ class FollowSources(TorchFunctionMode):
         """Make the call, and note what it gave."""
         kwargs = kwargs or {}
         sources, name = self.sources, getattr(func, "__name__", "call")
+        if sources.is_of_model and not self._is_drawing:
+            if _DRAW.fullmatch(name):
+                return self._drawn(func, name, args, kwargs)
+            args, kwargs = self._without_dropout(name, args, kwargs)
         if not sources.is_watching or name in ("__get__", "__set__", "__delete__", "backward"):
             return func(*args, **kwargs)
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
@@ -279,6 +332,35 @@ class FollowSources(TorchFunctionMode):
             self._noted_in_place(given[0], name, list(made_of.values()))  # nn.init gives its tensor by name
             return result
         return self._noted(result, name, list(made_of.values()))
+
+    def _drawn(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_drawing = True  # on the way back the mode may be entered twice
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._is_drawing = False
+        if not isinstance(result, torch.Tensor) or not _is_plain(result) or not result.is_floating_point():
+            return result
+        value = self.sources.draw(f"{place_of_caller()} {name}", result)
+        if value is not result and name.endswith("_"):
+            with torch.no_grad():
+                return result.copy_(value)
+        return value
+
+    def _without_dropout(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call in a model, whose rate of dropout is 0."""
+        if name not in _DROPOUTS:
+            return args, kwargs
+        key, place = ("dropout_p", 4) if name == "scaled_dot_product_attention" else ("p", 1)
+        rate = args[place] if len(args) > place else kwargs.get(key, 0.0)
+        if not rate:
+            return args, kwargs
+        self.sources.has_dropout = True
+        if len(args) > place:
+            return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+        return args, kwargs | {key: 0.0}
 
     def _noted_in_place(self, tensor: Any, name: str, made_of: Sequence[Reading]) -> None:
         read = self._noted(tensor, name, made_of)

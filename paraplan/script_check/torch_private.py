@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as checkpoints
 from torch.utils.data import DataLoader
 
 Made = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -27,6 +29,24 @@ def around_models(make: Made) -> None:
 def around_backward(make: Made) -> None:
     """Call what `make` makes where a backward pass is made."""
     _replace(torch.autograd, "backward", make)
+
+
+def follow_again(mode: TorchFunctionMode) -> None:
+    """Let `mode` see what is computed again on the way back, where autograd runs without modes."""
+
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def run(*given: Any, **named: Any) -> Any:
+                if torch._C._len_torch_function_stack():
+                    return function(*given, **named)
+                with mode:
+                    return function(*given, **named)
+
+            return plain(run, *args, **kwargs)
+
+        return checkpoint
+
+    _replace(checkpoints, "checkpoint", make)
 
 
 def around_clipping(make: Made) -> None:

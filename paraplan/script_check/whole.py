@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -166,6 +167,19 @@ def _is_freed(value: torch.Tensor) -> bool:
     """Whether the memory of a tensor was given back, so that reading it would crash."""
     is_plain = not isinstance(value, DTensor) and value.layout == torch.strided and not value.is_meta
     return is_plain and value.numel() > 0 and value.untyped_storage().nbytes() == 0
+
+
+def rates_of(group: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of an optimizer's group; those of a tuple, as Adam's betas, with their places."""
+    found: dict[str, float] = {}
+    for name, value in group.items():
+        if name in ("params", "initial_lr", "max_lr", "min_lr"):
+            continue
+        for place, one in enumerate(value) if isinstance(value, tuple) else (("", value),):
+            is_number = isinstance(one, torch.Tensor) and one.numel() == 1
+            if is_number or (isinstance(one, int | float) and not isinstance(one, bool)):
+                found[f"{name} {place}".strip()] = float(one)
+    return found
 
 
 def common_name(name: str) -> str:
