@@ -13,7 +13,7 @@ import torch
 from paraplan.errors import UsageError
 from paraplan.script_check.evidence import Process, Sight
 from paraplan.script_check.failures import ALONE_WHERE, no_step_error, run_error
-from paraplan.script_check.findings import first_difference, sums_rows
+from paraplan.script_check.findings import first_difference, loose, sums_rows
 from paraplan.script_check.places import is_unexplained
 from paraplan.script_check.plans import CheckRunError, LaunchRanks
 from paraplan.script_check.reading_plan import (
@@ -53,6 +53,8 @@ def check_script(
         ranks = runs.run("ranks", num_ranks)
         sight, notes = _sight(runs, ranks)
         sight, (difference, gradient_error, parameter_error) = _judged(runs, sight, notes)
+    if unsure := loose(sight):
+        notes.append(unsure)
     record = ranks[0].record
     num_done = min(len(process.record.steps) for process in (*ranks, sight.alone))
     if num_done < num_steps:

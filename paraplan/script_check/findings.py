@@ -24,6 +24,8 @@ _ROUNDING = 3e-5
 
 _NOISE_FACTOR = 16.0
 _SMALLEST = 1e-3
+_LOOSE = 3e-3
+"""Relative change of a gradient by rounding above which the answer says so."""
 _CANCELLED = 1e-5
 """The rest of a gradient whose terms cancel, relative to the size that gradients of the model have: some tens of units
 of the last place of fp32."""
@@ -65,6 +67,22 @@ def first_difference(sight: Sight) -> tuple[Difference | None, float, float]:
                 if norm is not None:
                     return norm, errors["gradient"], errors["parameter"]
     return _steps(sight), errors["gradient"], errors["parameter"]
+
+
+def loose(sight: Sight) -> str:
+    """Return of which gradient rounding makes so much that it can hardly be compared, "" where there is none."""
+    expected, shaken = sight.alone.of("gradient/1"), sight.shaken.of("gradient/1")
+    sizes = {name: float(value.double().square().mean()) ** 0.5 for name, value in expected.items()}
+    floor = _SMALLEST * statistics.median(sizes.values()) if sizes else 0.0
+    noises = {name: distance(shaken[name], value, floor) for name, value in expected.items() if name in shaken}
+    name = max(noises, key=lambda name: noises[name], default="")
+    if not name or noises[name] < max(_LOOSE, _NOISE_FACTOR * sight.alone.record.rounding):
+        return ""
+    return (
+        f"weights that are moved by rounding alone change the gradient of {name} by {noises[name]:.2g} of its size: "
+        "something there chooses by small differences, as the largest of nearly equal scores, or a kernel gives other "
+        "values from run to run; it is compared no closer than that"
+    )
 
 
 def sums_rows(sight: Sight) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paraplan.script_check.evidence import Process, Sight
-from paraplan.script_check.findings import first_difference
+from paraplan.script_check.findings import first_difference, loose
 from paraplan.script_check.mixtures import weights_of
 from paraplan.script_check.reading_plan import groups_of, origins, put_together
 from paraplan.script_check.records import ProcessRecord, SourceRecord, StepRecord
@@ -212,6 +212,14 @@ def test_the_axis_over_which_ranks_differ_is_named_and_a_sum_told_from_a_mean() 
     assert found is not None
     assert found.kind == "not reduced"
     assert "ranks of tp differ (0, 2 | 1, 3), and their sum is the gradient" in found.cause
+
+
+def test_a_gradient_that_rounding_changes_by_much_is_named() -> None:
+    """As that of an expert that is chosen by nearly equal scores."""
+    seen = sight(2, lambda _, whole, __: whole)
+    assert loose(seen) == ""
+    seen.shaken.tensors["gradient/1/layer.weight"] = seen.alone.tensors["gradient/1/layer.weight"] * 1.25
+    assert "change the gradient of layer.weight by 0.25 of its size" in loose(seen)
 
 
 def test_shards_that_are_put_together_in_another_order_are_told() -> None:
