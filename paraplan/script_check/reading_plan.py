@@ -142,6 +142,8 @@ def _is_same_reading(ranks: Sequence[Process], alone: Process, readers: Sequence
         if source is None or time >= len(source.prints) or not source.is_used[time]:
             return None
     parts = [ranks[reader].reading(place, time) for reader in readers]
+    if len({tuple(tensor.ndim for _, tensor in part) for part in parts}) > 1:
+        return None
     whole = [joined(leaves, name) for name, leaves in _by_leaf(parts)]
     mine = [tensor for _, tensor in alone.reading(place, time)]
     if [one.shape for one in whole] != [one.shape for one in mine]:
