@@ -74,8 +74,9 @@ def _of_micro_batches(sight: Sight, step: int, name: str, value: torch.Tensor) -
         return ""
     lost = [number for number, weight in enumerate(weights, 1) if abs(weight) < 10 * _FIT]
     if lost:
-        which = f"of {len(weights)} micro-batches {', '.join(map(str, lost))} {'are' if len(lost) > 1 else 'is'} lost"
-        return f"{which}: what was accumulated is overwritten, or cleared before the step"
+        which = f"{'micro-batches' if len(lost) > 1 else 'micro-batch'} {', '.join(map(str, lost))} of {len(weights)}"
+        verb = "are" if len(lost) > 1 else "is"
+        return f"{which} {verb} lost: what was accumulated is overwritten, or cleared before the step"
     return f"micro-batches count {_listed(weights, 1)} times in it, and once each in one process"
 
 

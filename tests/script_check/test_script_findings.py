@@ -179,7 +179,7 @@ def test_what_a_wrong_gradient_is_made_of_is_told() -> None:
             None,
             "the gradient of head.bias, of the same shape, is mixed",
         ),
-        (0.2 * first["layer.weight"] + 0.5 * second["layer.weight"], passes, "of 2 micro-batches 1 is lost"),
+        (0.2 * first["layer.weight"] + 0.5 * second["layer.weight"], passes, "micro-batch 1 of 2 is lost"),
         (0.8 * first["layer.weight"] + 0.5 * second["layer.weight"], passes, "micro-batches count 2, 1 times in it"),
     )
     for value, noted, words in cases:

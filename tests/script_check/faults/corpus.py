@@ -509,7 +509,7 @@ FAULTS = (
         "Fast-LLM",
         "ServiceNow/Fast-LLM/issues/550",
         "other parts",
-        "of 2 micro-batches 1 is lost",
+        "micro-batch 1 of 2 is lost",
     ),
     _copies(
         "clipped before",
