@@ -235,23 +235,23 @@ class _Runs:
         """Return `sight` with one process that noted its gradients after each micro-batch of the first step."""
         self.say("one process by micro-batches, to find what is to blame")
         self.notes_passes = True
-        try:
-            passes, _ = self.alone([group[0] for group in sight.groups])
-        except CheckRunError:
-            return sight
-        finally:
-            self.notes_passes = False
-        return replace(sight, passes=passes)
+        again = self._again(sight)
+        self.notes_passes = False
+        return sight if again is None else replace(sight, passes=again[0])
 
     def with_halves(self, sight: Sight) -> Sight:
         """Return `sight` with one process that has the first halves of batches before the second ones."""
         self.say("one process on the halves of batches, to find what is to blame")
         self.halves = True
+        again = self._again(sight)
+        return sight if again is None else replace(sight, alone=again[0], shaken=again[1])
+
+    def _again(self, sight: Sight) -> tuple[Process, Process] | None:
+        """Run one process on the batches of `sight` in another way; None where the script fails in it."""
         try:
-            alone, shaken = self.alone([group[0] for group in sight.groups])
+            return self.alone([group[0] for group in sight.groups])
         except CheckRunError:
-            return sight
-        return replace(sight, alone=alone, shaken=shaken)
+            return None
 
     def with_shares(self, sight: Sight) -> Sight:
         """Return `sight` with what the batches of each group of ranks make alone."""
