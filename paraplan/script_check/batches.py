@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from paraplan.errors import UsageError
 
 _IGNORED_TARGET = -100
+MOST_COPIED = 1 << 22
+"""Numbers of what is read at once, above which it is not kept, and known by its sum alone."""
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,6 +86,20 @@ def sums_of(value: Any) -> tuple[float, float, float]:
         return (math.nan,) * 3
     numbers = torch.cat([tensor.double().flatten() for tensor in found]) if found else torch.zeros(0)
     return float(numbers.square().sum()), float(numbers.sum()), float(numbers.abs().sum())
+
+
+def print_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return what tells the tensors of two ranks apart."""
+    made = hashlib.blake2b(digest_size=12)
+    for _, tensor in tensors:
+        whole = tensor.detach()
+        made.update(f"{tuple(whole.shape)} {whole.dtype}".encode())
+        if whole.numel() > MOST_COPIED:
+            made.update(str(whole.double().sum().item()).encode())
+        elif whole.numel():
+            # a copy: a storage that NumPy has seen is resized no more, as FSDP does
+            made.update(whole.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
 
 
 def _filled(part: torch.Tensor, sizes: Sequence[int], fill: int) -> torch.Tensor:

@@ -13,12 +13,13 @@ import torch
 from paraplan.errors import UsageError
 from paraplan.script_check.evidence import Process, Sight
 from paraplan.script_check.failures import ALONE_WHERE, no_step_error, run_error
-from paraplan.script_check.findings import first_difference, loose, sums_rows
+from paraplan.script_check.findings import first_difference, sums_rows
 from paraplan.script_check.places import is_unexplained
 from paraplan.script_check.plans import CheckRunError, LaunchRanks
 from paraplan.script_check.reading_plan import (
     drawn,
     groups_of,
+    is_random,
     origins,
     put_together,
     read_by_rank,
@@ -27,6 +28,7 @@ from paraplan.script_check.reading_plan import (
 )
 from paraplan.script_check.records import ALONE, Difference, Role, ScriptReport, ScriptRequest
 from paraplan.script_check.sources import DRAWN
+from paraplan.script_check.steadiness import loose, why_loose
 
 _NEEDING_SHARES = ("another direction", "another output", "another loss", "scaled")
 """Kinds of differences of which what each rank's batch gives alone may say more."""
@@ -52,9 +54,10 @@ def check_script(
         say(f"{request.script} on {num_ranks} CPU ranks")
         ranks = runs.run("ranks", num_ranks)
         sight, notes = _sight(runs, ranks)
+        if unsure := loose(sight):
+            sight = replace(sight, again=runs.repeated())
+            notes.append(why_loose(sight, *unsure))
         sight, (difference, gradient_error, parameter_error) = _judged(runs, sight, notes)
-    if unsure := loose(sight):
-        notes.append(unsure)
     record = ranks[0].record
     num_done = min(len(process.record.steps) for process in (*ranks, sight.alone))
     if num_done < num_steps:
@@ -111,8 +114,8 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
     read = origins(ranks)
     groups, draws = groups_of(ranks, read), drawn(ranks)
     runs.ranks, runs.read, runs.start = ranks, [*read, *draws], ranks[0].of("start")
-    if draws:
-        place = draws[0][0].removeprefix(DRAWN)
+    if told := [place for place, time in draws if is_random(ranks, place, time)]:
+        place = told[0].removeprefix(DRAWN)
         notes.append(
             f"models draw random numbers themselves ({_shown(place)}): one process is given those of the ranks"
         )
@@ -163,6 +166,7 @@ class _Runs:
         self.loss_scale = 1.0
         self.notes: list[str] = []
         self.last_folder = folder
+        self.inputs = folder
         self._num_runs = 0
 
     def alone_without_repeats(self, readers: Sequence[int]) -> tuple[Process, Process]:
@@ -220,16 +224,24 @@ class _Runs:
 
     def alone(self, readers: Sequence[int]) -> tuple[Process, Process]:
         """Run one process on the batches of `readers`, twice: as it is, and with shaken weights."""
-        inputs = self.folder / f"inputs-{self._num_runs}"
-        write_inputs(inputs, self.ranks, self.read, readers, self.start, spreads=self.spreads, halves=self.halves)
-        alone, shaken = self.run("alone", len(ALONE), str(inputs))
+        self.inputs = self.folder / f"inputs-{self._num_runs}"
+        write_inputs(self.inputs, self.ranks, self.read, readers, self.start, spreads=self.spreads, halves=self.halves)
+        alone, shaken = self.run("alone", len(ALONE), str(self.inputs))
         return alone, shaken
+
+    def repeated(self) -> Process | None:
+        """Return one process on what the last one was given; None where the script fails in it."""
+        self.say("one process again, to find what changes from run to run")
+        try:
+            return self.run("alone", 1, str(self.inputs))[0]
+        except CheckRunError:
+            return None
 
     def with_smaller_loss(self, sight: Sight) -> Sight:
         """Return `sight` with one process whose losses are divided by the number of ranks whose rows it has."""
         self.loss_scale = 1 / len(sight.groups)
         alone, shaken = self.alone([group[0] for group in sight.groups])
-        return replace(sight, alone=alone, shaken=shaken)
+        return replace(sight, alone=alone, shaken=shaken, again=None)
 
     def with_passes(self, sight: Sight) -> Sight:
         """Return `sight` with one process that noted its gradients after each micro-batch of the first step."""
@@ -244,7 +256,7 @@ class _Runs:
         self.say("one process on the halves of batches, to find what is to blame")
         self.halves = True
         again = self._again(sight)
-        return sight if again is None else replace(sight, alone=again[0], shaken=again[1])
+        return sight if again is None else replace(sight, alone=again[0], shaken=again[1], again=None)
 
     def _again(self, sight: Sight) -> tuple[Process, Process] | None:
         """Run one process on the batches of `sight` in another way; None where the script fails in it."""

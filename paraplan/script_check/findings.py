@@ -15,17 +15,17 @@ from paraplan.script_check.causes import (
     size_of,
     update_cause,
 )
+from paraplan.script_check.copies import unlike_copies
 from paraplan.script_check.evidence import Sight, distance, ranks_of
 from paraplan.script_check.places import in_context, is_vague, loss_of
 from paraplan.script_check.records import Difference, Kind, ProcessRecord, Quantity
+from paraplan.script_check.steadiness import changing
 
 _ROUNDING = 3e-5
 """Relative difference that sums of another order make of fp32, beyond what shaken weights show."""
 
 _NOISE_FACTOR = 16.0
 _SMALLEST = 1e-3
-_LOOSE = 3e-3
-"""Relative change of a gradient by rounding above which the answer says so."""
 _CANCELLED = 1e-5
 """The rest of a gradient whose terms cancel, relative to the size that gradients of the model have: some tens of units
 of the last place of fp32."""
@@ -57,32 +57,21 @@ def first_difference(sight: Sight) -> tuple[Difference | None, float, float]:
     errors: dict[Quantity, float] = {"gradient": 0.0, "parameter": 0.0}
     num_steps = min(len(process.record.steps) for process in (*sight.ranks, sight.alone, sight.shaken))
     for step in range(1, num_steps + 1):
+        if step > 1 and changing(sight, step - 1):
+            return None, errors["gradient"], errors["parameter"]
         for quantity in ("gradient", "parameter"):
             found, error = _compare(sight, step, quantity)
             if found is not None:
                 return _skipped(sight, step) or found, errors["gradient"], errors["parameter"]
             errors[quantity] = max(errors[quantity], error)
             if quantity == "gradient":
+                if unlike := unlike_copies(sight, step):
+                    found = _difference(step, "copy", "", unlike[0], Cause("unlike copies", None, unlike[1]))
+                    return found, errors["gradient"], errors["parameter"]
                 norm = _norm(sight, step) or _rates(sight, step)
                 if norm is not None:
                     return norm, errors["gradient"], errors["parameter"]
     return _steps(sight), errors["gradient"], errors["parameter"]
-
-
-def loose(sight: Sight) -> str:
-    """Return of which gradient rounding makes so much that it can hardly be compared, "" where there is none."""
-    expected, shaken = sight.alone.of("gradient/1"), sight.shaken.of("gradient/1")
-    sizes = {name: float(value.double().square().mean()) ** 0.5 for name, value in expected.items()}
-    floor = _SMALLEST * statistics.median(sizes.values()) if sizes else 0.0
-    noises = {name: distance(shaken[name], value, floor) for name, value in expected.items() if name in shaken}
-    name = max(noises, key=lambda name: noises[name], default="")
-    if not name or noises[name] < max(_LOOSE, _NOISE_FACTOR * sight.alone.record.rounding):
-        return ""
-    return (
-        f"weights that are moved by rounding alone change the gradient of {name} by {noises[name]:.2g} of its size: "
-        "something there chooses by small differences, as the largest of nearly equal scores, or a kernel gives other "
-        "values from run to run; it is compared no closer than that"
-    )
 
 
 def sums_rows(sight: Sight) -> bool:
@@ -149,8 +138,10 @@ def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | 
     sizes = {name: float(expected[name].double().square().mean()) ** 0.5 for name in names}
     floor = _SMALLEST * statistics.median(sizes.values())
     dust = _CANCELLED * floor / _SMALLEST if quantity == "gradient" else 0.0
-    cancelled = _cancelled(sight, step) if quantity == "parameter" else set()
+    cancelled = _cancelled(sight, step) | changing(sight, step) if quantity == "parameter" else set()
     noises = {name: distance(shaken[name], expected[name], floor) for name in names if name in shaken}
+    for name, value in sight.again.of(kind).items() if sight.again is not None else ():
+        noises[name] = max(noises.get(name, 0.0), distance(value, expected[name], floor) if name in expected else 0.0)
     usual = statistics.median(noises.values()) if noises else 0.0
     worst = 0.0
     partings = []

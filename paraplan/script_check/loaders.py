@@ -1,16 +1,33 @@
-"""Data loaders of a script, whose batches are noted or replaced."""
+"""Data loaders of a script, and arrays of NumPy in its models, noted or replaced."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from paraplan.script_check.sources import Sources, place_of_caller
-from paraplan.script_check.torch_private import around_loaders
+import torch
+
+from paraplan.script_check.sources import Sources, is_random_kind, place_of_caller
+from paraplan.script_check.torch_private import around_arrays, around_loaders
 
 
 def follow_loaders(sources: Sources) -> None:
     """Make every data loader of this process one that tells what it gives, and where it ends."""
     around_loaders(lambda plain: lambda loader: _Followed(plain(loader), sources))
+
+
+def follow_arrays(sources: Sources) -> None:
+    """Follow numbers that models have from NumPy, as masks: these are drawn as those are that torch draws."""
+
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def from_numpy(array: Any) -> torch.Tensor:
+            result: torch.Tensor = plain(array)
+            is_drawn = sources.is_of_model and is_random_kind(result)
+            return sources.draw(f"{place_of_caller()} from_numpy", result) if is_drawn else result
+
+        return from_numpy
+
+    around_arrays(make)
 
 
 class _Followed:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from paraplan.script_check.loaders import follow_loaders
+from paraplan.script_check.loaders import follow_arrays, follow_loaders
 from paraplan.script_check.reading_plan import INPUTS_FILE, READ_FILE, START_FILE
 from paraplan.script_check.recording import Given, Recorder
 from paraplan.script_check.records import ALONE, Inputs, ScriptRequest
@@ -39,6 +39,7 @@ def main(path: str) -> None:
     else:
         be_one_process()
     follow_loaders(recorder.sources)
+    follow_arrays(recorder.sources)
     if request.shrink_for:
         from paraplan.script_check.smaller_models import SmallerModels  # transformers, which few scripts need
 

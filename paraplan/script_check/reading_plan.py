@@ -17,6 +17,8 @@ from paraplan.script_check.sources import DRAWN
 START_FILE, READ_FILE, INPUTS_FILE = "start.safetensors", "read.safetensors", "inputs.json"
 """Files of what one process is given: parameters, what it reads, and how that belongs together."""
 
+_ARRAYS = ("tensor", "from_numpy")
+"""Ends of places where models make tensors of arrays."""
 _SELECTING = ("__setitem__", "__getitem__", "masked_fill", "masked_fill_")
 
 Place = tuple[str, int]
@@ -67,6 +69,11 @@ def drawn(ranks: Sequence[Process]) -> list[Place]:
         for time in range(min(len(table[source.place].prints) if source.place in table else 0 for table in tables))
         if all(process.reading(source.place, time) for process in ranks)
     ]
+
+
+def is_random(ranks: Sequence[Process], place: str, time: int) -> bool:
+    """Whether what models have at a place of `drawn` is random: arrays may be tables that are alike on all ranks."""
+    return not place.endswith(_ARRAYS) or len(_prints_at(ranks, range(len(ranks)), place, time)) > 1
 
 
 def _comes_from(source: SourceRecord, time: int, places: set[Place]) -> bool:

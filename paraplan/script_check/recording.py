@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,22 +18,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paraplan.script_check.batches import sums_of, tensors_in
+from paraplan.script_check.batches import print_of, sums_of, tensors_in
+from paraplan.script_check.copies import Copies
 from paraplan.script_check.deepspeed_engine import EngineParameters
 from paraplan.script_check.records import ProcessRecord, ScriptRequest, StepRecord
-from paraplan.script_check.sources import FollowSources, Replay, Sources, is_sample, place_of_caller, print_of
+from paraplan.script_check.sources import FollowSources, Replay, Sources, is_sample, place_of_caller
+from paraplan.script_check.stillness import NO_DROPOUT, held_still
 from paraplan.script_check.torch_private import (
     around_backward,
     around_clipping,
     around_models,
     follow_again,
-    is_batch_norm,
-    is_dropout,
 )
 from paraplan.script_check.whole import Names, rates_of
 
 _PATIENCE_S = 10.0
-_NO_DROPOUT = "dropout is switched off"
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Recorder:
         self._num_skipped = 0
         self._is_unsettled = False
         self._given_prints: list[str] = []
+        self._copies = Copies()
         self._outputs: dict[str, tuple[float, float, float]] = {}
         self._began = time.monotonic()
 
@@ -93,14 +94,21 @@ class Recorder:
             if self._is_unsettled and sources.is_of_script:
                 self._settle()
             if not sources.is_watching or not any(True for _ in module.parameters()):
-                result = plain(module, *args, **kwargs)
+                is_copy = sources.is_of_script and not torch.is_grad_enabled()
+                with sources.inside() if is_copy else nullcontext():
+                    result = plain(module, *args, **kwargs)
                 self._note_output(module, result)
+                if is_copy:
+                    self._copies.called(module, result, len(self._steps) + 1)
                 return result
             self._meet(module)
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
             self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_sample(one[1])]))
             with sources.inside_model():
-                return plain(module, *args, **kwargs)
+                result = plain(module, *args, **kwargs)
+            if not any(tensor.requires_grad for _, tensor in tensors_in(result)):
+                self._copies.called(module, result, len(self._steps) + 1)
+            return result
 
         return call
 
@@ -167,7 +175,8 @@ class Recorder:
         engine = self._names.meet(model)
         if engine is not None:
             engine.follow(self._before_step, self._after_engine)
-        self._still(model)
+        for text in held_still(model):
+            self.note(text)
         with self.sources.inside(), torch.no_grad():
             if self._given is not None:
                 self._names.load({name: value for name, value in self._given.start.items() if name not in self._order})
@@ -176,18 +185,6 @@ class Recorder:
         self._tensors |= {f"start/{name}": value for name, value in values.of.items() if name not in self._order}
         self._order |= dict.fromkeys(values.of)
         self._split |= set(values.split)
-
-    def _still(self, model: nn.Module) -> None:
-        """Switch off what makes a batch's parts unlike its whole: random numbers of dropout, batch statistics."""
-        for module in model.modules():
-            if is_batch_norm(module):
-                module.eval()
-                module.train = lambda *_, module=module: module  # type: ignore[method-assign]
-                self.note("batch statistics are those of the start: with them, a batch in parts is another training")
-            for name, value in list(vars(module).items()):
-                if isinstance(value, float) and value > 0 and ("drop" in name or (name == "p" and is_dropout(module))):
-                    setattr(module, name, 0.0)
-                    self.note(_NO_DROPOUT)
 
     def note(self, text: str) -> None:
         """Note what the answer is to say beside its verdict."""
@@ -359,7 +356,7 @@ class Recorder:
         """Write the record of this process."""
         rank = int(os.environ.get("RANK", "0"))
         if self.sources.has_dropout:
-            self.note(_NO_DROPOUT)
+            self.note(NO_DROPOUT)
         with self.sources.inside():
             sources, read = self.sources.records()
             tensors = self._tensors | read
@@ -377,6 +374,7 @@ class Recorder:
                 made_smaller=tuple(self._made_smaller),
                 given=tuple(self._given_prints),
                 outputs=self._outputs,
+                copies=self._copies.records(),
                 rounding=self._rounding,
                 is_whole=is_whole,
             )

@@ -13,10 +13,10 @@ that are shaken by as much as rounding does."""
 ALONE: tuple[Role, ...] = ("alone", "shaken")
 """The roles of processes that each run the script by themselves, in their order."""
 
-Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate", "steps"]
+Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate", "copy", "steps"]
 """The quantities that may part: the parameters before the first step, what ranks read, gradients after the last
 reduction and before they are clipped, the norm that clipping is told, parameters after a step, the rates of optimizers,
-and the number of steps that ranks make."""
+models that a loss takes values of and that are not trained, and the number of steps that ranks make."""
 
 Kind = Literal[
     "unlike start",
@@ -30,6 +30,7 @@ Kind = Literal[
     "mean of shares",
     "other parts",
     "unlike buffers",
+    "unlike copies",
     "another output",
     "another loss",
     "another direction",
@@ -122,6 +123,21 @@ class SourceRecord(Record):
     """Places and times of what it was computed from, each time."""
 
 
+class CopyRecord(Record):
+    """One call of a model that is not trained, of which a loss took something."""
+
+    number: int
+    """Number of the model, in order of first calls."""
+    name: str
+    """Its class."""
+    start: str
+    """A digest of its parameters at its first call."""
+    step: int
+    """The optimizer step before which it was called."""
+    moved: tuple[float, float]
+    """How far its parameters have moved since its first call, as a norm, and the sum of their changes."""
+
+
 class ProcessRecord(Record):
     """The training of one process. Its tensors lie beside it in a safetensors file."""
 
@@ -147,6 +163,8 @@ class ProcessRecord(Record):
     outputs: dict[str, tuple[float, float, float]]
     """Sums of the squares, of the values and of their sizes, of what modules inside of models gave in the first step,
     in the order of the calls."""
+    copies: tuple[CopyRecord, ...] = ()
+    """Calls of models that are not trained."""
     rounding: float
     """The unit of the last place, relative to a value, of the coarsest type in which its models computed."""
     is_whole: bool

@@ -8,7 +8,6 @@ and counts too.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
@@ -23,13 +22,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from paraplan.script_check.batches import joined, tensors_in, with_tensors
+from paraplan.script_check.batches import MOST_COPIED, joined, print_of, tensors_in, with_tensors
+from paraplan.script_check.copies import hand_on, use
 from paraplan.script_check.records import SourceRecord
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _MARK = "_paraplan_reading"
-_MOST_COPIED = 1 << 22  # elements
 _SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "dsplit", "vsplit", "unbind")
 """Calls whose results are parts, of which a rank may take its own."""
 _DROPOUTS = (
@@ -181,7 +180,7 @@ class Sources:
         if self.replay is not None:
             value = self.replay.at(place, value)
         tensors = list(tensors_in(value))
-        is_small = sum(tensor.numel() for _, tensor in tensors) <= _MOST_COPIED
+        is_small = sum(tensor.numel() for _, tensor in tensors) <= MOST_COPIED
         copies = [(key, tensor.detach().clone()) for key, tensor in tensors] if is_small else []
         reading = Reading(
             place,
@@ -203,13 +202,14 @@ class Sources:
         place = (name, len(self.readings[name]))
         if self.replay is not None:
             value = self.replay.drawn(place, value)
-        copies = [("", value.detach().clone())] if value.numel() <= _MOST_COPIED else []
+        copies = [("", value.detach().clone())] if value.numel() <= MOST_COPIED else []
         self.readings[name].append(Reading(place, copies, (), print_of([("", value)]), True, num_steps=self.num_steps))
         return value
 
     def use(self, value: Any, name: str) -> Any:
         """Note that a model or a loss takes `value`; what the script read nowhere is read here. Return what to take."""
         taken, is_replaced = [], False
+        use([tensor for _, tensor in tensors_in(value)])
         for number, (_, tensor) in enumerate(tensors_in(value)):
             if not is_sample(tensor):
                 taken.append(tensor)
@@ -269,6 +269,15 @@ def is_data(tensor: torch.Tensor) -> bool:
     return tensor.ndim > 0 and not tensor.requires_grad and _is_plain(tensor)
 
 
+def is_random_kind(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a type of which models draw numbers, or masks."""
+    return tensor.is_floating_point() or tensor.dtype == torch.bool
+
+
+def _is_array(data: Any = None) -> bool:
+    return type(data).__module__ == "numpy" and data.ndim > 0
+
+
 def is_sample(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds samples, also such by which a loss is derived, as that of a gradient penalty."""
     derived = tensor.requires_grad and tensor.is_leaf and hasattr(tensor, _MARK) and _is_plain(tensor)
@@ -278,20 +287,6 @@ def is_sample(tensor: torch.Tensor) -> bool:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no parameter, DTensor or other kind of its own, and has values in memory."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def print_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Return what tells the tensors of two ranks apart."""
-    made = hashlib.blake2b(digest_size=12)
-    for _, tensor in tensors:
-        whole = tensor.detach()
-        made.update(f"{tuple(whole.shape)} {whole.dtype}".encode())
-        if whole.numel() > _MOST_COPIED:
-            made.update(str(whole.double().sum().item()).encode())
-        elif whole.numel():
-            # a copy: a storage that NumPy has seen is resized no more, as FSDP does
-            made.update(whole.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()
 
 
 class FollowSources(TorchFunctionMode):
@@ -309,11 +304,14 @@ class FollowSources(TorchFunctionMode):
         kwargs = kwargs or {}
         sources, name = self.sources, getattr(func, "__name__", "call")
         if sources.is_of_model and not self._is_drawing:
-            if _DRAW.fullmatch(name):
+            if _DRAW.fullmatch(name) or (name in ("tensor", "as_tensor") and _is_array(*args[:1])):
                 return self._drawn(func, name, args, kwargs)
             args, kwargs = self._without_dropout(name, args, kwargs)
         if not sources.is_watching or name in ("__get__", "__set__", "__delete__", "backward"):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if sources.is_of_script:
+                hand_on([tensor for _, tensor in tensors_in((args, kwargs))], result)
+            return result
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         if any(tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in given):
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {name}")
@@ -321,6 +319,7 @@ class FollowSources(TorchFunctionMode):
         args, kwargs = sources.pick((args, kwargs), given)
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
+        hand_on(given, result)
         if any(isinstance(tensor, nn.Parameter) for tensor in given) or "empty" in name:
             return result
         made_of = {id(one): one for one in (getattr(tensor, _MARK, None) for tensor in given) if one is not None}
@@ -339,7 +338,7 @@ class FollowSources(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             self._is_drawing = False
-        if not isinstance(result, torch.Tensor) or not _is_plain(result) or not result.is_floating_point():
+        if not isinstance(result, torch.Tensor) or not _is_plain(result) or not is_random_kind(result):
             return result
         value = self.sources.draw(f"{place_of_caller()} {name}", result)
         if value is not result and name.endswith("_"):

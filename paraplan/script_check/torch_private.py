@@ -57,6 +57,11 @@ def around_clipping(make: Made) -> None:
     _replace(FullyShardedDataParallel, "clip_grad_norm_", make)
 
 
+def around_arrays(make: Made) -> None:
+    """Call what `make` makes where an array of NumPy is taken as a tensor, which modes do not see."""
+    _replace(torch, "from_numpy", make)
+
+
 def around_loaders(make: Made) -> None:
     """Call what `make` makes where a loop over a data loader begins."""
     _replace(DataLoader, "__iter__", make)

@@ -12,7 +12,6 @@ from right_scripts import CE, Block, Rows, Words, divided, loader, mlp
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 Loss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -150,38 +149,6 @@ def policy(how: str, what: str) -> None:
         optimizer.step()
 
 
-class Drawing(nn.Module):
-    """Random numbers are drawn in the forward pass: noise, a mask, one number a batch, or dropout by function."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.what == "noise-again":
-            return checkpoint(self.drawn, rows, use_reentrant=False)
-        return self.drawn(rows)
-
-    def drawn(self, rows: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(rows)
-        if self.what in ("noise", "noise-again"):
-            hidden = hidden + 0.3 * torch.empty_like(hidden).normal_()
-        elif self.what == "masked":
-            hidden = hidden * (torch.rand(len(hidden), 1) > 0.5)
-        elif self.what == "one-draw":
-            hidden = hidden * (0.5 + torch.rand(()))
-        else:
-            hidden = functional.dropout(hidden, 0.3, self.training)
-        return self.last(hidden.tanh())
-
-
-def drawing(how: str, what: str) -> None:
-    model = divided(Drawing(what), how)
-    torch.manual_seed(4 + (0 if what == "one-draw" else dist.get_rank()))
-    trained(model, lambda model, rows, targets: CE(model(rows), targets))
-
-
 def part_of_a_sequence() -> None:
     """All ranks share one sequence, of which each embeds and predicts its own part."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -196,9 +163,6 @@ def part_of_a_sequence() -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
-
-
-DRAWS = ("noise", "noise-again", "masked", "one-draw", "by-function")
 
 
 def tensors_and_shards(what: str) -> None:
@@ -409,8 +373,6 @@ LOOPS: dict[str, Callable[[], None]] = {
     "ddp/vae": lambda: coder("ddp", is_sum=False),
     "ddp/vae-sum": lambda: coder("ddp", is_sum=True),
     **{f"ddp/{what}": lambda what=what: policy("ddp", what) for what in ("grpo", "actor-critic")},
-    **{f"ddp/{what}": lambda what=what: drawing("ddp", what) for what in DRAWS},
-    "fsdp2/noise": lambda: drawing("fsdp2", "noise"),
     "by-hand/part-of-a-sequence": part_of_a_sequence,
     "fsdp2/grpo": lambda: policy("fsdp2", "grpo"),
     **{f"tp/{what}": lambda what=what: tensors_and_shards(what) for what in ("classes", "below-fsdp", "above-fsdp")},

@@ -567,9 +567,10 @@ BY_SHARE = {"contrastive/local": lambda: contrastive("local")}
 
 def scripts() -> dict[str, Callable[[], None]]:
     """Return all of them by name."""
+    from right_draws import DRAWS_AND_TEACHERS
     from right_loops import LOOPS
 
-    return SCRIPTS | LOOPS | BY_SHARE | WRONG
+    return SCRIPTS | LOOPS | DRAWS_AND_TEACHERS | BY_SHARE | WRONG
 
 
 if __name__ == "__main__":
