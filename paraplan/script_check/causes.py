@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from paraplan.script_check.evidence import Sight, distance, listed, ranks_of
-from paraplan.script_check.mixtures import made_of, meaning_of_shares, order_of_parts
+from paraplan.script_check.mixtures import made_of, meaning_of_shares
 from paraplan.script_check.records import Kind
 
 _SIZE_OF = "the size of "
@@ -105,7 +105,7 @@ def gradient_cause(sight: Sight, parting: Parting) -> Cause:
 def _cause_of_spread(sight: Sight, parting: Parting, values: Sequence[torch.Tensor]) -> Cause:
     """Return what ranks that disagree have: shares that were never reduced, or reduced among some."""
     kinds = parting.kinds()
-    among = _among(sight, kinds, len(values))
+    among = among_ranks(sight, kinds, len(values))
     first = values[0].double()
     ratios = [factor_of(value, values[0], parting.tolerance) for value in values]
     if first.numel() > 1 and all(ratio is not None for ratio in ratios):
@@ -141,7 +141,7 @@ def _cause_of_spread(sight: Sight, parting: Parting, values: Sequence[torch.Tens
     return Cause("not reduced", None, f"{among}, and {what}: it is never reduced over these ranks{when}")
 
 
-def _among(sight: Sight, kinds: Sequence[Sequence[int]], num_ranks: int) -> str:
+def among_ranks(sight: Sight, kinds: Sequence[Sequence[int]], num_ranks: int) -> str:
     """Return which ranks have values of their own, and over which axis."""
     over = [
         name
@@ -251,37 +251,3 @@ def _cause_of_shares(sight: Sight, parting: Parting, value: torch.Tensor) -> Cau
                 text = f"each of its numbers is the {what} of those that ranks' batches give: it is reduced by another "
                 return Cause("another direction", None, text + "operation than a sum or mean")
     return None
-
-
-def update_cause(sight: Sight, parting: Parting) -> Cause:
-    """Return what is seen of a parameter whose gradient was right, and whose value after the step is not."""
-    step, name = parting.step, parting.name
-    before = sight.alone.before(step, name)
-    wrong = [parting.values[rank] for rank in parting.ranks]
-    if before is None or any(value is None for value in wrong):
-        return Cause("update", None, "it is in no rank's optimizer" if not any(wrong) else "it has no value there")
-    way = parting.expected.double() - before.double()
-    ways = [value.double() - before.double() for value in wrong if value is not None]
-    smallest = 1e-3 * float(way.norm())
-    still = [rank for rank, one in zip(parting.ranks, ways, strict=True) if float(one.norm()) < smallest]
-    if still:
-        if len(still) == len(parting.values):
-            why = "no optimizer holds it, or its step is skipped"
-        else:
-            why = "the optimizer there does not hold it, or has no gradient for it, and no other rank sends the value"
-        return Cause("not stepped", 0.0, f"it did not change on {ranks_of(still)}: {why}")
-    factor = factor_of(ways[0], way, max(parting.tolerance * float(parting.expected.norm()) / float(way.norm()), 1e-4))
-    if factor is not None:
-        text = f"it moved {factor:.4g} times as far as in one process, in the right direction: it is stepped more than "
-        return Cause("update", factor, text + "once, by another rate, or with another state of the optimizer")
-    order = order_of_parts(before.double() + ways[0], parting.expected.double(), len(sight.ranks))
-    if order:
-        return Cause("update", None, f"its gradient is right, and {order}")
-    cosine = float((ways[0] * way).sum() / (ways[0].norm() * way.norm() + 1e-30))
-    text = f"its gradient is right and it moved in another direction (cosine {cosine:.3f}): "
-    if len(parting.kinds()) > 1:
-        return Cause("update", None, text + "ranks hold unlike values after the step, and drift apart")
-    if name in sight.ranks[0].record.split or sight.num_parts > 1:
-        text += "its optimizer needs more than the part of it that a rank holds, or has another state there"
-        return Cause("update", None, text)
-    return Cause("update", None, text + "look at the optimizer, its state, and at what changes parameters beside it")

@@ -13,13 +13,14 @@ from paraplan.script_check.causes import (
     gradient_cause,
     is_of_known_size,
     size_of,
-    update_cause,
 )
 from paraplan.script_check.copies import unlike_copies
+from paraplan.script_check.divided_steps import by_holders, is_comparable, is_reduced_inside
 from paraplan.script_check.evidence import Sight, distance, ranks_of
 from paraplan.script_check.places import in_context, is_vague, loss_of
 from paraplan.script_check.records import Difference, Kind, ProcessRecord, Quantity
 from paraplan.script_check.steadiness import changing
+from paraplan.script_check.update_causes import scaled_by_rank, update_cause
 
 _ROUNDING = 3e-5
 """Relative difference that sums of another order make of fp32, beyond what shaken weights show."""
@@ -129,34 +130,7 @@ def _same_rows(sight: Sight) -> Difference | None:
 
 
 def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | None, float]:
-    kind = f"{quantity}/{step}"
-    expected, shaken = sight.alone.of(kind), sight.shaken.of(kind)
-    found = [process.of(kind) for process in sight.ranks]
-    names = [name for name in sight.alone.record.names if name in expected]
-    if not names:
-        return None, 0.0
-    sizes = {name: float(expected[name].double().square().mean()) ** 0.5 for name in names}
-    floor = _SMALLEST * statistics.median(sizes.values())
-    dust = _CANCELLED * floor / _SMALLEST if quantity == "gradient" else 0.0
-    cancelled = _cancelled(sight, step) | changing(sight, step) if quantity == "parameter" else set()
-    noises = {name: distance(shaken[name], expected[name], floor) for name in names if name in shaken}
-    for name, value in sight.again.of(kind).items() if sight.again is not None else ():
-        noises[name] = max(noises.get(name, 0.0), distance(value, expected[name], floor) if name in expected else 0.0)
-    usual = statistics.median(noises.values()) if noises else 0.0
-    worst = 0.0
-    partings = []
-    for name in names:
-        values = [_fitted(one.get(name), expected[name]) for one in found]
-        tolerance = max(_ROUNDING, _NOISE_FACTOR * max(noises.get(name, 0.0), usual))
-        errors = [_error(value, expected[name], floor) for value in values]
-        if name in cancelled:
-            continue
-        if max(errors) <= tolerance:
-            worst = max(worst, *errors)
-            continue
-        if max(errors) <= dust / max(sizes[name], floor, 1e-30):
-            continue
-        partings.append(Parting(step, name, values, expected[name], errors, tolerance, floor))
+    names, partings, worst = _partings(sight, step, quantity)
     if not partings:
         return None, worst
     make = gradient_cause if quantity == "gradient" else update_cause
@@ -173,12 +147,49 @@ def _compare(sight: Sight, step: int, quantity: Quantity) -> tuple[Difference | 
 
         chosen = min(range(len(causes)), key=order)
         causes[chosen] = in_context(sight, names, partings, causes, chosen)
+    elif by_rank := scaled_by_rank(causes):
+        causes[0] = by_rank
     told = partings[chosen]
     error = max(told.errors)
     difference = _difference(
         step, quantity, told.name, told.ranks, causes[chosen], error=error, tolerance=told.tolerance
     )
     return difference.replace(num_alike=len(partings)), worst
+
+
+def _partings(sight: Sight, step: int, quantity: Quantity) -> tuple[list[str], list[Parting], float]:
+    """Return the names of what is compared in a step, which of them part, and the largest error of the others."""
+    kind = f"{quantity}/{step}"
+    is_gradient = quantity == "gradient"
+    expected, shaken = sight.alone.of(kind), sight.shaken.of(kind)
+    found = by_holders(sight, step, [process.of(kind) for process in sight.ranks]) if is_gradient else ()
+    found = found or [process.of(kind) for process in sight.ranks]
+    names = [name for name in sight.alone.record.names if name in expected and is_comparable(sight, name)]
+    if not names:
+        return names, [], 0.0
+    sizes = {name: float(expected[name].double().square().mean()) ** 0.5 for name in names}
+    floor = _SMALLEST * statistics.median(sizes.values())
+    dust = _CANCELLED * floor / _SMALLEST if is_gradient else 0.0
+    left_out = set() if is_gradient else _cancelled(sight, step) | changing(sight, step)
+    noises = {name: distance(shaken[name], expected[name], floor) for name in names if name in shaken}
+    for name, value in sight.again.of(kind).items() if sight.again is not None else ():
+        noises[name] = max(noises.get(name, 0.0), distance(value, expected[name], floor) if name in expected else 0.0)
+    usual = statistics.median(noises.values()) if noises else 0.0
+    worst = 0.0
+    partings = []
+    for name in names:
+        values = [_fitted(one.get(name), expected[name]) for one in found]
+        tolerance = max(_ROUNDING, _NOISE_FACTOR * max(noises.get(name, 0.0), usual))
+        errors = [_error(value, expected[name], floor) for value in values]
+        if name in left_out:
+            continue
+        if max(errors) <= tolerance:
+            worst = max(worst, *errors)
+        elif max(errors) > dust / max(sizes[name], floor, 1e-30):
+            partings.append(Parting(step, name, values, expected[name], errors, tolerance, floor))
+    if is_gradient and any(is_reduced_inside(sight, parting) for parting in partings):
+        partings = [parting for parting in partings if len(parting.kinds()) == 1]
+    return names, partings, worst
 
 
 def _cancelled(sight: Sight, step: int) -> set[str]:

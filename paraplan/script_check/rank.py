@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from paraplan.script_check.exchanges import follow_exchanges
 from paraplan.script_check.loaders import follow_arrays, follow_loaders
 from paraplan.script_check.reading_plan import INPUTS_FILE, READ_FILE, START_FILE
 from paraplan.script_check.recording import Given, Recorder
@@ -40,6 +41,7 @@ def main(path: str) -> None:
         be_one_process()
     follow_loaders(recorder.sources)
     follow_arrays(recorder.sources)
+    follow_exchanges(recorder.sources)
     if request.shrink_for:
         from paraplan.script_check.smaller_models import SmallerModels  # transformers, which few scripts need
 

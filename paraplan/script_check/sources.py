@@ -196,6 +196,20 @@ class Sources:
             setattr(tensor, _MARK, reading)
         return value
 
+    def read_in_place(self, name: str, tensor: torch.Tensor, made_of: Sequence[Reading] = ()) -> torch.Tensor:
+        """Note the value that `tensor` has been given; let it have what is to be read in its place. Return it."""
+        read = self.read(name, tensor, made_of)
+        if read is not tensor:
+            tensor.data = read  # which may have the rows of more ranks
+            setattr(tensor, _MARK, getattr(read, _MARK))
+        return tensor
+
+    def exchanged(self, given: Any, result: Any) -> None:
+        """Note that `result` is made of what this rank has `given`, and others like it."""
+        marks = [getattr(tensor, _MARK, None) for _, tensor in tensors_in(given)]
+        made_of = list({id(mark): mark for mark in marks if mark is not None}.values())
+        _link([tensor for _, tensor in tensors_in(result) if is_data(tensor)], made_of)
+
     def draw(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Note the random numbers that a model draws; return those that it is to have."""
         name = f"{DRAWN}{name}"
@@ -328,7 +342,7 @@ class FollowSources(TorchFunctionMode):
         if name == "__iter__":
             return iter([self._noted(item, name, list(made_of.values())) for item in result])
         if given and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-            self._noted_in_place(given[0], name, list(made_of.values()))  # nn.init gives its tensor by name
+            self._noted(given[0], name, list(made_of.values()), is_in_place=True)  # nn.init gives its tensor by name
             return result
         return self._noted(result, name, list(made_of.values()))
 
@@ -361,24 +375,24 @@ class FollowSources(TorchFunctionMode):
             return (*args[:place], 0.0, *args[place + 1 :]), kwargs
         return args, kwargs | {key: 0.0}
 
-    def _noted_in_place(self, tensor: Any, name: str, made_of: Sequence[Reading]) -> None:
-        read = self._noted(tensor, name, made_of)
-        if read is not tensor:
-            with torch.no_grad():
-                tensor.copy_(read)
-            setattr(tensor, _MARK, getattr(read, _MARK))
-
-    def _noted(self, result: Any, name: str, made_of: Sequence[Reading]) -> Any:
+    def _noted(self, result: Any, name: str, made_of: Sequence[Reading], *, is_in_place: bool = False) -> Any:
         tensors = [tensor for _, tensor in tensors_in(result)]
         if not isinstance(result, torch.Tensor | tuple | list) or not tensors or not all(map(_is_plain, tensors)):
             return result
         if not any(map(is_data, tensors)):  # numbers are noted with what is made of them
-            if made_of:
-                link = Reading(NOWHERE, [], tuple(made_of))
-                for tensor in tensors:
-                    setattr(tensor, _MARK, link)
+            _link(tensors, made_of)
             return result
-        return self.sources.read(f"{place_of_caller()} {name}", result, made_of)
+        place = f"{place_of_caller()} {name}"
+        if is_in_place and isinstance(result, torch.Tensor):
+            return self.sources.read_in_place(place, result, made_of)
+        return self.sources.read(place, result, made_of)
+
+
+def _link(tensors: Sequence[torch.Tensor], made_of: Sequence[Reading]) -> None:
+    """Note what `tensors` are made of, and not their values."""
+    link = Reading(NOWHERE, [], tuple(made_of))
+    for tensor in tensors if made_of else ():
+        setattr(tensor, _MARK, link)
 
 
 def place_of_caller() -> str:

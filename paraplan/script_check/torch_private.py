@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,12 @@ def around_clipping(make: Made) -> None:
 def around_arrays(make: Made) -> None:
     """Call what `make` makes where an array of NumPy is taken as a tensor, which modes do not see."""
     _replace(torch, "from_numpy", make)
+
+
+def around_exchanges(names: Iterable[str], make: Made) -> None:
+    """Call what `make` makes where ranks exchange tensors by functions of these names."""
+    for name in names:
+        _replace(dist, name, make)
 
 
 def around_loaders(make: Made) -> None:

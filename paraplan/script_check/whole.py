@@ -16,6 +16,7 @@ from paraplan.script_check.torch_private import FlatParameters, flat_parameters_
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module", "_forward_module")
 _LARGEST_BUFFER = 1 << 20
 """Numbers of a buffer that is compared: statistics are small, and tables of positions or masks stay as they are."""
+_UNNAMED = "parameter "
 _REPLICA_AXES = ("dp", "fsdp", "data", "replica", "shard", "batch")
 
 
@@ -66,7 +67,7 @@ class Names:
         is_flat = {id(parameter) for one in self._flat.values() for parameter in one.parameters()}
         for parameter in parameters:
             if id(parameter) not in self._plain and id(parameter) not in is_flat:
-                self._plain[id(parameter)] = (f"parameter {len(self._plain)}", parameter)  # type: ignore[assignment]
+                self._plain[id(parameter)] = (f"{_UNNAMED}{len(self._plain)}", parameter)  # type: ignore[assignment]
                 self._unnamed.add(id(parameter))
 
     def values(self, *, gradients: bool, of: set[int] | None = None, trained: bool = False) -> Values:
@@ -180,6 +181,11 @@ def rates_of(group: dict[str, Any]) -> dict[str, float]:
             if is_number or (isinstance(one, int | float) and not isinstance(one, bool)):
                 found[f"{name} {place}".strip()] = float(one)
     return found
+
+
+def is_unnamed(name: str) -> bool:
+    """Whether a name is one of a tensor that an optimizer holds, and no model."""
+    return name.startswith(_UNNAMED)
 
 
 def common_name(name: str) -> str:

@@ -1,0 +1,62 @@
+"""Optimizers that ranks divide by their own code: who steps what, and what is reduced inside of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paraplan.script_check.causes import Parting
+from paraplan.script_check.evidence import Sight
+from paraplan.script_check.whole import is_unnamed
+
+_UNLIKE = 0.05
+"""Relative difference of ranks' gradients from the right one above which the same step cannot follow from both."""
+_SAME_STEP = 1e-3
+
+Values = dict[str, torch.Tensor]
+
+
+def by_holders(sight: Sight, step: int, found: Sequence[Values]) -> list[Values]:
+    """Return gradients of ranks, for each parameter those that its optimizers have: others may hold anything.
+
+    A rank whose optimizer does not hold a parameter, which another's does, gets its value after the step.
+    """
+    made = [dict(values) for values in found]
+    held = [{name for group in process.record.steps[step - 1].members for name in group} for process in sight.ranks]
+    for name in set().union(*held):
+        holders = [rank for rank, names in enumerate(held) if name in names and name in found[rank]]
+        for rank in range(len(made)) if holders else ():
+            if name not in held[rank]:
+                made[rank][name] = found[holders[0]][name]
+    return made
+
+
+def is_comparable(sight: Sight, name: str) -> bool:
+    """Whether all ranks have the whole of a tensor, and not parts that an optimizer alone holds, as flat vectors."""
+    if not is_unnamed(name):
+        return True
+    held = [
+        {value.shape for key, value in process.tensors.items() if key.split("/", 2)[2:] == [name]}
+        for process in (*sight.ranks, sight.alone)
+    ]
+    return all(shapes == held[0] for shapes in held)
+
+
+def is_reduced_inside(sight: Sight, parting: Parting) -> bool:
+    """Whether ranks' gradients are their own before the step, and all make the same right step of them.
+
+    So does an optimizer that exchanges gradients itself.
+    """
+    after = sight.alone.tensors.get(f"parameter/{parting.step}/{parting.name}")
+    before = sight.alone.before(parting.step, parting.name)
+    if len(parting.kinds()) == 1 or min(parting.errors) < _UNLIKE or after is None or before is None:
+        return False
+    way = float(torch.dist(after.double(), before.double()))
+    values = [process.tensors.get(f"parameter/{parting.step}/{parting.name}") for process in sight.ranks]
+    return way > 0 and all(
+        value is not None
+        and value.shape == after.shape
+        and float(torch.dist(value.double(), after.double())) <= _SAME_STEP * way
+        for value in values
+    )
