@@ -17,6 +17,21 @@ _SAME_STEP = 1e-3
 Values = dict[str, torch.Tensor]
 
 
+def clipped_alike(sight: Sight, step: int) -> list[Values]:
+    """Return gradients of one process, of the shaken one and of ranks, all before clipping, or all after it.
+
+    Where the script clips by its own code on ranks or in one process alone, they are noted after it there.
+    """
+    processes = (sight.alone, sight.shaken, *sight.ranks)
+    scales = [process.record.steps[step - 1].clipped_to for process in processes]
+    values = [process.of(f"gradient/{step}") for process in processes]
+    if None not in scales or not any(scales):
+        return values
+    return [
+        {name: value * (scale or 1.0) for name, value in of.items()} for of, scale in zip(values, scales, strict=True)
+    ]
+
+
 def by_holders(sight: Sight, step: int, found: Sequence[Values]) -> list[Values]:
     """Return gradients of ranks, for each parameter those that its optimizers have: others may hold anything.
 

@@ -15,7 +15,7 @@ from paraplan.script_check.causes import (
     size_of,
 )
 from paraplan.script_check.copies import unlike_copies
-from paraplan.script_check.divided_steps import by_holders, is_comparable, is_reduced_inside
+from paraplan.script_check.divided_steps import by_holders, clipped_alike, is_comparable, is_reduced_inside
 from paraplan.script_check.evidence import Sight, distance, ranks_of
 from paraplan.script_check.places import in_context, is_vague, loss_of
 from paraplan.script_check.records import Difference, Kind, ProcessRecord, Quantity
@@ -27,6 +27,8 @@ _ROUNDING = 3e-5
 
 _NOISE_FACTOR = 16.0
 _SMALLEST = 1e-3
+_CLIPPED = 2e-3
+"""Relative difference of what clipping multiplies by, which limits add some 1e-6 to the norm for."""
 _CANCELLED = 1e-5
 """The rest of a gradient whose terms cancel, relative to the size that gradients of the model have: some tens of units
 of the last place of fp32."""
@@ -69,7 +71,7 @@ def first_difference(sight: Sight) -> tuple[Difference | None, float, float]:
                 if unlike := unlike_copies(sight, step):
                     found = _difference(step, "copy", "", unlike[0], Cause("unlike copies", None, unlike[1]))
                     return found, errors["gradient"], errors["parameter"]
-                norm = _norm(sight, step) or _rates(sight, step)
+                norm = _norm(sight, step) or _clipping(sight, step) or _rates(sight, step)
                 if norm is not None:
                     return norm, errors["gradient"], errors["parameter"]
     return _steps(sight), errors["gradient"], errors["parameter"]
@@ -161,9 +163,11 @@ def _partings(sight: Sight, step: int, quantity: Quantity) -> tuple[list[str], l
     """Return the names of what is compared in a step, which of them part, and the largest error of the others."""
     kind = f"{quantity}/{step}"
     is_gradient = quantity == "gradient"
-    expected, shaken = sight.alone.of(kind), sight.shaken.of(kind)
-    found = by_holders(sight, step, [process.of(kind) for process in sight.ranks]) if is_gradient else ()
-    found = found or [process.of(kind) for process in sight.ranks]
+    if is_gradient:
+        expected, shaken, *found = clipped_alike(sight, step)
+        found = by_holders(sight, step, found)
+    else:
+        expected, shaken, *found = [process.of(kind) for process in (sight.alone, sight.shaken, *sight.ranks)]
     names = [name for name in sight.alone.record.names if name in expected and is_comparable(sight, name)]
     if not names:
         return names, [], 0.0
@@ -254,6 +258,22 @@ def _norm(sight: Sight, step: int) -> Difference | None:
     return _difference(
         step, "gradient norm", "", ranks, Cause("norm", factor, text), error=max(errors), tolerance=tolerance
     )
+
+
+def _clipping(sight: Sight, step: int) -> Difference | None:
+    """Return that clipping, which is told the right norm, changes gradients otherwise than in one process."""
+    steps = [process.record.steps[step - 1] for process in (sight.alone, *sight.ranks)]
+    alone, *found = [one.clipped_to for one in steps]
+    if not alone or any(one is None for one in found):
+        return None
+    ratios = [(one or 0.0) / alone for one in found]
+    ranks = [rank for rank, ratio in enumerate(ratios) if abs(ratio - 1) > _CLIPPED]
+    if not ranks:
+        return None
+    ratio = ratios[ranks[0]]
+    text = f"clipping is told the right norm, and multiplies gradients by {found[ranks[0]]:.4g} where one process does "
+    text += f"by {alone:.4g}: it is given other tensors than those that are stepped by, or another limit"
+    return _difference(step, "gradient", "", ranks, Cause("clipping", ratio, text), error=abs(ratio - 1))
 
 
 def _rates(sight: Sight, step: int) -> Difference | None:

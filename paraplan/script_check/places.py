@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
+from paraplan.script_check.buffers import wrong_buffer
 from paraplan.script_check.causes import Cause, Parting, is_of_known_size
-from paraplan.script_check.evidence import Sight, distance, ranks_of
+from paraplan.script_check.evidence import Sight, listed, ranks_of
 from paraplan.script_check.mixtures import STATISTICS
+from paraplan.script_check.whole import is_replica_axis
 
 _TOLERANCE = 1e-3
 _LOSS_TOLERANCE = 1e-4
@@ -75,15 +75,32 @@ def in_context(
             )
     if not is_vague(cause) and not (cause.kind == "mean of shares" and STATISTICS in cause.text):
         return cause
-    buffer = _unlike_buffer(sight, partings[0].step)
+    buffer = wrong_buffer(sight, partings[0].step)
     if buffer:
         return Cause("unlike buffers", None, buffer)
     if not is_vague(cause):
         return cause
+    if rows := _unlike_rows(sight):
+        return Cause("unlike rows", None, rows)
     if not loss_of(sight, partings[0].step).is_right:
         is_last_right = all(parting.name != names[-1] for parting in partings)
         return _forward(sight, partings[0].step, is_last_right=is_last_right)
     return cause._replace(text=f"{cause.text}; {_way_back(sight, names, partings)}")
+
+
+def _unlike_rows(sight: Sight) -> str:
+    """Return that ranks which hold the parts of one model read unlike rows, and exchange none; "" where not so."""
+    record = sight.ranks[0].record
+    parts = sight.num_parts
+    for name, size in record.axes.items():
+        parts *= 1 if is_replica_axis(name) else size
+    if parts == 1 or record.gathers_rows or len(sight.groups) <= record.num_ranks // parts:
+        return ""
+    return (
+        f"{parts} ranks hold the parts of one model, and {' | '.join(listed(group) for group in sight.groups)} read "
+        "unlike rows: ranks that share a model need the same, so choose rows by the place among its copies, and not by "
+        "the rank"
+    )
 
 
 def _forward(sight: Sight, step: int, *, is_last_right: bool) -> Cause:
@@ -109,8 +126,8 @@ def _forward(sight: Sight, step: int, *, is_last_right: bool) -> Cause:
             )
             return Cause("another loss", None, text)
         text += (
-            "what the modules give is right, so it is what ranks make of it. Each divides by the number of its own "
-            "targets, or counts some twice, or not at all"
+            "what the modules give is right, so it is what ranks make of it. A number that should be one of all "
+            "ranks is of each rank's own, as of targets, a mean or a weight, or some targets count twice, or not at all"
         )
         return Cause("another loss", None, text)
     else:
@@ -119,24 +136,6 @@ def _forward(sight: Sight, step: int, *, is_last_right: bool) -> Cause:
             "another part, what each rank adds, or a loss that each divides by the number of its own targets"
         )
     return Cause("another output", None, text)
-
-
-def _unlike_buffer(sight: Sight, step: int) -> str:
-    """Return which buffer changes on ranks, and by values of their own, where one process has one; "" for none."""
-    for name, expected in sight.alone.of(f"buffer/{step}").items():
-        key = f"buffer/{step}/{name}"
-        values = [process.tensors[key] for process in sight.ranks if key in process.tensors]
-        starts = [process.tensors.get(f"buffer/0/{name}", expected) for process in sight.ranks]
-        if len(values) < len(starts) or any(value.shape != expected.shape for value in (*values, *starts)):
-            continue
-        is_changed = any(not torch.equal(value, start) for value, start in zip(values, starts, strict=True))
-        is_spread = max(distance(value, values[0], 0.0) for value in values) > _TOLERANCE
-        if is_changed and is_spread and max(distance(value, expected, 0.0) for value in values) > _TOLERANCE:
-            return (
-                f"the buffer {name} has other values on each rank: each updates it by its own rows, and what is "
-                "computed with it is another on each. Reduce what it is made of over the ranks, or broadcast it"
-            )
-    return ""
 
 
 def _outputs(sight: Sight) -> dict[str, bool | None]:

@@ -20,6 +20,8 @@ START_FILE, READ_FILE, INPUTS_FILE = "start.safetensors", "read.safetensors", "i
 _ARRAYS = ("tensor", "from_numpy")
 """Ends of places where models make tensors of arrays."""
 _SELECTING = ("__setitem__", "__getitem__", "masked_fill", "masked_fill_")
+_BY_NUMBERS = ("add", "sub", "mul", "div", "truediv", "remainder", "mod", "roll")
+"""Calls that compute with numbers of the script: with that of its rank, where it takes none out of what it reads."""
 
 Place = tuple[str, int]
 _Leaves = Sequence[tuple[str, torch.Tensor]]
@@ -118,9 +120,13 @@ def read_by_rank(
     tables = [{source.place: source for source in ranks[reader].record.sources} for reader in readers]
     own = {source.place: source for source in alone.record.sources}
     names = {place for place, _ in read}
+    takes_numbers = _takes_numbers(ranks)
     found = []
     for place, source in own.items():
-        if place in names or place.rpartition(" ")[2] not in _SELECTING or any(place not in table for table in tables):
+        if place in names or any(place not in table for table in tables):
+            continue
+        call = place.rpartition(" ")[2]
+        if call not in _SELECTING and (takes_numbers or call.strip("_").removeprefix("r") not in _BY_NUMBERS):
             continue
         for time in range(min(len(source.prints), *(len(table[place].prints) for table in tables))):
             if not source.is_used[time] or not all(table[place].is_used[time] for table in tables):
@@ -139,6 +145,11 @@ def read_by_rank(
         for time in range(len(tables[0][place].prints))
         if tables[0][place].is_used[time]
     ]
+
+
+def _takes_numbers(ranks: Sequence[Process]) -> bool:
+    """Whether the script takes numbers of what ranks read unlike, as a count of targets or a mean."""
+    return any(len(_prints_at(ranks, range(len(ranks)), *at)) > 1 for at in ranks[0].record.taken)
 
 
 def _is_same_reading(ranks: Sequence[Process], alone: Process, readers: Sequence[int], at: Place) -> bool | None:

@@ -63,6 +63,7 @@ class Recorder:
         self._made_smaller: dict[str, None] = {}
         self._losses: list[float] = []
         self._norm: float | None = None
+        self._sizes: dict[int, float] = {}
         self._rates: tuple[dict[str, float], ...] = ()
         self._has_gradients = False
         self._num_nested = 0
@@ -142,7 +143,7 @@ class Recorder:
             value = sum(float(root.detach()) for root in roots if root.numel() == 1)
             if self._has_gradients:  # clipped, and not stepped by
                 self._num_skipped += 1
-                self._losses, self._norm, self._has_gradients = [], None, False
+                self._losses, self._norm, self._has_gradients, self._sizes = [], None, False, {}
             with self.sources.inside_model():
                 plain(tensors, *args, **kwargs)
             self._losses.append(value)
@@ -156,6 +157,7 @@ class Recorder:
     def _follow_clipping(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def clip(*args: Any, **kwargs: Any) -> Any:
             self._take_gradients()
+            self._sizes = self._sizes or (self._names.sizes_of_gradients() if self._names is not None else {})
             with self.sources.inside():
                 norm = plain(*args, **kwargs)
             if plain.__name__ == "_clip_grads_with_norm_":  # which is told the norm
@@ -243,6 +245,7 @@ class Recorder:
                 optimizer=next(number for number, one in enumerate(self._optimizers) if one is optimizer),
                 losses=tuple(self._losses),
                 norm=self._norm,
+                clipped_to=self._names.clipped_to(self._sizes) if self._names is not None else None,
                 rates=self._rates,
                 num_skipped=self._num_skipped,
                 members=self._members(optimizer),
@@ -283,7 +286,7 @@ class Recorder:
             self._note_step(optimizer)
         self._is_noted = False
         self.sources._depth -= 1
-        self._losses, self._norm, self._has_gradients, self._num_skipped = [], None, False, 0
+        self._losses, self._norm, self._has_gradients, self._num_skipped, self._sizes = [], None, False, 0, {}
         self.sources.end_step()
         self._is_unsettled = True
 
@@ -299,6 +302,8 @@ class Recorder:
         self._is_unsettled = False
         with self.sources.inside(), torch.no_grad():
             values = self._names.values(gradients=False, trained=True)
+            held = self._names.buffers()
+        self._tensors |= {f"held/{len(self._steps) + 1}/{name}": value for name, value in held.items()}
         self._tensors |= {f"parameter/{len(self._steps)}/{name}": value for name, value in values.of.items()}
         if len(self._steps) >= self._num_wanted:
             self.end()
@@ -376,6 +381,8 @@ class Recorder:
                 outputs=self._outputs,
                 copies=self._copies.records(),
                 rounding=self._rounding,
+                taken=tuple(self.sources.taken),
+                gathers_rows=self.sources.gathers_rows,
                 is_whole=is_whole,
             )
             path = Path(self.request.folder) / f"{rank}"

@@ -21,6 +21,7 @@ models that a loss takes values of and that are not trained, and the number of s
 Kind = Literal[
     "unlike start",
     "same rows",
+    "unlike rows",
     "not reduced",
     "no gradient",
     "not finite",
@@ -37,6 +38,7 @@ Kind = Literal[
     "stale",
     "16 bits",
     "norm",
+    "clipping",
     "rates",
     "not stepped",
     "update",
@@ -94,6 +96,8 @@ class StepRecord(Record):
     """Values of which backward passes were made since the step before."""
     norm: float | None
     """The norm that `clip_grad_norm_` gave, None where gradients were not clipped by norm."""
+    clipped_to: float | None = None
+    """By how much gradients were multiplied after they were noted as clipped by norm, None where they were not."""
     rates: tuple[dict[str, float], ...]
     """Numbers of the optimizer's groups as this step used them."""
     num_skipped: int = 0
@@ -167,6 +171,10 @@ class ProcessRecord(Record):
     """Calls of models that are not trained."""
     rounding: float
     """The unit of the last place, relative to a value, of the coarsest type in which its models computed."""
+    taken: tuple[tuple[str, int], ...] = ()
+    """Places and times of readings of which the script takes numbers that are no tensors, by which it may compute."""
+    gathers_rows: bool = False
+    """Whether ranks exchange what they read."""
     is_whole: bool
     """Whether all steps that were asked for were made."""
 

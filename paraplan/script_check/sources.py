@@ -25,21 +25,15 @@ from torch.overrides import TorchFunctionMode
 from paraplan.script_check.batches import MOST_COPIED, joined, print_of, tensors_in, with_tensors
 from paraplan.script_check.copies import hand_on, use
 from paraplan.script_check.records import SourceRecord
+from paraplan.script_check.stillness import without_dropout
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _MARK = "_paraplan_reading"
 _SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "dsplit", "vsplit", "unbind")
 """Calls whose results are parts, of which a rank may take its own."""
-_DROPOUTS = (
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-    "scaled_dot_product_attention",
-)
+_TAKING = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__")
+"""Calls that give numbers which are no tensors."""
 _DRAW = re.compile(r"rand\w*|(log_)?normal_?|bernoulli_?|uniform_|exponential_|multinomial|poisson")
 """Names of calls that draw numbers: what they are given says how many, or how likely, and not which."""
 
@@ -134,6 +128,10 @@ class Sources:
     replay: Replay | None = None
     num_steps: int = 0
     """Steps of optimizers that are done."""
+    taken: dict[Place, None] = field(default_factory=dict)
+    """Where that was read of which the script has taken numbers."""
+    gathers_rows: bool = False
+    """Whether ranks exchange what they read."""
     has_dropout: bool = False
     """Whether a model's call asked for dropout, and was made without."""
     _depth: int = 0
@@ -208,6 +206,7 @@ class Sources:
         """Note that `result` is made of what this rank has `given`, and others like it."""
         marks = [getattr(tensor, _MARK, None) for _, tensor in tensors_in(given)]
         made_of = list({id(mark): mark for mark in marks if mark is not None}.values())
+        self.gathers_rows = self.gathers_rows or bool(made_of)
         _link([tensor for _, tensor in tensors_in(result) if is_data(tensor)], made_of)
 
     def draw(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -320,7 +319,8 @@ class FollowSources(TorchFunctionMode):
         if sources.is_of_model and not self._is_drawing:
             if _DRAW.fullmatch(name) or (name in ("tensor", "as_tensor") and _is_array(*args[:1])):
                 return self._drawn(func, name, args, kwargs)
-            args, kwargs = self._without_dropout(name, args, kwargs)
+            args, kwargs, has_dropout = without_dropout(name, args, kwargs)
+            sources.has_dropout = sources.has_dropout or has_dropout
         if not sources.is_watching or name in ("__get__", "__set__", "__delete__", "backward"):
             result = func(*args, **kwargs)
             if sources.is_of_script:
@@ -337,6 +337,8 @@ class FollowSources(TorchFunctionMode):
         if any(isinstance(tensor, nn.Parameter) for tensor in given) or "empty" in name:
             return result
         made_of = {id(one): one for one in (getattr(tensor, _MARK, None) for tensor in given) if one is not None}
+        if name in _TAKING:
+            sources.taken |= dict.fromkeys(Reading(NOWHERE, [], tuple(made_of.values())).places())
         if _DRAW.fullmatch(name):
             made_of = {}
         if name == "__iter__":
@@ -359,21 +361,6 @@ class FollowSources(TorchFunctionMode):
             with torch.no_grad():
                 return result.copy_(value)
         return value
-
-    def _without_dropout(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call in a model, whose rate of dropout is 0."""
-        if name not in _DROPOUTS:
-            return args, kwargs
-        key, place = ("dropout_p", 4) if name == "scaled_dot_product_attention" else ("p", 1)
-        rate = args[place] if len(args) > place else kwargs.get(key, 0.0)
-        if not rate:
-            return args, kwargs
-        self.sources.has_dropout = True
-        if len(args) > place:
-            return (*args[:place], 0.0, *args[place + 1 :]), kwargs
-        return args, kwargs | {key: 0.0}
 
     def _noted(self, result: Any, name: str, made_of: Sequence[Reading], *, is_in_place: bool = False) -> Any:
         tensors = [tensor for _, tensor in tensors_in(result)]

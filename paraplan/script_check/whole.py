@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,12 @@ class Names:
     def add(self, parameters: Iterator[torch.Tensor]) -> None:
         """Name parameters of an optimizer that are in no model."""
         is_flat = {id(parameter) for one in self._flat.values() for parameter in one.parameters()}
-        for parameter in parameters:
-            if id(parameter) not in self._plain and id(parameter) not in is_flat:
+        unknown = [one for one in parameters if id(one) not in self._plain and id(one) not in is_flat]
+        names = _names_elsewhere(unknown) if unknown else {}
+        for parameter in unknown:
+            if id(parameter) in names:
+                self._plain[id(parameter)] = (names[id(parameter)], parameter)  # type: ignore[assignment]
+            else:
                 self._plain[id(parameter)] = (f"{_UNNAMED}{len(self._plain)}", parameter)  # type: ignore[assignment]
                 self._unnamed.add(id(parameter))
 
@@ -95,6 +100,21 @@ class Names:
                 value = value.full_tensor()
             found[name] = value.detach().to_dense().clone() if value.layout != torch.strided else value.detach().clone()
         return Values(found, tuple(split))
+
+    def sizes_of_gradients(self) -> dict[int, float]:
+        """Return the norms of the gradients that this rank itself has, by the ids of parameters."""
+        parameters = {id(one): one for model in self.models for one in model.parameters() if one.grad is not None}
+        here = {
+            key: one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad for key, one in parameters.items()
+        }
+        with torch.no_grad():
+            return {key: float(one.double().norm()) for key, one in here.items() if one is not None}
+
+    def clipped_to(self, before: dict[int, float]) -> float | None:
+        """Return by what gradients were multiplied since they had the sizes `before`, None where by unlike numbers."""
+        after = self.sizes_of_gradients() if before else {}
+        ratios = [after[key] / size for key, size in before.items() if size > 0 and key in after]
+        return max(ratios) if ratios and max(ratios) - min(ratios) <= 1e-4 * max(ratios) else None
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return copies of the floating-point buffers of models, but of batch norms, which stand still."""
@@ -155,13 +175,25 @@ class Names:
         axes = self.axes
         if not axes:
             return None
-        sizes = [size for name, size in axes.items() if any(part in name.lower() for part in _REPLICA_AXES)]
+        sizes = [size for name, size in axes.items() if is_replica_axis(name)]
         if not sizes:
             return None
         count = 1
         for size in sizes:
             count *= size
         return count
+
+
+def _names_elsewhere(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
+    """Return the names of parameters in models that are never called, as adapters whose layers others call."""
+    wanted = {id(one) for one in parameters}
+    found: dict[int, tuple[int, str]] = {}
+    for module in [one for one in gc.get_objects() if isinstance(one, nn.Module)]:
+        named = [(name, id(one)) for name, one in module.named_parameters()]
+        for name, key in named:
+            if key in wanted and len(named) > found.get(key, (0, ""))[0]:
+                found[key] = (len(named), f"{type(module).__name__}.{common_name(name)}")
+    return {key: name for key, (_, name) in found.items()}
 
 
 def _is_freed(value: torch.Tensor) -> bool:
@@ -181,6 +213,15 @@ def rates_of(group: dict[str, Any]) -> dict[str, float]:
             if is_number or (isinstance(one, int | float) and not isinstance(one, bool)):
                 found[f"{name} {place}".strip()] = float(one)
     return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_replica_axis(name: str) -> bool:
+    """Whether the name of an axis of a mesh says that data is divided over it."""
+    return any(part in name.lower() for part in _REPLICA_AXES)
 
 
 def is_unnamed(name: str) -> bool:

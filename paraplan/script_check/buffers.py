@@ -1,0 +1,82 @@
+"""Buffers of models that ranks change by their own rows, or otherwise than one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from paraplan.script_check.evidence import Sight, distance
+
+_TOLERANCE = 1e-3
+
+
+class _Buffer(NamedTuple):
+    """A buffer at some time: on ranks and in one process, and what it was on ranks at first."""
+
+    ranks: Sequence[torch.Tensor]
+    alone: torch.Tensor
+    starts: Sequence[torch.Tensor]
+
+    @property
+    def is_changed(self) -> bool:
+        return any(not torch.equal(value, start) for value, start in zip(self.ranks, self.starts, strict=True))
+
+    @property
+    def is_spread(self) -> bool:
+        return max(distance(value, self.ranks[0], 0.0) for value in self.ranks) > _TOLERANCE
+
+    @property
+    def is_wrong(self) -> bool:
+        return max(distance(value, self.alone, 0.0) for value in self.ranks) > _TOLERANCE
+
+    def are_shares(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether each rank counts its own, and these together are what one process counts."""
+        total = torch.stack([self.ranks[group[0]].double() for group in groups]).sum(0)
+        return any(distance(one, self.alone, 0.0) <= _TOLERANCE for one in (total, total / len(groups)))
+
+
+def wrong_buffer(sight: Sight, step: int) -> str:
+    """Return which buffer explains that gradients part in `step`, and how it goes wrong; "" for none.
+
+    Those that each rank changes by values of its own; and such as are alike on ranks and other than in one process,
+    where that was so before gradients parted.
+    """
+    shares = {
+        name for name, one in _buffers(sight, "buffer/1").items() if one.is_spread and one.are_shares(sight.groups)
+    }
+    for earlier, when in ((earlier, when) for earlier in range(1, step + 1) for when in ("held", "buffer")):
+        for name, one in _buffers(sight, f"{when}/{earlier}").items():
+            if name in shares or not one.is_changed or not one.is_wrong:
+                continue
+            if one.is_spread:
+                return (
+                    f"the buffer {name} has other values on each rank: each updates it by its own rows, and what is "
+                    "computed with it is another on each. Reduce what it is made of over the ranks, or broadcast it"
+                )
+            if when == "held" or earlier < step:
+                return (
+                    f"the buffer {name} is the same on all ranks, and another than in one process, in step {earlier}"
+                    f"{_how_far(one)}: it is made of one rank's rows alone, or of some more than once"
+                )
+    return ""
+
+
+def _how_far(one: _Buffer) -> str:
+    start = one.starts[0].double()
+    ways = one.ranks[0].double() - start, one.alone.double() - start
+    size = float(ways[1].norm())
+    return f", where it changed {float(ways[0].norm()) / size:.3g} times as far" if size > 0 else ""
+
+
+def _buffers(sight: Sight, when: str) -> dict[str, _Buffer]:
+    """Return the buffers of one shape in all processes before (`held/2`) or after (`buffer/2`) a step's passes."""
+    found = {}
+    for name, expected in sight.alone.of(when).items():
+        key = f"{when}/{name}"
+        values = [process.tensors[key] for process in sight.ranks if key in process.tensors]
+        starts = [process.tensors.get(f"buffer/0/{name}", expected) for process in sight.ranks]
+        if len(values) == len(starts) and all(one.shape == expected.shape for one in (*values, *starts)):
+            found[name] = _Buffer(values, expected, starts)
+    return found
