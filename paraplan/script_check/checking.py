@@ -20,6 +20,7 @@ from paraplan.script_check.reading_plan import (
     drawn,
     groups_of,
     is_random,
+    of_rows,
     origins,
     put_together,
     read_by_rank,
@@ -170,21 +171,28 @@ class _Runs:
         self._num_runs = 0
 
     def alone_without_repeats(self, readers: Sequence[int]) -> tuple[Process, Process]:
-        """Run one process as `alone` does. Where it fails, give it nothing at places that it comes to more often.
+        """Run one process as `alone` does. Where it fails, try without what cannot be given.
 
-        There the script goes through what it has read, in a way that could not be followed: row by row of a list, say.
+        That is nothing at places to which it comes more often: there the script goes through what it has read, in a way
+        that could not be followed, row by row of a list, say. Or only what has a row for each sample.
         """
         try:
             return self.alone(readers)
-        except CheckRunError:
-            failed = Process.read(self.last_folder / ALONE[0], 0)
-            counts = {} if failed is None else {source.place: len(source.prints) for source in failed.record.sources}
-            most = {source.place: len(source.prints) for source in self.ranks[0].record.sources}
-            kept = [(place, time) for place, time in self.read if counts.get(place, 0) <= most[place]]
-            if len(kept) in (0, len(self.read)):
-                raise
-            self.read = kept
-            return self.alone(readers)
+        except CheckRunError as error:
+            first = error
+        failed = Process.read(self.last_folder / ALONE[0], 0)
+        counts = {} if failed is None else {source.place: len(source.prints) for source in failed.record.sources}
+        most = {source.place: len(source.prints) for source in self.ranks[0].record.sources}
+        as_often = [(place, time) for place, time in self.read if counts.get(place, 0) <= most[place]]
+        before = set(self.read)
+        for other in (as_often, of_rows(self.ranks, self.read)):
+            if other and set(other) != before:
+                self.read = other
+                try:
+                    return self.alone(readers)
+                except CheckRunError:
+                    continue
+        raise first
 
     def run(self, role: Role, num_ranks: int, inputs: str = "") -> list[Process]:
         """Run the script in `num_ranks` processes; return their records, in the order of ranks, or of `ALONE`."""

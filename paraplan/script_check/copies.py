@@ -20,13 +20,14 @@ _UNLIKE = 0.02
 
 
 @dataclass(eq=False)
-class _Call:
+class Call:
     """The calls of a copy in one step: how far its parameters have moved, and whether a loss took what it gave."""
 
-    copy: _Copy
     step: int
-    moved: tuple[float, float]
+    moved: tuple[float, float] = (0.0, 0.0)
     is_used: bool = False
+    made_of: list[Any] = field(default_factory=list)
+    """What the copy was given, as it was read."""
 
 
 @dataclass
@@ -36,17 +37,17 @@ class _Copy:
     number: int
     model: nn.Module
     start: list[torch.Tensor]
-    calls: dict[int, _Call] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
 
-    def call(self, step: int) -> _Call | None:
-        """Return its calls before optimizer step `step`; None where its parameters are gathered for a while."""
+    def call(self, step: int) -> Call:
+        """Return its calls before optimizer step `step`."""
         if step not in self.calls:
             now = [one.detach() for one in self.model.parameters()]
-            if [one.shape for one in now] != [one.shape for one in self.start]:
-                return None
+            if [one.shape for one in now] != [one.shape for one in self.start]:  # gathered for a while
+                return Call(step)
             ways = [one.double() - other.double() for one, other in zip(now, self.start, strict=True)]
             far = sum(float(way.square().sum()) for way in ways) ** 0.5
-            self.calls[step] = _Call(self, step, (far, sum(float(way.sum()) for way in ways)))
+            self.calls[step] = Call(step, (far, sum(float(way.sum()) for way in ways)))
         return self.calls[step]
 
 
@@ -56,17 +57,23 @@ class Copies:
     def __init__(self) -> None:
         self._copies: dict[int, _Copy] = {}
 
-    def called(self, model: nn.Module, result: Any, step: int) -> None:
-        """Note a call of `model` before optimizer step `step`, and mark what it gave."""
-        with torch.no_grad():
-            if id(model) not in self._copies:
-                start = [one.detach().clone() for one in model.parameters()]
-                if not start or any(isinstance(one, DTensor) or one.is_meta for one in start):
-                    return
-                self._copies[id(model)] = _Copy(len(self._copies), model, start)
-            call = self._copies[id(model)].call(step)
-        for _, tensor in tensors_in(result) if call is not None else ():
+    def called(self, model: nn.Module, result: Any, step: int, made_of: Sequence[Any]) -> None:
+        """Note a call of `model` before optimizer step `step` with what was read, and mark what it gave."""
+        call = self._call(model, step)
+        call.made_of += made_of
+        for _, tensor in tensors_in(result):
             setattr(tensor, _MARK, (call,))
+
+    def _call(self, model: nn.Module, step: int) -> Call:
+        if id(model) not in self._copies:
+            parameters = list(model.parameters())
+            if any(isinstance(one, DTensor) or one.is_meta for one in parameters):
+                return Call(step)
+            with torch.no_grad():
+                start = [one.detach().clone() for one in parameters]
+            self._copies[id(model)] = _Copy(len(self._copies), model, start)
+        with torch.no_grad():
+            return self._copies[id(model)].call(step)
 
     def records(self) -> tuple[CopyRecord, ...]:
         """Return the calls of which a loss took something."""
@@ -91,10 +98,17 @@ def hand_on(given: Sequence[torch.Tensor], result: Any) -> None:
         setattr(tensor, _MARK, calls)
 
 
-def use(tensors: Sequence[torch.Tensor]) -> None:
-    """Note that a model or a loss takes `tensors`."""
-    for call in (one for tensor in tensors for one in getattr(tensor, _MARK, ())):
+def use(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Note that a model or a loss takes `tensors`; return what the copies were given that these come from."""
+    calls = [call for tensor in tensors for call in getattr(tensor, _MARK, ())]
+    for call in calls:
         call.is_used = True
+    return [reading for call in calls for reading in call.made_of]
+
+
+def is_given(tensor: torch.Tensor) -> bool:
+    """Whether a copy gave a tensor, so that it comes from more than its marks say."""
+    return hasattr(tensor, _MARK)
 
 
 def unlike_copies(sight: Sight, step: int) -> tuple[list[int], str] | None:

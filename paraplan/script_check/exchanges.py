@@ -32,17 +32,16 @@ def follow_exchanges(sources: Sources) -> None:
         parameters = inspect.signature(plain)
 
         def exchange(*args: Any, **kwargs: Any) -> Any:
-            is_watching = sources.is_watching
+            is_of_script = sources.is_of_script
             result = plain(*args, **kwargs)
-            if not is_watching:
+            if not is_of_script:
                 return result
             given = parameters.bind(*args, **kwargs).arguments
-            if name == "broadcast":
-                if result is None and is_data(given["tensor"]):  # else it is still under way, or a parameter
-                    sources.read_in_place(f"{place_of_caller()} broadcast", given["tensor"])
-            else:
+            if name != "broadcast":
                 before, after = _GIVEN[name]
                 sources.exchanged(given.get(before), given.get(after))
+            elif result is None and sources.is_watching and is_data(given["tensor"]):  # not still under way, no weight
+                sources.read_in_place(f"{place_of_caller()} broadcast", given["tensor"])
             return result
 
         return exchange

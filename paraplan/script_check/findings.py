@@ -27,6 +27,9 @@ _ROUNDING = 3e-5
 
 _NOISE_FACTOR = 16.0
 _SMALLEST = 1e-3
+_SUMMED = 1e-4
+_OF_SUMS = 0.1
+"""Relative difference of a gradient from the sum of its parts' below which it is that sum, and not their mean."""
 _CLIPPED = 2e-3
 """Relative difference of what clipping multiplies by, which limits add some 1e-6 to the norm for."""
 _CANCELLED = 1e-5
@@ -90,7 +93,14 @@ def sums_rows(sight: Sight) -> bool:
     own = [sight.ranks[rank].loss(1) for group in sight.groups for rank in group]
     expected = [share for group, share in zip(sight.groups, shares, strict=True) for _ in group]
     pairs = [*zip(own, expected, strict=True), (alone, sum(share or 0.0 for share in shares))]
-    return all(one is not None and abs(one - (other or 0.0)) <= 1e-4 * abs(other or 0.0) for one, other in pairs)
+    if any(one is None or abs(one - (other or 0.0)) > _SUMMED * abs(other or 0.0) for one, other in pairs):
+        return False
+    # gradients that the script divides by a number of all targets afterwards are no such sums
+    gradients = sight.alone.of("gradient/1")
+    name = max(gradients, key=lambda name: float(gradients[name].double().norm()), default="")
+    parts = [share.of("gradient/1").get(name) for share in sight.shares]
+    whole = torch.stack([part.double() for part in parts if part is not None]).sum(0) if None not in parts else None
+    return whole is None or distance(whole, gradients[name], 0.0) <= _OF_SUMS
 
 
 def _start(sight: Sight) -> Difference | None:

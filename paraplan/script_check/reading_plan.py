@@ -61,6 +61,41 @@ def origins(ranks: Sequence[Process]) -> list[Place]:
     ]
 
 
+def of_rows(ranks: Sequence[Process], read: Sequence[Place]) -> list[Place]:
+    """Return `read` with what is made of a reading in place of those that have no row for each sample.
+
+    As of one random number by which a rank multiplies all of its rows: there is no such number of all ranks.
+    """
+    table = {source.place: source for source in ranks[0].record.sources}
+    made: dict[Place, list[Place]] = {}
+    for source in table.values():
+        for time, parents in enumerate(source.made_of):
+            for parent in parents:
+                made.setdefault(parent, []).append((source.place, time))
+    rows = [at for at in read if not at[0].startswith(DRAWN)]
+    sizes = Counter(len(tensor) for at in rows for _, tensor in ranks[0].reading(*at) if tensor.ndim)
+    usual = sizes.most_common(1)[0][0] if sizes else 0
+    found: dict[Place, None] = {}
+    waiting = list(rows)
+    while waiting:
+        at = waiting.pop(0)
+        source = table[at[0]]
+        if at in found or at[1] >= len(source.is_used) or not source.is_used[at[1]]:
+            continue
+        leaves = [tensor for _, tensor in ranks[0].reading(*at)]
+        if at in made and any(tensor.ndim == 0 or len(tensor) != usual for tensor in leaves):
+            waiting += made[at]
+        else:
+            found[at] = None
+    draws = [at for at in read if at[0].startswith(DRAWN)]
+    return [at for at in found if all(_is_read(process, at) for process in ranks)] + draws
+
+
+def _is_read(process: Process, at: Place) -> bool:
+    source = next((one for one in process.record.sources if one.place == at[0]), None)
+    return source is not None and at[1] < len(source.is_used) and source.is_used[at[1]]
+
+
 def drawn(ranks: Sequence[Process]) -> list[Place]:
     """Return the places and times at which the models of all ranks draw random numbers."""
     tables = [{source.place: source for source in process.record.sources} for process in ranks]

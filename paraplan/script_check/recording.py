@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from paraplan.script_check.batches import print_of, sums_of, tensors_in
 from paraplan.script_check.copies import Copies
 from paraplan.script_check.deepspeed_engine import EngineParameters
 from paraplan.script_check.records import ProcessRecord, ScriptRequest, StepRecord
-from paraplan.script_check.sources import FollowSources, Replay, Sources, is_sample, place_of_caller
+from paraplan.script_check.sources import FollowSources, Replay, Sources, is_sample, marks_of, place_of_caller
 from paraplan.script_check.stillness import NO_DROPOUT, held_still
 from paraplan.script_check.torch_private import (
     around_backward,
@@ -94,13 +93,16 @@ class Recorder:
             self._note_rounding(args)
             if self._is_unsettled and sources.is_of_script:
                 self._settle()
-            if not sources.is_watching or not any(True for _ in module.parameters()):
-                is_copy = sources.is_of_script and not torch.is_grad_enabled()
-                with sources.inside() if is_copy else nullcontext():
-                    result = plain(module, *args, **kwargs)
+            is_model = sources.is_of_script and any(True for _ in module.parameters())
+            if not is_model:
+                result = plain(module, *args, **kwargs)
                 self._note_output(module, result)
-                if is_copy:
-                    self._copies.called(module, result, len(self._steps) + 1)
+                return result
+            marks = marks_of(tensor for _, tensor in tensors_in((args, kwargs)))
+            if not torch.is_grad_enabled():
+                with sources.inside():
+                    result = plain(module, *args, **kwargs)
+                self._copies.called(module, result, len(self._steps) + 1, marks)
                 return result
             self._meet(module)
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
@@ -108,7 +110,7 @@ class Recorder:
             with sources.inside_model():
                 result = plain(module, *args, **kwargs)
             if not any(tensor.requires_grad for _, tensor in tensors_in(result)):
-                self._copies.called(module, result, len(self._steps) + 1)
+                self._copies.called(module, result, len(self._steps) + 1, marks)
             return result
 
         return call

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paraplan.script_check.batches import MOST_COPIED, joined, print_of, tensors_in, with_tensors
-from paraplan.script_check.copies import hand_on, use
+from paraplan.script_check.copies import hand_on, is_given, use
 from paraplan.script_check.records import SourceRecord
 from paraplan.script_check.stillness import without_dropout
 
@@ -204,8 +204,7 @@ class Sources:
 
     def exchanged(self, given: Any, result: Any) -> None:
         """Note that `result` is made of what this rank has `given`, and others like it."""
-        marks = [getattr(tensor, _MARK, None) for _, tensor in tensors_in(given)]
-        made_of = list({id(mark): mark for mark in marks if mark is not None}.values())
+        made_of = marks_of(tensor for _, tensor in tensors_in(given))
         self.gathers_rows = self.gathers_rows or bool(made_of)
         _link([tensor for _, tensor in tensors_in(result) if is_data(tensor)], made_of)
 
@@ -222,7 +221,8 @@ class Sources:
     def use(self, value: Any, name: str) -> Any:
         """Note that a model or a loss takes `value`; what the script read nowhere is read here. Return what to take."""
         taken, is_replaced = [], False
-        use([tensor for _, tensor in tensors_in(value)])
+        for reading in use([tensor for _, tensor in tensors_in(value)]):
+            reading.use()
         for number, (_, tensor) in enumerate(tensors_in(value)):
             if not is_sample(tensor):
                 taken.append(tensor)
@@ -277,6 +277,12 @@ class Sources:
         return tuple(found), tensors
 
 
+def marks_of(tensors: Iterable[torch.Tensor]) -> list[Reading]:
+    """Return the readings that tensors are, or are made of."""
+    marks = [getattr(tensor, _MARK, None) for tensor in tensors]
+    return list({id(mark): mark for mark in marks if mark is not None}.values())
+
+
 def is_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor can hold samples: it has dimensions, and is nothing that is trained, or that ranks share."""
     return tensor.ndim > 0 and not tensor.requires_grad and _is_plain(tensor)
@@ -321,14 +327,13 @@ class FollowSources(TorchFunctionMode):
                 return self._drawn(func, name, args, kwargs)
             args, kwargs, has_dropout = without_dropout(name, args, kwargs)
             sources.has_dropout = sources.has_dropout or has_dropout
-        if not sources.is_watching or name in ("__get__", "__set__", "__delete__", "backward"):
-            result = func(*args, **kwargs)
-            if sources.is_of_script:
-                hand_on([tensor for _, tensor in tensors_in((args, kwargs))], result)
-            return result
+        if not sources.is_of_script or name in ("__get__", "__set__", "__delete__", "backward"):
+            return func(*args, **kwargs)
+        is_training = torch.is_grad_enabled()
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         if any(tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in given):
-            args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {name}")
+            if is_training:
+                args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {name}")
             return func(*args, **kwargs)
         args, kwargs = sources.pick((args, kwargs), given)
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
@@ -336,14 +341,19 @@ class FollowSources(TorchFunctionMode):
         hand_on(given, result)
         if any(isinstance(tensor, nn.Parameter) for tensor in given) or "empty" in name:
             return result
-        made_of = {id(one): one for one in (getattr(tensor, _MARK, None) for tensor in given) if one is not None}
+        made_of = {id(mark): mark for mark in marks_of(given)}
         if name in _TAKING:
             sources.taken |= dict.fromkeys(Reading(NOWHERE, [], tuple(made_of.values())).places())
-        if _DRAW.fullmatch(name):
+        is_draw = _DRAW.fullmatch(name) is not None
+        is_of_copy = any(is_given(tensor) and not hasattr(tensor, _MARK) for tensor in given)
+        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if not is_training and not made_of and not is_of_copy and (is_in_place or not is_draw):
+            return result  # as of weights, which are no data
+        if is_draw or is_of_copy:
             made_of = {}
         if name == "__iter__":
             return iter([self._noted(item, name, list(made_of.values())) for item in result])
-        if given and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+        if given and is_in_place:
             self._noted(given[0], name, list(made_of.values()), is_in_place=True)  # nn.init gives its tensor by name
             return result
         return self._noted(result, name, list(made_of.values()))
