@@ -34,7 +34,7 @@ class _Buffer(NamedTuple):
     def are_shares(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether each rank counts its own, and these together are what one process counts."""
         total = torch.stack([self.ranks[group[0]].double() for group in groups]).sum(0)
-        return any(distance(one, self.alone, 0.0) <= _TOLERANCE for one in (total, total / len(groups)))
+        return distance(total, self.alone, 0.0) <= _TOLERANCE
 
 
 def wrong_buffer(sight: Sight, step: int) -> str:

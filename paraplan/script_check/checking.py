@@ -17,6 +17,7 @@ from paraplan.script_check.findings import first_difference, sums_rows
 from paraplan.script_check.places import is_unexplained
 from paraplan.script_check.plans import CheckRunError, LaunchRanks
 from paraplan.script_check.reading_plan import (
+    as_taken,
     drawn,
     groups_of,
     is_random,
@@ -185,13 +186,20 @@ class _Runs:
         most = {source.place: len(source.prints) for source in self.ranks[0].record.sources}
         as_often = [(place, time) for place, time in self.read if counts.get(place, 0) <= most[place]]
         before = set(self.read)
-        for other in (as_often, of_rows(self.ranks, self.read)):
-            if other and set(other) != before:
-                self.read = other
-                try:
-                    return self.alone(readers)
-                except CheckRunError:
-                    continue
+        for other in (as_often, of_rows(self.ranks, self.read), as_taken(self.ranks)):
+            if not other or set(other) == before:
+                continue
+            self.read = other
+            try:
+                alone = self.alone(readers)
+            except CheckRunError:
+                continue
+            if other == as_taken(self.ranks):
+                self.notes.append(
+                    "one process is given what models and losses take, since it could not make it of what ranks read: "
+                    "how the script makes it is not compared"
+                )
+            return alone
         raise first
 
     def run(self, role: Role, num_ranks: int, inputs: str = "") -> list[Process]:

@@ -27,7 +27,7 @@ class Call:
     moved: tuple[float, float] = (0.0, 0.0)
     is_used: bool = False
     made_of: list[Any] = field(default_factory=list)
-    """What the copy was given, as it was read."""
+    """Readings that the copy was given."""
 
 
 @dataclass

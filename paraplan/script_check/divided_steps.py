@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paraplan.script_check.causes import Parting
+from paraplan.script_check.causes import Parting, factor_of
 from paraplan.script_check.evidence import Sight
 from paraplan.script_check.whole import is_unnamed
 
@@ -67,6 +67,9 @@ def is_reduced_inside(sight: Sight, parting: Parting) -> bool:
     before = sight.alone.before(parting.step, parting.name)
     if len(parting.kinds()) == 1 or min(parting.errors) < _UNLIKE or after is None or before is None:
         return False
+    first = parting.values[0]
+    if first is None or any(one is None or factor_of(one, first, parting.tolerance) for one in parting.values[1:]):
+        return False  # optimizers as Adam make one step of all multiples
     way = float(torch.dist(after.double(), before.double()))
     values = [process.tensors.get(f"parameter/{parting.step}/{parting.name}") for process in sight.ranks]
     return way > 0 and all(

@@ -39,7 +39,8 @@ def follow_exchanges(sources: Sources) -> None:
             given = parameters.bind(*args, **kwargs).arguments
             if name != "broadcast":
                 before, after = _GIVEN[name]
-                sources.exchanged(given.get(before), given.get(after))
+                if sources.link(given.get(before), given.get(after)):
+                    sources.gathers_rows = True
             elif result is None and sources.is_watching and is_data(given["tensor"]):  # not still under way, no weight
                 sources.read_in_place(f"{place_of_caller()} broadcast", given["tensor"])
             return result

@@ -11,11 +11,12 @@ from paraplan.script_check.buffers import wrong_buffer
 from paraplan.script_check.causes import Cause, Parting, is_of_known_size
 from paraplan.script_check.evidence import Sight, listed, ranks_of
 from paraplan.script_check.mixtures import STATISTICS
-from paraplan.script_check.whole import is_replica_axis
 
 _TOLERANCE = 1e-3
 _LOSS_TOLERANCE = 1e-4
 _NOISE_FACTOR = 16.0
+_TENSOR_AXES = ("tp", "tensor")
+"""Parts of names of axes whose ranks compute one model's layers together."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ def in_context(
         return Cause("unlike buffers", None, buffer)
     if not is_vague(cause):
         return cause
-    if rows := _unlike_rows(sight):
-        return Cause("unlike rows", None, rows)
     if not loss_of(sight, partings[0].step).is_right:
+        if rows := _unlike_rows(sight):
+            return Cause("unlike rows", None, rows)
         is_last_right = all(parting.name != names[-1] for parting in partings)
         return _forward(sight, partings[0].step, is_last_right=is_last_right)
     return cause._replace(text=f"{cause.text}; {_way_back(sight, names, partings)}")
@@ -91,9 +92,7 @@ def in_context(
 def _unlike_rows(sight: Sight) -> str:
     """Return that ranks which hold the parts of one model read unlike rows, and exchange none; "" where not so."""
     record = sight.ranks[0].record
-    parts = sight.num_parts
-    for name, size in record.axes.items():
-        parts *= 1 if is_replica_axis(name) else size
+    parts = math.prod(size for name, size in record.axes.items() if any(word in name.lower() for word in _TENSOR_AXES))
     if parts == 1 or record.gathers_rows or len(sight.groups) <= record.num_ranks // parts:
         return ""
     return (
@@ -114,9 +113,9 @@ def _forward(sight: Sight, step: int, *, is_last_right: bool) -> Cause:
     module = next((name for name, is_right in outputs.items() if is_right is False), None)
     if module is not None:
         text += (
-            f"the first output that is another is that of {module}. Its heads or parts are in another order, its "
-            "positions or masks are those of another part, what it carries from token to token starts anew on each "
-            "rank, or each rank adds to it what is to be added once"
+            f"the first output that is another is that of {module}. Its heads, groups or parts are cut or ordered "
+            "otherwise, its positions or masks are those of another part, what it carries from token to token starts "
+            "anew on each rank, or each rank adds to it what is to be added once"
         )
     elif outputs and list(outputs.values())[-1]:
         if is_last_right:
@@ -126,8 +125,9 @@ def _forward(sight: Sight, step: int, *, is_last_right: bool) -> Cause:
             )
             return Cause("another loss", None, text)
         text += (
-            "what the modules give is right, so it is what ranks make of it. A number that should be one of all "
-            "ranks is of each rank's own, as of targets, a mean or a weight, or some targets count twice, or not at all"
+            "what the modules give is right, so it is what ranks make of it. Each divides by the number of its own "
+            "targets, or counts some twice, or not at all; or a mean or weight of each rank's own is in the place of "
+            "one of all"
         )
         return Cause("another loss", None, text)
     else:

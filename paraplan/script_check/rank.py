@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from paraplan.script_check.exchanges import follow_exchanges
 from paraplan.script_check.loaders import follow_arrays, follow_loaders
 from paraplan.script_check.reading_plan import INPUTS_FILE, READ_FILE, START_FILE
-from paraplan.script_check.recording import Given, Recorder
+from paraplan.script_check.readings import Given, Replay
+from paraplan.script_check.recording import Recorder
 from paraplan.script_check.records import ALONE, Inputs, ScriptRequest
-from paraplan.script_check.sources import Replay
 from paraplan.script_check.torch_private import around_groups, be_one_process, use_gloo
 
 _NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_PORT")

@@ -91,6 +91,22 @@ def of_rows(ranks: Sequence[Process], read: Sequence[Place]) -> list[Place]:
     return [at for at in found if all(_is_read(process, at) for process in ranks)] + draws
 
 
+def as_taken(ranks: Sequence[Process]) -> list[Place]:
+    """Return what models and losses themselves take that is unlike on ranks, and not what that is made of."""
+    read = list(ranks[0].record.sources)
+    parents = {
+        at for source in read for time, made_of in enumerate(source.made_of) if source.is_used[time] for at in made_of
+    }
+    ends = [
+        (source.place, time)
+        for source in read
+        for time in range(len(source.prints))
+        if source.is_used[time] and (source.place, time) not in parents
+    ]
+    everywhere = [at for at in ends if all(_is_read(process, at) for process in ranks)]
+    return [at for at in everywhere if len(_prints_at(ranks, range(len(ranks)), *at)) > 1 or at[0].startswith(DRAWN)]
+
+
 def _is_read(process: Process, at: Place) -> bool:
     source = next((one for one in process.record.sources if one.place == at[0]), None)
     return source is not None and at[1] < len(source.is_used) and source.is_used[at[1]]
@@ -170,7 +186,8 @@ def read_by_rank(
                 break
             is_unlike = _is_same_reading(ranks, alone, readers, (place, time)) is False
             # what is selected from other values than ranks have is another for that alone
-            is_own = all(_is_same_reading(ranks, alone, readers, at) is not False for at in source.made_of[time])
+            parents = [_is_same_reading(ranks, alone, readers, at) for at in source.made_of[time]]
+            is_own = parents == [True] if call not in _SELECTING else False not in parents
             if is_unlike and is_own:
                 found.append(place)
                 break

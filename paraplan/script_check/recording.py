@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paraplan.script_check.batches import print_of, sums_of, tensors_in
 from paraplan.script_check.copies import Copies
 from paraplan.script_check.deepspeed_engine import EngineParameters
+from paraplan.script_check.readings import Given
 from paraplan.script_check.records import ProcessRecord, ScriptRequest, StepRecord
-from paraplan.script_check.sources import FollowSources, Replay, Sources, is_sample, marks_of, place_of_caller
+from paraplan.script_check.sources import FollowSources, Sources, is_sample, marks_of, place_of_caller
 from paraplan.script_check.stillness import NO_DROPOUT, held_still
 from paraplan.script_check.torch_private import (
     around_backward,
@@ -32,15 +32,6 @@ from paraplan.script_check.torch_private import (
 from paraplan.script_check.whole import Names, rates_of
 
 _PATIENCE_S = 10.0
-
-
-@dataclass(frozen=True)
-class Given:
-    """The values given to one process in place of its own: parameters at the start, inputs, and rates of each step."""
-
-    start: dict[str, torch.Tensor]
-    replay: Replay
-    rates: tuple[dict[str, dict[str, float]], ...]
 
 
 class Recorder:
@@ -95,6 +86,8 @@ class Recorder:
                 self._settle()
             is_model = sources.is_of_script and any(True for _ in module.parameters())
             if not is_model:
+                if sources.is_watching and self._names is not None:
+                    self._names.meet_buffers(module)
                 result = plain(module, *args, **kwargs)
                 self._note_output(module, result)
                 return result

@@ -133,7 +133,7 @@ class CopyRecord(Record):
     number: int
     """Number of the model, in order of first calls."""
     name: str
-    """Its class."""
+    """The class of the model."""
     start: str
     """A digest of its parameters at its first call."""
     step: int

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from paraplan.script_check.batches import MOST_COPIED, joined, print_of, tensors_in, with_tensors
+from paraplan.script_check.batches import MOST_COPIED, print_of, tensors_in, with_tensors
 from paraplan.script_check.copies import hand_on, is_given, use
+from paraplan.script_check.readings import NOWHERE, Place, Reading, Replay
 from paraplan.script_check.records import SourceRecord
 from paraplan.script_check.stillness import without_dropout
 
@@ -39,85 +40,6 @@ _DRAW = re.compile(r"rand\w*|(log_)?normal_?|bernoulli_?|uniform_|exponential_|m
 
 DRAWN = "drawn at "
 """So begin the places inside of models where random numbers are drawn."""
-
-Place = tuple[str, int]
-"""Where something was read, and the how-many-th time."""
-
-
-NOWHERE: Place = ("", -1)
-"""The place of numbers, which are made of something and are nothing that is read."""
-
-
-@dataclass
-class Reading:
-    """The result of one call: its tensors with the names of their keys, and the values that it was made of."""
-
-    at: Place
-    tensors: list[tuple[str, torch.Tensor]]
-    made_of: tuple[Reading, ...] = ()
-    print: str = ""
-    is_used: bool = False
-    is_end: bool = False
-    num_steps: int = 0
-    num_parts: int = 1
-    """Number of tensors in it."""
-
-    def places(self) -> list[Place]:
-        """Return where that was read of which this was made."""
-        return [place for one in self.made_of for place in ([one.at] if one.at != NOWHERE else one.places())]
-
-    def use(self) -> None:
-        """Note that a model or a loss takes what this was, and so all that it was made of."""
-        waiting = [self]
-        while waiting:
-            reading = waiting.pop()
-            if not reading.is_used:
-                reading.is_used = True
-                waiting += reading.made_of
-
-
-@dataclass
-class Replay:
-    """The inputs of one process in place of its own values: at each place and time those of the ranks it stands for."""
-
-    read: dict[Place, list[list[tuple[str, torch.Tensor]]]]
-    ended: set[Place]
-    width: int
-    """Number of ranks that it stands for."""
-    times_a_batch: dict[str, int] | None = None
-    """How often a batch reads at each place, where the ranks' batches come one after another and not all at once."""
-
-    def at(self, place: Place, value: Any) -> Any:
-        """Return what is read at `place` in the structure of `value`, which is what the script itself read there."""
-        name, number = place
-        rank = None
-        if self.times_a_batch is not None:
-            times = self.times_a_batch.get(name, 1)
-            batch, within = divmod(number, times)
-            batch, rank = divmod(batch, self.width)
-            number = batch * times + within
-        parts = self.read.get((name, number))
-        if parts is None:
-            return value
-        parts = parts if rank is None else parts[rank : rank + 1]
-        num_leaves = len(list(tensors_in(value)))
-        if any(len(part) != num_leaves for part in parts):
-            return value
-        return with_tensors(
-            value, iter([joined([part[leaf][1] for part in parts], parts[0][leaf][0]) for leaf in range(num_leaves)])
-        )
-
-    def drawn(self, place: Place, value: torch.Tensor) -> torch.Tensor:
-        """Return what ranks drew in place of `value`: for all samples, or the first rank's where they draw for none."""
-        of_all: torch.Tensor = self.at(place, value)
-        if of_all.shape == value.shape:
-            return of_all
-        first = self.read[place][0][0][1] if place in self.read else value
-        return first if first.shape == value.shape else value
-
-    def ends(self, place: Place) -> bool:
-        """Whether the loader that is read at `place` ended this time on the ranks."""
-        return self.times_a_batch is None and place in self.ended
 
 
 @dataclass
@@ -202,11 +124,11 @@ class Sources:
             setattr(tensor, _MARK, getattr(read, _MARK))
         return tensor
 
-    def exchanged(self, given: Any, result: Any) -> None:
-        """Note that `result` is made of what this rank has `given`, and others like it."""
+    def link(self, given: Any, result: Any) -> bool:
+        """Note that `result` is made of what is `given`, where that was read; return whether it was."""
         made_of = marks_of(tensor for _, tensor in tensors_in(given))
-        self.gathers_rows = self.gathers_rows or bool(made_of)
         _link([tensor for _, tensor in tensors_in(result) if is_data(tensor)], made_of)
+        return bool(made_of)
 
     def draw(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Note the random numbers that a model draws; return those that it is to have."""
@@ -328,7 +250,7 @@ class FollowSources(TorchFunctionMode):
             args, kwargs, has_dropout = without_dropout(name, args, kwargs)
             sources.has_dropout = sources.has_dropout or has_dropout
         if not sources.is_of_script or name in ("__get__", "__set__", "__delete__", "backward"):
-            return func(*args, **kwargs)
+            return self._got(name, func(*args, **kwargs), args)
         is_training = torch.is_grad_enabled()
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         if any(tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in given):
@@ -357,6 +279,12 @@ class FollowSources(TorchFunctionMode):
             self._noted(given[0], name, list(made_of.values()), is_in_place=True)  # nn.init gives its tensor by name
             return result
         return self._noted(result, name, list(made_of.values()))
+
+    def _got(self, name: str, result: Any, args: tuple[Any, ...]) -> Any:
+        """Note what an attribute is made of that is a tensor, as a transpose."""
+        if name == "__get__" and self.sources.is_of_script and isinstance(result, torch.Tensor) and is_data(result):
+            self.sources.link(args[:1], result)
+        return result
 
     def _drawn(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_drawing = True  # on the way back the mode may be entered twice

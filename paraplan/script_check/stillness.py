@@ -1,4 +1,4 @@
-"""What makes a batch's parts unlike its whole, switched off: random numbers of dropout, batch statistics."""
+"""Switches for dropout and batch statistics, which make a batch's parts unlike its whole."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from paraplan.script_check.mixtures import order_of_parts
 
 _SMALLEST = 1e-3
 _SAME_WAY = 2e-3
+_FARTHEST = 3
 _FEWEST = 4
 """A piece of a parameter with fewer numbers has any factor."""
 
@@ -68,6 +69,8 @@ def _of_direction(sight: Sight, parting: Parting, moved: torch.Tensor, way: torc
             f"{second:.4g} times: each is stepped by itself, by a norm or a state of that piece, where the optimizer "
             "needs the whole"
         )
+    if shifted := _shifted(moved, way, tolerance):
+        return f"{gradient}{shifted}"
     cosine = float((moved * way).sum() / (moved.norm() * way.norm() + 1e-30))
     text = f"{gradient}it moved in another direction (cosine {cosine:.3f}): "
     kinds = parting.kinds()
@@ -98,6 +101,24 @@ def _of_gradient(sight: Sight, parting: Parting) -> str:
     if all(value is not None and parting.is_near(value, expected) for value in values):
         return "its gradient is right, and "
     return "gradients are reduced inside of the step, and "
+
+
+def _shifted(moved: torch.Tensor, way: torch.Tensor, tolerance: float) -> str:
+    """Return by how many places the step of a piece is off, "" where it is not."""
+    one, other = moved.flatten(), way.flatten()
+    limit = 8 * tolerance * float(other.abs().mean()) + 1e-30
+    wrong = ((one - other).abs() > limit).nonzero().flatten()
+    for places in (*range(1, _FARTHEST + 1), *range(-_FARTHEST, 0)):
+        inside = wrong[(wrong - places >= 0) & (wrong - places < len(other))]
+        if len(inside) >= _FEWEST and len(inside) >= len(wrong) - _FARTHEST:
+            near = (one[inside] - other[inside - places]).abs() <= limit
+            if int(near.sum()) >= len(inside) - 1:
+                return (
+                    f"from number {int(wrong[0])} on its numbers make the steps that are those of {abs(places)} "
+                    f"place{'s' if abs(places) > 1 else ''} {'before' if places > 0 else 'behind'}: slices of weights "
+                    "and of gradients begin at unlike places"
+                )
+    return ""
 
 
 def _pieces(moved: torch.Tensor, way: torch.Tensor, tolerance: float) -> tuple[int, float, float] | None:

@@ -39,6 +39,12 @@ class Names:
         self.of_modules: dict[int, str] = {}
         """Names of the modules inside of the models, by their ids."""
         self._unnamed: set[int] = set()
+        self._with_buffers: list[nn.Module] = []
+
+    def meet_buffers(self, module: nn.Module) -> None:
+        """Note a module that has buffers and no parameters, as a loss with a memory."""
+        if any(True for _ in module.buffers()) and not any(module is one for one in self._with_buffers):
+            self._with_buffers.append(module)
 
     def meet(self, model: nn.Module) -> EngineParameters | None:
         """Name the parameters of another model, before its first call: later it may hold gathered ones for a while.
@@ -119,8 +125,11 @@ class Names:
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return copies of the floating-point buffers of models, but of batch norms, which stand still."""
         found = {}
-        for place, model in enumerate(self.models):
-            prefix = f"{type(_inner(model)).__name__}{place}." if place else ""
+        prefixes = [
+            f"{type(_inner(model)).__name__}{place}." if place else "" for place, model in enumerate(self.models)
+        ]
+        prefixes += [f"{type(module).__name__}." for module in self._with_buffers]
+        for prefix, model in zip(prefixes, [*self.models, *self._with_buffers], strict=True):
             for module_name, module in model.named_modules():
                 for name, value in () if is_batch_norm(module) else module.named_buffers(recurse=False):
                     if type(value) is torch.Tensor and value.is_floating_point() and value.numel() <= _LARGEST_BUFFER:
@@ -175,7 +184,7 @@ class Names:
         axes = self.axes
         if not axes:
             return None
-        sizes = [size for name, size in axes.items() if is_replica_axis(name)]
+        sizes = [size for name, size in axes.items() if any(part in name.lower() for part in _REPLICA_AXES)]
         if not sizes:
             return None
         count = 1
@@ -217,11 +226,6 @@ def rates_of(group: dict[str, Any]) -> dict[str, float]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def is_replica_axis(name: str) -> bool:
-    """Whether the name of an axis of a mesh says that data is divided over it."""
-    return any(part in name.lower() for part in _REPLICA_AXES)
 
 
 def is_unnamed(name: str) -> bool:

@@ -11,7 +11,8 @@ from torch import nn
 
 from paraplan.errors import UsageError
 from paraplan.script_check.batches import joined, tensors_in, with_tensors
-from paraplan.script_check.sources import FollowSources, Replay, Sources, is_data, is_sample
+from paraplan.script_check.readings import Replay
+from paraplan.script_check.sources import FollowSources, Sources, is_data, is_sample
 
 
 @dataclass
