@@ -100,6 +100,9 @@ class Recorder:
             self._meet(module)
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
             self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_sample(one[1])]))
+            if self._names is not None and not self._losses:
+                held = f"held/{len(self._steps) + 1}/"
+                self._tensors |= {held + name: value for name, value in self._names.buffers().items()}
             with sources.inside_model():
                 result = plain(module, *args, **kwargs)
             if not any(tensor.requires_grad for _, tensor in tensors_in(result)):
@@ -297,8 +300,6 @@ class Recorder:
         self._is_unsettled = False
         with self.sources.inside(), torch.no_grad():
             values = self._names.values(gradients=False, trained=True)
-            held = self._names.buffers()
-        self._tensors |= {f"held/{len(self._steps) + 1}/{name}": value for name, value in held.items()}
         self._tensors |= {f"parameter/{len(self._steps)}/{name}": value for name, value in values.of.items()}
         if len(self._steps) >= self._num_wanted:
             self.end()

@@ -12,6 +12,7 @@ from paraplan.script_check.mixtures import order_of_parts
 
 _SMALLEST = 1e-3
 _SAME_WAY = 2e-3
+_SAME_FACTOR = 1.01
 _FARTHEST = 3
 _FEWEST = 4
 """A piece of a parameter with fewer numbers has any factor."""
@@ -43,7 +44,10 @@ def update_cause(sight: Sight, parting: Parting) -> Cause:
 
 def scaled_by_rank(causes: Sequence[Cause]) -> Cause | None:
     """Return what it means that parameters moved in the right direction, and by unlike factors; None where not so."""
-    factors = sorted({round(cause.factor, 3) for cause in causes if cause.kind == "update" and cause.factor})
+    factors: list[float] = []
+    for factor in sorted(cause.factor for cause in causes if cause.kind == "update" and cause.factor):
+        if not factors or factor > _SAME_FACTOR * factors[-1]:
+            factors.append(factor)
     if not 2 <= len(factors) <= len(causes) / 2:
         return None
     numbers = ", ".join(f"{factor:.4g}" for factor in factors)

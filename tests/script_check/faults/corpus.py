@@ -43,6 +43,10 @@ def _copies(name: str, what: str, framework: str, thread: str, kind: str, words:
     return Fault("replicas", name, what, framework, thread, kind, words, parameter)
 
 
+def _own(name: str, what: str, framework: str, thread: str, kind: str, words: str, parameter: str = "") -> Fault:
+    return Fault("own_steps", name, what, framework, thread, kind, words, parameter)
+
+
 def _sharded(name: str, what: str, framework: str, thread: str, kind: str, words: str, parameter: str = "") -> Fault:
     return Fault("sharded", name, what, framework, thread, kind, words, parameter)
 
@@ -651,5 +655,61 @@ FAULTS = (
         "NVIDIA/Megatron-LM/pull/5916",
         "not reduced",
         "ranks of dp differ (0, 1 | 2, 3)",
+    ),
+    _own(
+        "slices apart",
+        "slices of gradients begin one number before those of weights",
+        "DeepSpeed",
+        "deepspeedai/DeepSpeed/issues/848",
+        "update",
+        "slices of weights and of gradients begin at unlike places",
+    ),
+    _own(
+        "norm before reduction",
+        "each rank clips its slice by the norm of gradients that are not reduced",
+        "llm.c",
+        "karpathy/llm.c/issues/524",
+        "update",
+        "each rank scales what it steps by a number of its own",
+    ),
+    _own(
+        "clipped elsewhere",
+        "clipping is given gradients in the place of parameters, and changes none",
+        "transformers",
+        "huggingface/transformers/issues/46113",
+        "clipping",
+        "it is given other tensors than those that are stepped by",
+    ),
+    _own(
+        "history counted again",
+        "running moments that ranks share are summed over ranks with what is new",
+        "rl_games",
+        "Denys88/rl_games/issues/363",
+        "unlike buffers",
+        "the same on all ranks, and another than in one process",
+    ),
+    _own(
+        "teacher of one rank",
+        "the moving average that teaches is updated on rank 0 alone",
+        "ema-pytorch",
+        "lucidrains/ema-pytorch/issues/9",
+        "unlike copies",
+        "stands still on rank 1",
+    ),
+    _own(
+        "tokens after averaging",
+        "gradients that are means over ranks are divided by the tokens of all",
+        "torchtune",
+        "meta-pytorch/torchtune/issues/2172",
+        "scaled",
+        "divided once too often",
+    ),
+    _own(
+        "parts of gathered rows",
+        "ranks of a sequence take the mean of their gradients, whose sum is the whole",
+        "VeOmni",
+        "ByteDance-Seed/VeOmni/issues/1120",
+        "scaled",
+        "divided once too often",
     ),
 )
