@@ -51,27 +51,20 @@ def titan_model(family: str) -> Any:
     return model
 
 
-def titan_divided(model: Any, mesh: DeviceMesh, of_experts: DeviceMesh | None, *, is_recomputed: bool) -> None:
-    """Divide the model over the axes `dp_replicate`, `fsdp`, `tp` and `ep` of a mesh that have two ranks or more."""
+def titan_divided(model: Any, mesh: DeviceMesh, *, is_recomputed: bool) -> None:
+    """Divide the model over the axes `dp_replicate`, `fsdp` and `tp` of a mesh."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.config.job_config import ActivationCheckpoint
     from torchtitan.distributed.activation_checkpoint import apply_ac
     from torchtitan.models.llama3.infra import parallelize as llama3
-    from torchtitan.models.llama4.infra import parallelize as llama4
 
     if "tp" in mesh.mesh_dim_names and mesh["tp"].size() > 1:
         llama3.apply_tp(model, mesh["tp"], loss_parallel=False, enable_float8_tensorwise_tp=False)
-    if of_experts is not None and of_experts["ep"].size() > 1:
-        llama4.apply_moe_ep_tp(model, None, of_experts["ep"], None, None)
     if is_recomputed:
         apply_ac(model, ActivationCheckpoint(mode="full"))
     of_shards = tuple(name for name in ("dp_replicate", "fsdp") if name in mesh.mesh_dim_names)
     types = {"param_dtype": torch.float32, "reduce_dtype": torch.float32, "pp_enabled": False}
-    if of_experts is not None:
-        count, each = of_experts["ep"].size(), of_experts["efsdp"]
-        llama4.apply_fsdp(model, mesh, **types, ep_degree=count, edp_mesh=each, gradient_divide_factor=mesh.size())
-    else:
-        llama3.apply_fsdp(model, mesh[of_shards], **types)
+    llama3.apply_fsdp(model, mesh[of_shards], **types)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sums that are scaled before
@@ -83,9 +76,7 @@ def titan(family: str, axes: str, *, is_recomputed: bool = False, is_clipped: bo
     from torchtitan.distributed.utils import clip_grad_norm_
 
     world = dist.get_world_size()
-    shape = {"tp": (1, world), "fsdp": (world,), "ep": (world,), "fsdp-tp": (world // 2, 2), "hsdp": (world // 2, 2)}[
-        axes
-    ]
+    shape = {"tp": (1, world), "fsdp": (world,), "fsdp-tp": (world // 2, 2), "hsdp": (world // 2, 2)}[axes]
     names = {
         "tp": ("fsdp", "tp"),
         "fsdp": ("fsdp",),
@@ -95,8 +86,7 @@ def titan(family: str, axes: str, *, is_recomputed: bool = False, is_clipped: bo
     }[axes]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = titan_model(family)
-    of_experts = init_device_mesh("cpu", (1, world), mesh_dim_names=("efsdp", "ep")) if axes == "ep" else None
-    titan_divided(model, mesh, of_experts, is_recomputed=is_recomputed)
+    titan_divided(model, mesh, is_recomputed=is_recomputed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     replica = dist.get_rank() // (mesh["tp"].size() if "tp" in names else 1)
     count = dist.get_world_size() // (mesh["tp"].size() if "tp" in names else 1)
@@ -111,7 +101,7 @@ def titan(family: str, axes: str, *, is_recomputed: bool = False, is_clipped: bo
         optimizer.step()
 
 
-def megatron(*, tensor: int, is_sequence: bool = False, experts: int = 0, expert_ranks: int = 1) -> None:
+def megatron(*, tensor: int) -> None:
     """Train a small GPT of Megatron-Core by its own layers, gradients and their last reductions."""
     current: Any = torch.cuda
     current.current_device = lambda: "cpu"  # the only device that it asks for
@@ -122,36 +112,21 @@ def megatron(*, tensor: int, is_sequence: bool = False, experts: int = 0, expert
     from megatron.core.transformer import TransformerConfig
 
     tensor = min(tensor, dist.get_world_size())
-    expert_ranks = min(expert_ranks, dist.get_world_size())
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, expert_model_parallel_size=expert_ranks)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_, **__: contextlib.nullcontext()
     torch.manual_seed(1)
-    of_experts: dict[str, Any] = {
-        "num_moe_experts": experts,
-        "moe_router_topk": 2,
-        "moe_token_dispatcher_type": "alltoall",
-    }
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
+    without = ("gradient_accumulation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=64,
+        **sizes,
+        **dict.fromkeys((*without, "add_bias_linear"), False),
         use_cpu_initialization=True,
         tensor_model_parallel_size=tensor,
-        sequence_parallel=is_sequence and tensor > 1,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        add_bias_linear=False,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         normalization="RMSNorm",
-        expert_model_parallel_size=expert_ranks,
-        **(of_experts if experts else {}),
     )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts or None)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     plain = GPTModel(
         config,
         spec,
@@ -180,13 +155,9 @@ SCRIPTS: dict[str, tuple[int, Callable[[], None]]] = {
     "torchtitan/hsdp": (4, lambda: titan("llama3", "hsdp")),
     "torchtitan/qwen3": (2, lambda: titan("qwen3", "fsdp")),
     "torchtitan/experts": (2, lambda: titan("qwen3-moe", "fsdp")),
-    "torchtitan/ep": (2, lambda: titan("qwen3-moe", "ep")),
     "megatron/dp": (2, lambda: megatron(tensor=1)),
     "megatron/tp": (2, lambda: megatron(tensor=2)),
     "megatron/tp-dp": (4, lambda: megatron(tensor=2)),
-    "megatron/sequence": (4, lambda: megatron(tensor=2, is_sequence=True)),
-    "megatron/experts": (2, lambda: megatron(tensor=1, experts=4)),
-    "megatron/ep": (2, lambda: megatron(tensor=1, experts=4, expert_ranks=2)),
 }
 """Scripts with their numbers of ranks."""
 

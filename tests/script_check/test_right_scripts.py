@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import right_frameworks
 import right_scripts
 from case_selection import with_all
 from forked_checks import checked
@@ -27,6 +28,14 @@ def test_a_right_script_is_no_alarm(name: str, ranks: RankHarness) -> None:
     report = checked(ranks, right_scripts.__file__, name)
     assert report.difference is None, report.difference
     assert report.num_steps >= 2  # of each optimizer
+
+
+@pytest.mark.with_all  # what frameworks divide themselves: its kinds, FSDP2 and DTensors, are above
+@pytest.mark.parametrize("name", right_frameworks.SCRIPTS)
+def test_a_right_script_of_a_framework_is_no_alarm(name: str, ranks: RankHarness) -> None:
+    pytest.importorskip({"torchtitan": "torchtitan", "megatron": "megatron.core"}[name.partition("/")[0]])
+    report = checked(ranks, right_frameworks.__file__, name, num_ranks=right_frameworks.SCRIPTS[name][0])
+    assert report.difference is None, report.difference
 
 
 @pytest.mark.with_all  # what each batch gives is looked at for pairs too, and its kind is in test_script_findings
