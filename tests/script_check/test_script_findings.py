@@ -3,70 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seen_runs import NAMES, Change, process_of, sight, with_record
 
 from paraplan.script_check.evidence import Process, Sight, ranks_of
 from paraplan.script_check.findings import first_difference
 from paraplan.script_check.mixtures import weights_of
 from paraplan.script_check.reading_plan import groups_of, origins, put_together
-from paraplan.script_check.records import CopyRecord, ProcessRecord, SourceRecord, StepRecord
+from paraplan.script_check.records import CopyRecord, SourceRecord
 from paraplan.script_check.steadiness import changing, loose, why_loose
-
-
-def with_record(one: Process, **changes: Any) -> Process:
-    return Process(one.record.replace(**changes), one.tensors)
-
-
-NAMES = ("embedding.weight", "layer.weight", "head.bias")
-Change = Callable[[str, torch.Tensor, int], torch.Tensor | None]
-
-
-def process(rank: int, num_ranks: int, tensors: dict[str, torch.Tensor], norm: float | None = 1.0) -> Process:
-    record = ProcessRecord(
-        rank=rank,
-        num_ranks=num_ranks,
-        names=NAMES,
-        split=(),
-        num_replicas=None,
-        axes={},
-        steps=(StepRecord(optimizer=0, losses=(1.0,), norm=norm, rates=({"lr": 0.1},)),),
-        sources=(),
-        notes=(),
-        given=(str(rank),),
-        outputs={},
-        rounding=1.2e-7,
-        is_whole=True,
-    )
-    return Process(record, tensors)
-
-
-def sight(num_ranks: int, change: Change, *, seed: int = 0, norm: float | None = 1.0) -> Sight:
-    """What is seen of ranks whose gradients are `change(name, gradient of all batches, rank)`."""
-    random = torch.Generator().manual_seed(seed)
-    shares = [{name: torch.randn(4, 3, generator=random) for name in NAMES} for _ in range(num_ranks)]
-    whole = {name: torch.stack([share[name] for share in shares]).mean(0) for name in NAMES}
-    start = {f"start/{name}": torch.ones(4, 3) for name in NAMES}
-    noise = {name: 1 + 1e-7 * torch.randn(4, 3, generator=random) for name in NAMES}
-
-    def of(gradients: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        made = {f"gradient/1/{name}": value for name, value in gradients.items() if value is not None}
-        after = {f"parameter/1/{name}": 1 - 0.1 * value for name, value in gradients.items() if value is not None}
-        return start | made | after
-
-    ranks = [
-        process(rank, num_ranks, of({name: change(name, whole[name], rank) for name in NAMES}), norm)
-        for rank in range(num_ranks)
-    ]
-    alone = process(0, 1, of(dict(whole)))
-    shaken = process(0, 1, of({name: whole[name] * noise[name] for name in NAMES}))
-    alones = [process(0, 1, of(dict(share))) for share in shares]
-    return Sight(ranks, alone, shaken, alones, [[rank] for rank in range(num_ranks)])
 
 
 @settings(max_examples=25, deadline=None)
@@ -192,7 +141,7 @@ def test_what_a_wrong_gradient_is_made_of_is_told() -> None:
     for value, noted, words in cases:
         seen = sight(2, lambda name, whole, _, value=value: value if name == "layer.weight" else whole)  # type: ignore[misc]
         if noted is not None:
-            seen = dataclasses.replace(seen, num_micro_batches=2, passes=process(0, 1, noted))
+            seen = dataclasses.replace(seen, num_micro_batches=2, passes=process_of(0, 1, noted))
         found, _, _ = first_difference(seen)
         assert found is not None
         assert (found.kind, found.name) == ("other parts", "layer.weight"), found.cause
@@ -321,10 +270,10 @@ def test_a_norm_that_is_another_is_told_where_gradients_are_right() -> None:
 def test_parts_that_torch_knows_nothing_of_are_put_together_in_the_order_of_ranks() -> None:
     whole = torch.arange(12.0).view(4, 3)
     ranks = [
-        process(rank, 4, {"start/layer.weight": part, "gradient/1/layer.weight": part + 1})
+        process_of(rank, 4, {"start/layer.weight": part, "gradient/1/layer.weight": part + 1})
         for rank, part in enumerate([*whole.chunk(2), *whole.chunk(2)])
     ]
-    made, num_names, num_parts = put_together(ranks, process(0, 1, {"start/layer.weight": whole}))
+    made, num_names, num_parts = put_together(ranks, process_of(0, 1, {"start/layer.weight": whole}))
     assert (num_names, num_parts) == (1, 2)
     for one in made:
         assert torch.equal(one.tensors["start/layer.weight"], whole)
@@ -333,7 +282,7 @@ def test_parts_that_torch_knows_nothing_of_are_put_together_in_the_order_of_rank
 
 def reads(rank: int, **prints: tuple[str, ...]) -> Process:
     """A process that read `rows` first, and made `targets` of them."""
-    one = process(rank, 2, {})
+    one = process_of(rank, 2, {})
     sources = tuple(
         SourceRecord(
             number=number,

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from seen_runs import process_of, with_record
 from torch import nn
 
 from paraplan.errors import UsageError
 from paraplan.script_check.batches import joined, tensors_in, with_tensors
+from paraplan.script_check.copies import Copies
+from paraplan.script_check.reading_plan import as_taken, of_rows
 from paraplan.script_check.readings import Replay
-from paraplan.script_check.sources import FollowSources, Sources, is_data, is_sample
+from paraplan.script_check.records import SourceRecord
+from paraplan.script_check.sources import FollowSources, Sources, is_data, is_sample, marks_of
 
 
 @dataclass
@@ -125,3 +129,60 @@ def test_batches_one_after_another_are_those_of_one_rank_and_then_the_next(model
     )
     read = [int(replay.at(("draw", number), torch.zeros(1))) for number in range(8)]
     assert read == [0, 10, 1, 11, 20, 30, 21, 31]
+
+
+def test_what_is_computed_without_gradients_is_followed_too_and_what_a_copy_gives_is_read(model: nn.Module) -> None:
+    """Weights that are changed without gradients are no data."""
+    sources, copies = Sources(), Copies()
+    weight = torch.ones(2)
+    with FollowSources(sources):
+        rows = torch.rand(4, 3)
+        with torch.no_grad():
+            weight.mul_(0.5)
+            (rows.T @ torch.ones(4)).div(2)
+            with sources.inside():
+                given = model(rows)
+            copies.called(model, given, 1, marks_of([rows]))
+            wanted = given.softmax(-1)
+        sources.use(wanted, "loss")
+    by_name = {place.rpartition(" ")[2]: readings[0] for place, readings in sources.readings.items()}
+    assert "mul_" not in by_name
+    assert by_name["div"].places() == [by_name["matmul"].at]
+    assert by_name["matmul"].places()[0] == by_name["rand"].at  # through the transpose
+    assert by_name["softmax"].made_of == ()
+    assert by_name["softmax"].is_used
+    assert by_name["rand"].is_used
+    assert [one.step for one in copies.records()] == [1]
+
+
+def test_numbers_that_a_script_takes_out_of_what_it_reads_are_known() -> None:
+    sources = Sources()
+    with FollowSources(sources):
+        rows = torch.rand(4)
+        torch.ones(3).tolist()
+        float(rows.mean())
+    assert [place.rpartition(" ")[2] for place, _ in sources.taken] == ["ones", "rand"]
+
+
+def test_what_has_no_row_for_each_sample_is_given_where_rows_are_made_of_it() -> None:
+    """As a number that each rank draws for its rows; at last what losses take is given, and nothing before it."""
+
+    made = {"rows": (), "scale": (), "twice": (("scale", 0),), "scaled": (("rows", 0), ("twice", 0))}
+    ranks = []
+    for rank in (0, 1):
+        sources = tuple(
+            SourceRecord(
+                number=number,
+                place=place,
+                prints=(f"{place} {rank}",),
+                is_used=(True,),
+                is_end=(False,),
+                made_of=(made_of,),
+            )
+            for number, (place, made_of) in enumerate(made.items())
+        )
+        shapes = {"rows": (4, 3), "scale": (1,), "twice": (1,), "scaled": (4, 3)}
+        tensors = {f"source/{number}/0/0/": torch.rand(*shapes[place]) for number, place in enumerate(made)}
+        ranks.append(with_record(process_of(rank, 2, tensors), sources=sources))
+    assert of_rows(ranks, [("rows", 0), ("scale", 0)]) == [("rows", 0), ("scaled", 0)]
+    assert as_taken(ranks) == [("scaled", 0)]
