@@ -21,6 +21,7 @@ from paraplan.script_check.reading_plan import (
     drawn,
     groups_of,
     is_random,
+    numbers_taken,
     of_rows,
     origins,
     put_together,
@@ -32,6 +33,8 @@ from paraplan.script_check.records import ALONE, Difference, Role, ScriptReport,
 from paraplan.script_check.sources import DRAWN
 from paraplan.script_check.steadiness import loose, why_loose
 
+_OF_THE_WAY = ("another direction", "another output", "another loss")
+"""Kinds of differences that a script also makes which goes other ways by what it reads."""
 _NEEDING_SHARES = ("another direction", "another output", "another loss", "scaled")
 """Kinds of differences of which what each rank's batch gives alone may say more."""
 
@@ -61,6 +64,11 @@ def check_script(
             notes.append(why_loose(sight, *unsure))
         sight, (difference, gradient_error, parameter_error) = _judged(runs, sight, notes)
     record = ranks[0].record
+    if difference is not None and difference.kind in _OF_THE_WAY and (place := numbers_taken(ranks)):
+        notes.append(
+            f"the script takes numbers out of what it reads ({_shown(place)}), as lengths or counts: one process, "
+            "which has those of all ranks, may compute something else by them"
+        )
     num_done = min(len(process.record.steps) for process in (*ranks, sight.alone))
     if num_done < num_steps:
         notes.append(f"the script made {num_done} of {num_steps} steps")

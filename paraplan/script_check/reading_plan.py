@@ -171,7 +171,7 @@ def read_by_rank(
     tables = [{source.place: source for source in ranks[reader].record.sources} for reader in readers]
     own = {source.place: source for source in alone.record.sources}
     names = {place for place, _ in read}
-    takes_numbers = _takes_numbers(ranks)
+    takes_numbers = numbers_taken(ranks) != ""
     found = []
     for place, source in own.items():
         if place in names or any(place not in table for table in tables):
@@ -199,9 +199,10 @@ def read_by_rank(
     ]
 
 
-def _takes_numbers(ranks: Sequence[Process]) -> bool:
-    """Whether the script takes numbers of what ranks read unlike, as a count of targets or a mean."""
-    return any(len(_prints_at(ranks, range(len(ranks)), *at)) > 1 for at in ranks[0].record.taken)
+def numbers_taken(ranks: Sequence[Process]) -> str:
+    """Return where ranks read unlike values of which the script takes numbers, as counts or lengths; "" for none."""
+    taken = ranks[0].record.taken
+    return next((place for place, time in taken if len(_prints_at(ranks, range(len(ranks)), place, time)) > 1), "")
 
 
 def _is_same_reading(ranks: Sequence[Process], alone: Process, readers: Sequence[int], at: Place) -> bool | None:

@@ -99,7 +99,8 @@ class Recorder:
                 return result
             self._meet(module)
             args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {type(module).__name__}")
-            self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_sample(one[1])]))
+            with sources.inside():
+                self._given_prints.append(print_of([one for one in tensors_in((args, kwargs)) if is_sample(one[1])]))
             if self._names is not None and not self._losses:
                 held = f"held/{len(self._steps) + 1}/"
                 self._tensors |= {held + name: value for name, value in self._names.buffers().items()}

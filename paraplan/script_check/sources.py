@@ -101,15 +101,11 @@ class Sources:
             value = self.replay.at(place, value)
         tensors = list(tensors_in(value))
         is_small = sum(tensor.numel() for _, tensor in tensors) <= MOST_COPIED
-        copies = [(key, tensor.detach().clone()) for key, tensor in tensors] if is_small else []
+        with self.inside():
+            copies = [(key, tensor.detach().clone()) for key, tensor in tensors] if is_small else []
+            digest = print_of(tensors)
         reading = Reading(
-            place,
-            copies,
-            tuple(made_of),
-            print_of(tensors),
-            is_end=is_end,
-            num_steps=self.num_steps,
-            num_parts=len(tensors),
+            place, copies, tuple(made_of), digest, is_end=is_end, num_steps=self.num_steps, num_parts=len(tensors)
         )
         self.readings[name].append(reading)
         for _, tensor in tensors:
@@ -178,10 +174,11 @@ class Sources:
                 reading.tensors = []
 
     def records(self) -> tuple[tuple[SourceRecord, ...], dict[str, torch.Tensor]]:
-        """Return what was read at each place of which something was used, and the tensors of that by their keys."""
+        """Return what was read at places of which something is used, or numbers taken, and its tensors by key."""
         found, tensors = [], {}
+        taken = {place for place, _ in self.taken}
         for number, (place, readings) in enumerate(self.readings.items()):
-            if not any(reading.is_used for reading in readings):
+            if place not in taken and not any(reading.is_used for reading in readings):
                 continue
             for time, reading in enumerate(readings):
                 for leaf, (name, tensor) in enumerate(reading.tensors if reading.is_used else ()):

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seen_runs import NAMES, sight, with_record
+from torch import nn
 
 from paraplan.script_check.evidence import Process, Sight
 from paraplan.script_check.findings import first_difference, sums_rows
 from paraplan.script_check.records import Difference
+from paraplan.script_check.whole import Names, is_unnamed
 
 LAYER = "layer.weight"
 
@@ -176,3 +178,39 @@ def test_a_buffer_that_all_ranks_change_otherwise_than_one_process_explains_what
         process.tensors["held/1/count"] = torch.full((2,), 2.0 + value)
     assert (told(seen).kind == "unlike buffers") == bool(words)
     assert words in told(seen).cause
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_ranks_that_share_a_model_by_parts_and_read_unlike_rows_are_told_where_they_exchange_none(
+    gathers: bool,
+) -> None:
+    seen = sight(2, lambda _, whole, __: whole + torch.tensor([[1.0, -1.0, 0.5]] * 4))
+    steps = (seen.alone.record.steps[0].replace(losses=(3.0,)),)
+    ranks = [with_record(one, axes={"tp": 2}, gathers_rows=gathers, steps=steps) for one in seen.ranks]
+    found = told(dataclasses.replace(seen, ranks=ranks))
+    assert (found.kind == "unlike rows") == (not gathers)
+
+
+def test_parameters_of_a_model_that_is_never_called_have_its_names() -> None:
+    """As adapters whose layers the forward passes of another model call."""
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+    adapter, names = Adapter(), Names()
+    names.meet(nn.Linear(2, 2))
+    names.add(iter([*adapter.parameters(), torch.ones(2, requires_grad=True)]))
+    held = names.held_by([*adapter.parameters()])
+    assert held == ("Adapter.layers.0.weight", "Adapter.layers.0.bias")
+    assert [name for name in names.values(gradients=False).of if is_unnamed(name)] == ["parameter 4"]
+
+
+def test_a_loss_with_a_memory_and_no_parameters_is_met_by_its_buffers() -> None:
+    memory, names = nn.Module(), Names()
+    memory.register_buffer("bank", torch.ones(3))
+    names.meet_buffers(nn.Flatten())
+    names.meet_buffers(memory)
+    names.meet_buffers(memory)
+    assert list(names.buffers()) == ["Module.bank"]
