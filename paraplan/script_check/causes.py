@@ -13,6 +13,7 @@ from paraplan.script_check.mixtures import made_of, meaning_of_shares
 from paraplan.script_check.records import Kind
 
 _SIZE_OF = "the size of "
+_MOST_ROWS = 8
 _SIZE_TOLERANCE = 1e-3
 """How exactly a factor is a number of ranks."""
 
@@ -220,8 +221,20 @@ def _cause_of_direction(sight: Sight, parting: Parting, value: torch.Tensor) -> 
         (value.double() * expected.double()).sum() / (value.double().norm() * expected.double().norm() + 1e-30)
     )
     ratio = float(value.double().norm() / (expected.double().norm() + 1e-30))
-    text = f"it has another direction (cosine {cosine:.3f}) and {ratio:.3g} times the size: some of it is lost, or "
-    return Cause("another direction", None, text + "wrong")
+    text = f"it has another direction (cosine {cosine:.3f}) and {ratio:.3g} times the size: "
+    return Cause("another direction", None, text + (_of_rows(parting, value) or "some of it is lost, or wrong"))
+
+
+def _of_rows(parting: Parting, value: torch.Tensor) -> str:
+    """Return which rows of a matrix are wrong where others are right, "" where not so."""
+    if value.ndim != 2:
+        return ""
+    wrong = [row for row in range(len(value)) if not parting.is_near(value[row], parting.expected[row])]
+    if not 0 < 2 * len(wrong) <= len(value):
+        return ""
+    shown = ", ".join(map(str, wrong[:_MOST_ROWS])) + (", ..." if len(wrong) > _MOST_ROWS else "")
+    are_zero, verb = not bool(value[wrong].any()), "are" if len(wrong) > 1 else "is"
+    return f"its row{'s' if len(wrong) > 1 else ''} {shown} {verb} {'zero' if are_zero else 'wrong'}, and others right"
 
 
 def _cause_of_shares(sight: Sight, parting: Parting, value: torch.Tensor) -> Cause | None:

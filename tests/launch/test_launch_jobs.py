@@ -390,8 +390,9 @@ def test_a_forked_rank_ends_as_one_with_an_interpreter_of_its_own(
             seen[method][f"{path.parent.name}/{path.name}"] = path.read_text()
     forked, alone = (seen[method].pop("0/notes").splitlines() for method in ("spawn", "exec"))
     assert forked[:4] == alone[:4] == ["collecting", "thread", "exit function", "finalized"]
-    assert sorted(forked) == sorted(alone)  # Python promises no order among the last objects
-    assert len(alone) == 7
+    # Python promises no order among the last objects, nor that an interpreter deletes those in cycles
+    assert len(set(forked)) == len(forked) == 7
+    assert set(alone) <= set(forked)
     assert seen["spawn"] == seen["exec"]
     assert seen["exec"]["0/unclosed"] == "written at the end"
 
