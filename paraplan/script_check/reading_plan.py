@@ -20,7 +20,7 @@ START_FILE, READ_FILE, INPUTS_FILE = "start.safetensors", "read.safetensors", "i
 _ARRAYS = ("tensor", "from_numpy")
 """Ends of places where models make tensors of arrays."""
 _SELECTING = ("__setitem__", "__getitem__", "masked_fill", "masked_fill_")
-_BY_NUMBERS = ("add", "sub", "mul", "div", "truediv", "remainder", "mod", "roll")
+_BY_NUMBERS = ("add", "sub", "rsub", "mul", "div", "remainder", "roll")
 """Calls that compute with numbers of the script: with that of its rank, where it takes none out of what it reads."""
 
 Place = tuple[str, int]
@@ -177,7 +177,7 @@ def read_by_rank(
         if place in names or any(place not in table for table in tables):
             continue
         call = place.rpartition(" ")[2]
-        if call not in _SELECTING and (takes_numbers or call.strip("_").removeprefix("r") not in _BY_NUMBERS):
+        if call not in _SELECTING and (takes_numbers or call.strip("_") not in _BY_NUMBERS):
             continue
         for time in range(min(len(source.prints), *(len(table[place].prints) for table in tables))):
             if not source.is_used[time] or not all(table[place].is_used[time] for table in tables):

@@ -123,7 +123,7 @@ class Names:
         return max(ratios) if ratios and max(ratios) - min(ratios) <= 1e-4 * max(ratios) else None
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return copies of the floating-point buffers of models, but of batch norms, which stand still."""
+        """Return copies of models' floating-point buffers and frozen parameters, but of batch norms, which stand still."""
         found = {}
         prefixes = [
             f"{type(_inner(model)).__name__}{place}." if place else "" for place, model in enumerate(self.models)
@@ -131,8 +131,16 @@ class Names:
         prefixes += [f"{type(module).__name__}." for module in self._with_buffers]
         for prefix, model in zip(prefixes, [*self.models, *self._with_buffers], strict=True):
             for module_name, module in model.named_modules():
-                for name, value in () if is_batch_norm(module) else module.named_buffers(recurse=False):
-                    if type(value) is torch.Tensor and value.is_floating_point() and value.numel() <= _LARGEST_BUFFER:
+                held = [] if is_batch_norm(module) else list(module.named_buffers(recurse=False))
+                held += [(name, one) for name, one in module.named_parameters(recurse=False) if not one.requires_grad]
+                for name, value in held:
+                    is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
+                    if (
+                        is_plain
+                        and not value.is_meta
+                        and value.is_floating_point()
+                        and value.numel() <= _LARGEST_BUFFER
+                    ):
                         found[prefix + common_name(f"{module_name}.{name}".lstrip("."))] = value.detach().clone()
         return found
 
@@ -197,7 +205,7 @@ def _names_elsewhere(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
     """Return the names of parameters in models that are never called, as adapters whose layers others call."""
     wanted = {id(one) for one in parameters}
     found: dict[int, tuple[int, str]] = {}
-    for module in [one for one in gc.get_objects() if isinstance(one, nn.Module)]:
+    for module in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:  # not by what proxies say
         named = [(name, id(one)) for name, one in module.named_parameters()]
         for name, key in named:
             if key in wanted and len(named) > found.get(key, (0, ""))[0]:
@@ -225,7 +233,8 @@ def rates_of(group: dict[str, Any]) -> dict[str, float]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return here if here.layout == torch.strided else here.to_dense()
 
 
 def is_unnamed(name: str) -> bool:
