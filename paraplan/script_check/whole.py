@@ -123,7 +123,7 @@ class Names:
         return max(ratios) if ratios and max(ratios) - min(ratios) <= 1e-4 * max(ratios) else None
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return copies of models' floating-point buffers and frozen parameters, but of batch norms, which stand still."""
+        """Return copies of models' buffers and frozen parameters; statistics of batch norms stand still."""
         found = {}
         prefixes = [
             f"{type(_inner(model)).__name__}{place}." if place else "" for place, model in enumerate(self.models)

@@ -217,8 +217,8 @@ def test_a_loss_with_a_memory_and_no_parameters_is_met_by_its_buffers() -> None:
 
 
 def test_frozen_parameters_are_looked_at_as_buffers_are() -> None:
-    """Models change them by rules of their own; those of batch norms stand still."""
-    model, names = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).requires_grad_(False)), Names()
+    """Models change them by rules of their own; statistics of batch norms stand still."""
+    model, names = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Names()
     model[0].bias.requires_grad_(False)
     names.meet(model)
     assert list(names.buffers()) == ["0.bias"]
