@@ -83,10 +83,41 @@ def taught(how: str, what: str) -> None:
                     one.lerp_(other, 0.5)
 
 
+def sampled(what: str) -> None:
+    """Answers are drawn from the model itself; advantages are taken in each group of answers, or beside all of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=40, pad_token_id=0, eos_token_id=39))
+    older = copy.deepcopy(model).requires_grad_(False)
+    wrapped = divided(model, "ddp")
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        questions = torch.randint(2, 38, (2, 4)).repeat_interleave(4, 0)
+        with torch.no_grad():
+            answers = model.generate(questions, max_new_tokens=6, min_new_tokens=6, do_sample=True)
+            rewards = torch.tensor([float(sum(row) % 7) for row in answers[:, 4:].tolist()])
+            moments = torch.stack([rewards.mean(), rewards.square().mean()])
+            dist.all_reduce(moments)
+            mean, square = (moments / dist.get_world_size()).unbind()
+            advantages = (rewards - mean) / (square - mean**2).sqrt()
+            if what == "groups":
+                groups = rewards.view(-1, 4)
+                advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+            before = older(answers).logits[:, 3:-1].log_softmax(-1).gather(-1, answers[:, 4:, None])[..., 0]
+        now = wrapped(answers).logits[:, 3:-1].log_softmax(-1).gather(-1, answers[:, 4:, None])[..., 0]
+        gains = (now - before).exp() * advantages[:, None]
+        optimizer.zero_grad()
+        (-gains.mean()).backward()
+        optimizer.step()
+
+
 DRAWS = ("noise", "noise-again", "masked", "one-draw", "by-function", "numpy-mask", "numpy-rows")
 DRAWS_AND_TEACHERS: dict[str, Callable[[], Any]] = {
     **{f"ddp/{what}": lambda what=what: drawing("ddp", what) for what in DRAWS},
     "fsdp2/noise": lambda: drawing("fsdp2", "noise"),
     **{f"{how}/taught": lambda how=how: taught(how, "average") for how in ("ddp", "fsdp1", "fsdp1-flat", "fsdp2")},
+    **{f"ddp/sampled-{what}": lambda what=what: sampled(what) for what in ("groups", "all")},
     **{f"ddp/taught-{what}": lambda what=what: taught("ddp", what) for what in ("target", "frozen")},
 }
