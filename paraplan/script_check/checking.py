@@ -131,7 +131,7 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
         )
     readers = [group[0] for group in groups]
     runs.say(f"one process on the batches of {len(groups)} rank{'s' if len(groups) > 1 else ''}")
-    alone, shaken = runs.alone_without_repeats(readers)
+    alone, shaken = runs.alone_as_it_can(readers)
     ranks, num_divided, num_parts = put_together(ranks, alone)
     if num_divided:
         notes.append(
@@ -179,7 +179,7 @@ class _Runs:
         self.inputs = folder
         self._num_runs = 0
 
-    def alone_without_repeats(self, readers: Sequence[int]) -> tuple[Process, Process]:
+    def alone_as_it_can(self, readers: Sequence[int]) -> tuple[Process, Process]:
         """Run one process as `alone` does. Where it fails, try without what cannot be given.
 
         That is nothing at places to which it comes more often: there the script goes through what it has read, in a way
@@ -194,7 +194,8 @@ class _Runs:
         most = {source.place: len(source.prints) for source in self.ranks[0].record.sources}
         as_often = [(place, time) for place, time in self.read if counts.get(place, 0) <= most[place]]
         before = set(self.read)
-        for other in (as_often, of_rows(self.ranks, self.read), as_taken(self.ranks)):
+        taken = as_taken(self.ranks)
+        for other in (as_often, of_rows(self.ranks, self.read), taken):
             if not other or set(other) == before:
                 continue
             self.read = other
@@ -202,7 +203,7 @@ class _Runs:
                 alone = self.alone(readers)
             except CheckRunError:
                 continue
-            if other == as_taken(self.ranks):
+            if other is taken:
                 self.notes.append(
                     "one process is given what models and losses take, since it could not make it of what ranks read: "
                     "how the script makes it is not compared"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from paraplan.script_check.records import ProcessRecord
+from paraplan.script_check.records import ProcessRecord, SourceRecord
+
+NOISE_FACTOR = 16.0
+"""How many times as much as shaken weights make is rounding."""
+SMALLEST = 1e-3
+"""The part of the usual size of a model's tensors that counts as the size of smaller ones."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,10 @@ class Process:
         """Return the sum of the losses of a step's micro-batches, None where there is none."""
         losses = self.record.steps[step - 1].losses
         return sum(losses) if losses else None
+
+    def source(self, place: str) -> SourceRecord | None:
+        """Return what was read at `place`, None where nothing was."""
+        return next((one for one in self.record.sources if one.place == place), None)
 
     def reading(self, place: str, time: int) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that were read at `place` the `time`-th time, with the names of their keys."""
@@ -92,6 +102,12 @@ class Sight:
             if size not in found.values() or "micro" in what:
                 found[what] = size
         return {what: size for what, size in found.items() if size > 1}
+
+
+def sizes_of(values: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], float]:
+    """Return the sizes of a model's tensors, as roots of their mean squares, and the smallest that counts."""
+    sizes = {name: float(value.double().square().mean()) ** 0.5 for name, value in values.items()}
+    return sizes, SMALLEST * statistics.median(sizes.values()) if sizes else 0.0
 
 
 def distance(one: torch.Tensor, other: torch.Tensor, floor: float) -> float:

@@ -16,7 +16,7 @@ from paraplan.script_check.causes import (
 )
 from paraplan.script_check.copies import unlike_copies
 from paraplan.script_check.divided_steps import by_holders, clipped_alike, is_comparable, is_reduced_inside
-from paraplan.script_check.evidence import Sight, distance, ranks_of
+from paraplan.script_check.evidence import NOISE_FACTOR, SMALLEST, Sight, distance, ranks_of, sizes_of
 from paraplan.script_check.places import in_context, is_vague, loss_of
 from paraplan.script_check.records import Difference, Kind, ProcessRecord, Quantity
 from paraplan.script_check.steadiness import changing
@@ -25,8 +25,6 @@ from paraplan.script_check.update_causes import scaled_by_rank, update_cause
 _ROUNDING = 3e-5
 """Relative difference that sums of another order make of fp32, beyond what shaken weights show."""
 
-_NOISE_FACTOR = 16.0
-_SMALLEST = 1e-3
 _SUMMED = 1e-4
 _OF_SUMS = 0.1
 """Relative difference of a gradient from the sum of its parts' below which it is that sum, and not their mean."""
@@ -181,9 +179,8 @@ def _partings(sight: Sight, step: int, quantity: Quantity) -> tuple[list[str], l
     names = [name for name in sight.alone.record.names if name in expected and is_comparable(sight, name)]
     if not names:
         return names, [], 0.0
-    sizes = {name: float(expected[name].double().square().mean()) ** 0.5 for name in names}
-    floor = _SMALLEST * statistics.median(sizes.values())
-    dust = _CANCELLED * floor / _SMALLEST if is_gradient else 0.0
+    sizes, floor = sizes_of({name: expected[name] for name in names})
+    dust = _CANCELLED * floor / SMALLEST if is_gradient else 0.0
     left_out = set() if is_gradient else _cancelled(sight, step) | changing(sight, step)
     noises = {name: distance(shaken[name], expected[name], floor) for name in names if name in shaken}
     for name, value in sight.again.of(kind).items() if sight.again is not None else ():
@@ -193,7 +190,7 @@ def _partings(sight: Sight, step: int, quantity: Quantity) -> tuple[list[str], l
     partings = []
     for name in names:
         values = [_fitted(one.get(name), expected[name]) for one in found]
-        tolerance = max(_ROUNDING, _NOISE_FACTOR * max(noises.get(name, 0.0), usual))
+        tolerance = max(_ROUNDING, NOISE_FACTOR * max(noises.get(name, 0.0), usual))
         errors = [_error(value, expected[name], floor) for value in values]
         if name in left_out:
             continue
@@ -248,7 +245,7 @@ def _norm(sight: Sight, step: int) -> Difference | None:
     shaken = sight.shaken.record.steps[step - 1].norm
     if expected is None or shaken is None or any(norm is None for norm in found) or expected == 0:
         return None
-    tolerance = max(1e-4, _NOISE_FACTOR * abs(shaken / expected - 1))
+    tolerance = max(1e-4, NOISE_FACTOR * abs(shaken / expected - 1))
     errors = [abs(float(norm or 0.0) / expected - 1) for norm in found]
     ranks = [rank for rank, error in enumerate(errors) if error > tolerance]
     if not ranks:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from paraplan.script_check.buffers import wrong_buffer
 from paraplan.script_check.causes import Cause, Parting, is_of_known_size
-from paraplan.script_check.evidence import Sight, listed, ranks_of
+from paraplan.script_check.evidence import NOISE_FACTOR, Sight, listed, ranks_of
 from paraplan.script_check.mixtures import STATISTICS
 
 _TOLERANCE = 1e-3
 _LOSS_TOLERANCE = 1e-4
-_NOISE_FACTOR = 16.0
 _TENSOR_AXES = ("tp", "tensor")
 """Parts of names of axes whose ranks compute one model's layers together."""
 
@@ -32,7 +31,7 @@ class Loss:
     @property
     def is_right(self) -> bool:
         """Whether the two are the same."""
-        return abs(self.ranks - self.alone) <= max(_LOSS_TOLERANCE, _NOISE_FACTOR * self.noise) * abs(self.alone)
+        return abs(self.ranks - self.alone) <= max(_LOSS_TOLERANCE, NOISE_FACTOR * self.noise) * abs(self.alone)
 
 
 def loss_of(sight: Sight, step: int) -> Loss:
@@ -149,10 +148,10 @@ def _outputs(sight: Sight) -> dict[str, bool | None]:
         by_rank = [process.record.outputs.get(name, (float("nan"),) * 3) for process in sight.ranks]
         shaken = sight.shaken.record.outputs.get(name, (squares, total, size))
         noise = abs(shaken[0] / squares - 1) if squares else 0.0
-        if _is_whole(sight, [one[0] for one in by_rank], squares, max(_TOLERANCE, _NOISE_FACTOR * noise) * squares):
+        if _is_whole(sight, [one[0] for one in by_rank], squares, max(_TOLERANCE, NOISE_FACTOR * noise) * squares):
             found[name] = True
         else:
-            limit = _TOLERANCE * size + _NOISE_FACTOR * abs(shaken[1] - total)
+            limit = _TOLERANCE * size + NOISE_FACTOR * abs(shaken[1] - total)
             is_sum = _is_whole(sight, [one[1] for one in by_rank], total, limit)
             found[name] = None if is_sum or math.isnan(by_rank[0][0]) else False
     return found

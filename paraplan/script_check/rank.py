@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from paraplan.script_check.entries import follow_arrays, follow_loaders
 from paraplan.script_check.exchanges import follow_exchanges
-from paraplan.script_check.loaders import follow_arrays, follow_loaders
 from paraplan.script_check.reading_plan import INPUTS_FILE, READ_FILE, START_FILE
 from paraplan.script_check.readings import Given, Replay
 from paraplan.script_check.recording import Recorder

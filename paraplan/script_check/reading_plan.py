@@ -108,7 +108,7 @@ def as_taken(ranks: Sequence[Process]) -> list[Place]:
 
 
 def _is_read(process: Process, at: Place) -> bool:
-    source = next((one for one in process.record.sources if one.place == at[0]), None)
+    source = process.source(at[0])
     return source is not None and at[1] < len(source.is_used) and source.is_used[at[1]]
 
 
@@ -209,7 +209,7 @@ def _is_same_reading(ranks: Sequence[Process], alone: Process, readers: Sequence
     """Whether one process reads at a place what all readers together read there; None where they cannot be compared."""
     place, time = at
     for process in (*(ranks[reader] for reader in readers), alone):
-        source = next((one for one in process.record.sources if one.place == place), None)
+        source = process.source(place)
         if source is None or time >= len(source.prints) or not source.is_used[time]:
             return None
     parts = [ranks[reader].reading(place, time) for reader in readers]
@@ -244,7 +244,7 @@ def rows_read_twice(ranks: Sequence[Process], readers: Sequence[int]) -> list[st
 def _prints_at(ranks: Sequence[Process], group: Sequence[int], place: str, time: int) -> set[str | None]:
     found: set[str | None] = set()
     for rank in group:
-        source = next((one for one in ranks[rank].record.sources if one.place == place), None)
+        source = ranks[rank].source(place)
         found.add(None if source is None or time >= len(source.prints) else source.prints[time])
     return found
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
+from paraplan.script_check.evidence import NOISE_FACTOR, Process, Sight, distance, sizes_of
 
-from paraplan.script_check.evidence import Process, Sight, distance
-
-_SMALLEST = 1e-3
-_NOISE_FACTOR = 16.0
 _LOOSE = 3e-3
 """Relative change of a gradient by rounding above which the answer says so."""
 _REPEATED = 1e-6
@@ -31,11 +27,10 @@ def changing(sight: Sight, step: int) -> set[str]:
 def loose(sight: Sight) -> tuple[str, float] | None:
     """Return the gradient of which rounding alone changes most, and by what part of its size, where that is much."""
     expected, shaken = sight.alone.of("gradient/1"), sight.shaken.of("gradient/1")
-    sizes = {name: float(value.double().square().mean()) ** 0.5 for name, value in expected.items()}
-    floor = _SMALLEST * statistics.median(sizes.values()) if sizes else 0.0
+    _, floor = sizes_of(expected)
     noises = {name: distance(shaken[name], value, floor) for name, value in expected.items() if name in shaken}
     name = max(noises, key=lambda name: noises[name], default="")
-    if not name or noises[name] < max(_LOOSE, _NOISE_FACTOR * sight.alone.record.rounding):
+    if not name or noises[name] < max(_LOOSE, NOISE_FACTOR * sight.alone.record.rounding):
         return None
     return name, noises[name]
 

@@ -104,7 +104,7 @@ def _of_gradient(sight: Sight, parting: Parting) -> str:
         return ""
     if all(value is not None and parting.is_near(value, expected) for value in values):
         return "its gradient is right, and "
-    return "gradients are reduced inside of the step, and "
+    return "gradients are reduced inside of the step, or parameters after it, and "
 
 
 def _shifted(moved: torch.Tensor, way: torch.Tensor, tolerance: float) -> str:

@@ -109,12 +109,9 @@ class Names:
 
     def sizes_of_gradients(self) -> dict[int, float]:
         """Return the norms of the gradients that this rank itself has, by the ids of parameters."""
-        parameters = {id(one): one for model in self.models for one in model.parameters() if one.grad is not None}
-        here = {
-            key: one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad for key, one in parameters.items()
-        }
+        parameters = (one for model in self.models for one in model.parameters())
         with torch.no_grad():
-            return {key: float(one.double().norm()) for key, one in here.items() if one is not None}
+            return {id(one): float(_local(one.grad).double().norm()) for one in parameters if one.grad is not None}
 
     def clipped_to(self, before: dict[int, float]) -> float | None:
         """Return by what gradients were multiplied since they had the sizes `before`, None where by unlike numbers."""
@@ -134,13 +131,7 @@ class Names:
                 held = [] if is_batch_norm(module) else list(module.named_buffers(recurse=False))
                 held += [(name, one) for name, one in module.named_parameters(recurse=False) if not one.requires_grad]
                 for name, value in held:
-                    is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
-                    if (
-                        is_plain
-                        and not value.is_meta
-                        and value.is_floating_point()
-                        and value.numel() <= _LARGEST_BUFFER
-                    ):
+                    if _is_small_and_plain(value):
                         found[prefix + common_name(f"{module_name}.{name}".lstrip("."))] = value.detach().clone()
         return found
 
@@ -230,6 +221,12 @@ def rates_of(group: dict[str, Any]) -> dict[str, float]:
             if is_number or (isinstance(one, int | float) and not isinstance(one, bool)):
                 found[f"{name} {place}".strip()] = float(one)
     return found
+
+
+def _is_small_and_plain(value: torch.Tensor) -> bool:
+    is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_meta
+    is_small = is_plain and value.is_floating_point() and value.numel() <= _LARGEST_BUFFER
+    return is_small and not _is_freed(value)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -216,6 +216,22 @@ def test_a_loss_with_a_memory_and_no_parameters_is_met_by_its_buffers() -> None:
     assert list(names.buffers()) == ["Module.bank"]
 
 
+def test_memory_that_was_given_back_is_not_read_and_sparse_gradients_have_sizes() -> None:
+    """FSDP frees frozen weights between passes; embeddings may have sparse gradients."""
+    model, names = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2).requires_grad_(False)), Names()
+    names.meet(model)
+    assert list(names.buffers()) == ["1.weight", "1.bias"]
+    model[1].weight.untyped_storage().resize_(0)
+    assert list(names.buffers()) == ["1.bias"]
+    model[0](torch.tensor([0, 0, 1])).sum().backward()
+    before = names.sizes_of_gradients()
+    assert list(before.values()) == [pytest.approx(10**0.5)]
+    gradient = model[0].weight.grad
+    assert gradient is not None
+    model[0].weight.grad = gradient * 0.5
+    assert names.clipped_to(before) == pytest.approx(0.5)
+
+
 def test_frozen_parameters_are_looked_at_as_buffers_are() -> None:
     """Models change them by rules of their own; statistics of batch norms stand still."""
     model, names = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Names()

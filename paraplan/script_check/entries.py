@@ -1,4 +1,4 @@
-"""Data loaders of a script, and arrays of NumPy in its models, noted or replaced."""
+"""Data that enters a script, noted or replaced: from its data loaders, and as arrays of NumPy in its models."""
 
 from __future__ import annotations
 
