@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paraplan.script_check.records import ScriptReport
 
 app = typer.Typer(add_completion=False)
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 @app.command()
@@ -165,7 +166,7 @@ def script_text(report: ScriptReport) -> list[str]:
     lines = [
         f"{report.script} on {report.num_ranks} CPU ranks, beside one process on all of their batches: "
         f"{report.num_parameters} parameters, {report.num_steps} step{'s' if report.num_steps > 1 else ''}, "
-        f"{report.seconds:.0f} s"
+        f"{report.seconds:.0f}{_NO_BREAK}s"
     ]
     found = report.difference
     if found is None:
@@ -189,4 +190,5 @@ def script_text(report: ScriptReport) -> list[str]:
 
 def _wrapped(line: str) -> list[str]:
     """Return a line in parts that a terminal of 100 columns shows whole, those after the first indented."""
-    return textwrap.wrap(line, 100, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
+    parts = textwrap.wrap(line, 100, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
+    return [part.replace(_NO_BREAK, " ") for part in parts]

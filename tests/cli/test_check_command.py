@@ -10,12 +10,13 @@ from forked_launch import launch_forked
 from rank_harness import RankHarness
 from typer.testing import CliRunner
 
-from paraplan.cli.check import check_text
+from paraplan.cli.check import check_text, script_text
 from paraplan.cli.main import app
 from paraplan.plan.check import CheckReport, CheckRequest, smaller_plan
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.script_check.plans import CheckRunError, check_plan
+from paraplan.script_check.records import ScriptReport
 
 MODEL = """
 import torch
@@ -140,3 +141,24 @@ def test_options_of_another_check_are_refused(words: list[str], said: str) -> No
     result = CliRunner().invoke(app, ["check", *words])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("length", range(8, 60))
+def test_no_line_about_a_script_is_too_long_and_none_is_a_unit_alone(length: int) -> None:
+    report = ScriptReport(
+        script=f"{'x' * length}.py",
+        num_ranks=2,
+        num_steps=2,
+        num_parameters=8,
+        is_equal=True,
+        difference=None,
+        gradient_error=1e-7,
+        parameter_error=1e-8,
+        losses=(1.0,),
+        alone_losses=(1.0,),
+        notes=(),
+        seconds=6.0,
+    )
+    lines = script_text(report)
+    assert all(len(line) <= 100 and line.isascii() for line in lines)
+    assert not any(line.strip() == "s" for line in lines)
