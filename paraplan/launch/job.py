@@ -64,9 +64,7 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NO_FILE = "<N/A>"  # what torch's ProcessFailure has for a rank without an error file
-_MEMORY_OF_A_SMALL_NODE = 8 << 30
-"""Where the system does not say what is free."""
-
+_MEMORY_OF_A_SMALL_NODE = 8 << 30  # where the system does not say what is free
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 

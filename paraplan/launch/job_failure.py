@@ -44,8 +44,8 @@ from paraplan.launch.spec import ArgumentError, LaunchSpec
 from paraplan.units import format_bytes
 
 _PLANNER_S = 20.0  # what a report may wait for advice
+# how long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take
 _OTHER_NODES_S = 15.0
-"""How long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take."""
 
 
 def report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
@@ -189,6 +189,7 @@ def torchs_failures(error: ChildFailedError) -> list[RankFailure]:
     ]
 
 
+# where torch looks at the arguments of a launch
 _ARGUMENT_FILES = (
     "/torch/distributed/run.py",
     "/torch/distributed/launcher/",
@@ -196,7 +197,6 @@ _ARGUMENT_FILES = (
     "/torch/distributed/elastic/multiprocessing/api.py",
     "/torch/numa/",
 )
-"""Where torch looks at the arguments of a launch."""
 
 
 def is_about_arguments(error: BaseException) -> bool:

@@ -32,12 +32,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOOK_S = 1.0
 _ANSWER_S = 2.0
 _SCONTROL_S = 30.0
+# the share of the time until Slurm kills ranks that they may take: their launcher ends after them
 _SHARE_OF_KILL_WAIT = 0.8
-"""The share of the time until Slurm kills ranks that they may take: their launcher ends after them."""
+# answers of a metadata service that say that nothing is planned; Azure's is an object with an empty list of Events
 _NO_NOTICE = {"", "false", "none", "null", "{}", "[]"}
-"""Answers of a metadata service that say that nothing is planned; Azure's is an object with an empty list of Events."""
+# without them Google's and Azure's services refuse to answer; others do not mind
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}
-"""Without them Google's and Azure's services refuse to answer; others do not mind."""
 
 
 class PreemptedError(SignalException):

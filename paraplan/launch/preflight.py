@@ -25,14 +25,12 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch on a CPU
 _TAKEN_BYTES = 1 << 30  # more than a driver with ECC and an idle display server hold
 _SMALL_SHM_BYTES = 64 << 20  # what containers get by default
 _SMALL_DISK_BYTES = 1 << 30
+# a launcher of one node held 34 open files and three for each rank, a rank of gloo 12 and up to four for each peer (2,
+# 8 and 24 ranks, torch 2.13)
 _FILES_OF_A_LAUNCHER, _FILES_OF_A_RANK = 40, 4
-"""A launcher of one node held 34 open files and three for each rank, a rank of gloo 12 and up to four for each peer (2,
-8 and 24 ranks, torch 2.13)."""
-
 _PLENTY = 4096
+# a launcher had 16 threads with 24 ranks, a rank of gloo four beside OpenMP's; NCCL and data loaders start more
 _TASKS_OF_A_LAUNCHER, _TASKS_OF_A_RANK = 20, 8
-"""A launcher had 16 threads with 24 ranks, a rank of gloo four beside OpenMP's; NCCL and data loaders start more."""
-
 _ENOUGH_LOCKED_BYTES = 1 << 30
 
 

@@ -20,8 +20,7 @@ import torch
 import paraplan
 from paraplan.launch.spec import RUNS_FOLDER, ArgumentError, LaunchSpec, NodeRange
 
-_MODE = 0o700
-"""Rights of the folders that are made: what ranks write, and their command line, is for their user alone."""
+_MODE = 0o700  # rights of the folders that are made: what ranks write, and their command line, is for their user alone
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class RunFolder:
 
 _SECRET_OPTION = re.compile(r"--?(?:.*[-_])?(token|secret|password|passwd|api[-_]?key|credentials?)", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r".*(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)", re.IGNORECASE)
+# letters from which on a variable's value is taken for a secret, and not for a word that stands everywhere
 _MIN_SECRET = 8
-"""Letters from which on a variable's value is taken for a secret, and not for a word that stands everywhere."""
 
 HIDDEN = "<hidden>"
 

@@ -10,29 +10,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+# starts of the names of environment variables that torch, NumPy and their libraries read while they are imported
 _READ_AT_IMPORT = ("ATEN_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH")
-"""Starts of the names of environment variables that torch, NumPy and their libraries read while they are imported."""
-
+# modules of the standard library that import others by name, or start programs that do
 _IMPORTERS = frozenset({"imp", "importlib", "multiprocessing", "pickle", "pkgutil", "runpy", "subprocess", "zipimport"})
-"""Modules of the standard library that import others by name, or start programs that do."""
-
 _HARMLESS = (sys.stdlib_module_names | {"__main__"}) - _IMPORTERS
 
 
+# variables by which tools get into each program that starts: Nsight Systems and Compute, CUPTI's and NVTX's, ld.so
 _PROFILERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_AUDIT")
-"""Variables by which tools get into each program that starts: Nsight Systems and Compute, CUPTI's and NVTX's, ld.so."""
-
+# libraries that are preloaded for speed: they work in a process that was forked
 _ALLOCATORS = re.compile(r"lib(jemalloc|tcmalloc|mimalloc|iomp5|gomp|hugetlbfs)[^/]*")
-"""Libraries that are preloaded for speed: they work in a process that was forked."""
-
+# modules that an interpreter imports before its script, whatever lies beside that; and this package
 _AT_START = frozenset(
     {
         *("__future__", "__main__", "_collections_abc", "_sitebuiltins", "abc", "builtins", "codecs", "encodings"),
         *("genericpath", "io", "os", "paraplan", "posixpath", "site", "sitecustomize", "stat", "sys", "usercustomize"),
     }
 )
-"""Modules that an interpreter imports before its script, whatever lies beside that; and this package."""
-
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 
 _MAX_FILES, _MAX_BYTES = 200, 1 << 20  # of the modules beside a script that are read

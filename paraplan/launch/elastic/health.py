@@ -23,9 +23,8 @@ from paraplan.units import ranks_in_words
 
 _MODULE = "paraplan.measure.health"
 _REPORT_FILE, _AT_FILE = "health.json", "health-at-"  # as that module has them
+# the most that starting, connecting and the slowest single message may take on top of the time that is asked for
 _START_S = 60.0
-"""The most that starting, connecting and the slowest single message may take on top of the time that is asked for."""
-
 _REAP_S = 5.0  # longer only for a rank in uninterruptible sleep, which nobody can end
 
 _LOG_FILE = "health.log"

@@ -32,8 +32,7 @@ from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
 
 _LOOPBACK = "127.0.0.1"
-_READS_THE_END_S = 2.5
-"""torch's rendezvous reads the state of a job once a second."""
+_READS_THE_END_S = 2.5  # torch's rendezvous reads the state of a job once a second
 _STORE_PATIENCE = timedelta(seconds=300)  # torch's default for a store
 
 

@@ -21,8 +21,8 @@ from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, diffe
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.request import PLAN_VARIABLE
 
+# from how much on a difference of two nodes' clocks is said: times in their logs are then hard to compare
 _LARGE_SKEW_S = 1.0
-"""From how much on a difference of two nodes' clocks is said: times in their logs are then hard to compare."""
 
 
 @dataclass(frozen=True)

@@ -44,22 +44,17 @@ from paraplan.units import ranks_in_words
 SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
 
+# how long ranks get to report where they are, before they are stopped because others timed out or lost them
 _ANSWER_S = 3.0
-"""How long ranks get to report where they are, before they are stopped because others timed out or lost them."""
-
 _HEALTH_S = 20.0  # for --preflight measure
 _BOARD_INTERVAL_S = 0.5
+# how long ranks go on after those of another node have failed: most notice by a lost connection within this time
 _ALONE_S = 3.0
-"""How long ranks go on after those of another node have failed: most notice by a lost connection within this time."""
-
+# how long a node that has seen a hang waits for what the others say of it: they look at other moments
 _HANG_NOTES_S = 5.0
-"""How long a node that has seen a hang waits for what the others say of it: they look at other moments."""
-
+# how long the other ranks of a node get to end, once one of them has saved and ended: they save together
 _SAVED_S = 10.0
-"""How long the other ranks of a node get to end, once one of them has saved and ended: they save together."""
-
-_SILENT_S = 2.0
-"""How long ranks that are to end are waited for before the launcher says so."""
+_SILENT_S = 2.0  # how long ranks that are to end are waited for before the launcher says so
 
 
 class RankProcesses(ProcessContext):

@@ -23,11 +23,9 @@ _NAME = re.compile(r"@(paraplan-launch-(?P<pid>\d+)-[0-9a-f]{16})$")
 _LISTENS = "00010000"  # flag of unix(7) sockets in /proc/net/unix: linux/net.h, __SO_ACCEPTCON
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred of socket(7): process, user, group
 _MAX_REQUEST_BYTES = 1 << 16
+# largest answer: stacks of thousands of ranks are a few MiB, and what is larger does not come from a launcher
 _MAX_ANSWER_BYTES = 64 << 20
-"""Largest answer: stacks of thousands of ranks are a few MiB, and what is larger does not come from a launcher."""
-
-_REQUEST_S = 5.0
-"""For a request to come whole, and for its answer to be taken: both are at hand."""
+_REQUEST_S = 5.0  # for a request to come whole, and for its answer to be taken: both are at hand
 
 
 def launchers(*, proc: Path = Path("/proc")) -> list[str]:

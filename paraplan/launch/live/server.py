@@ -18,14 +18,9 @@ from paraplan.launch.live.channel import answer as send_answer
 from paraplan.launch.live.channel import receive
 from paraplan.launch.nodes.store import NodeStore
 
-_NODES_S = 0.5
-"""How often a node looks whether another one asks: as often as it looks whether another one has failed."""
-
-_ELSEWHERE_S = 2 * STACKS_S + 4.0
-"""How long other nodes get to answer: two waits for their ranks, and some looks."""
-
-_MAX_TALKS = 16
-"""Commands that are answered at the same time; others are closed."""
+_NODES_S = 0.5  # how often a node looks whether another one asks: as often as it looks whether another one has failed
+_ELSEWHERE_S = 2 * STACKS_S + 4.0  # how long other nodes get to answer: two waits for their ranks, and some looks
+_MAX_TALKS = 16  # commands that are answered at the same time; others are closed
 
 
 def listen() -> socket.socket:

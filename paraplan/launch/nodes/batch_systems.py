@@ -64,11 +64,11 @@ def _slurm_place(environment: Mapping[str, str]) -> NodePlace | None:
     )
 
 
+# variables that Open MPI's mpirun sets (its FAQ), and Hydra, the mpirun of MPICH, Intel MPI and MVAPICH
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
 )
-"""Variables that Open MPI's mpirun sets (its FAQ), and Hydra, the mpirun of MPICH, Intel MPI and MVAPICH."""
 
 
 def _mpi_place(environment: Mapping[str, str]) -> NodePlace | None:

@@ -23,6 +23,7 @@ from paraplan.launch.nodes.batch_systems import FIRST_PORT, NUM_PORTS
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, random_token
 from paraplan.launch.spec import END_WITH_STDIN, ArgumentError
 
+# starts of the names of variables that the launchers on other hosts get from this one
 _PASSED_ON = (
     "CUDA_",
     "GLOO_",
@@ -37,11 +38,8 @@ _PASSED_ON = (
     "PYTORCH_",
     "TORCH",
 )
-"""Starts of the names of variables that the launchers on other hosts get from this one."""
-
+# start of the names of variables that Python reads before it runs anything: these stand in the command line
 _FOR_THE_INTERPRETER = "PYTHON"
-"""Start of the names of variables that Python reads before it runs anything: these stand in the command line."""
-
 _GRACE_S = 45.0  # more than a launcher gives to its own ranks
 _PORT_TRIES = 20
 _SSH_FAILED = 255  # man ssh, EXIT STATUS

@@ -16,8 +16,7 @@ from paraplan.launch.nodes.job_token import Seal
 ResultT = TypeVar("ResultT")
 
 _PREFIX = "paraplan"
-_SILENCE_S = 60.0
-"""How long the machine with the store may say nothing before it is taken for lost."""
+_SILENCE_S = 60.0  # how long the machine with the store may say nothing before it is taken for lost
 _MOST_READ = 4096  # at once: who knows no token can write a number, if nothing else
 
 

@@ -18,8 +18,7 @@ from typing import NoReturn
 
 _CHUNK_BYTES = 1 << 16
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a disk that takes no more."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a disk that takes no more
 
 
 @dataclass

@@ -11,10 +11,9 @@ from paraplan.launch.stragglers.judge import Lateness, Row
 from paraplan.launch.stragglers.steps import Step
 from paraplan.units import ranks_in_words
 
+# pauses strike anywhere: this much of the lateness is then in the backward pass and the optimizer. What a script waits
+# for by itself is outside of both.
 _MIN_SHARE_IN_PASSES = 0.25
-"""Pauses strike anywhere: this much of the lateness is then in the backward pass and the optimizer. What a script waits
-for by itself is outside of both."""
-
 _PARTS: Mapping[str, Callable[[Step], float]] = {
     "loader": lambda step: step.loader_s,
     "collection": lambda step: step.gc_s,

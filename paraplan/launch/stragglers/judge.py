@@ -20,67 +20,39 @@ from paraplan.launch.stragglers.steps import Step
 Row = Mapping[int, Step]
 """One step of all ranks, by global rank."""
 
-_WINDOW = 15
-"""Steps over which a rank must be late: with the time of a look this says so within 30."""
-
+_WINDOW = 15  # steps over which a rank must be late: with the time of a look this says so within 30
+# a window is no shorter than this: what shares a core or a cache with a rank stays for some tenths of a second
 _WINDOW_S = 0.7
-"""A window is no shorter than this: what shares a core or a cache with a rank stays for some tenths of a second."""
-
 _MAX_WINDOW = 200
 
-_BURST_WINDOW = 30
-"""Steps over which pauses are counted, which do not strike every step."""
-
+_BURST_WINDOW = 30  # steps over which pauses are counted, which do not strike every step
 _KEPT = 600
-_WARM_STEPS = 4
-"""The first steps allocate and meet their peers."""
-
+_WARM_STEPS = 4  # the first steps allocate and meet their peers
+# a rank is late by this share of its peers' own time. 60 clean runs on 2 busy cores stayed below 0.13 where the run
+# queue took less than a tenth of the time.
 _MIN_SLOWER = 0.18
-"""A rank is late by this share of its peers' own time. 60 clean runs on 2 busy cores stayed below 0.13 where the run
-queue took less than a tenth of the time."""
-
+# a rank is late by this share of its peers' CPU time where ranks wait for cores: those that share cores and caches with
+# other programs differed by up to 0.28 over 15 steps (load 14 on 2 cores)
 _MIN_SLOWER_CONTENDED = 0.38
-"""A rank is late by this share of its peers' CPU time where ranks wait for cores: those that share cores and caches
-with other programs differed by up to 0.28 over 15 steps (load 14 on 2 cores)."""
-
-_FULL_CONTENTION = 0.5
-"""Waiting for a core, as a share of running, from which on that holds; below it, in proportion."""
-
-_MIN_COST = 0.05
-"""The least share of a step that lateness must cost the job to be worth a line."""
-
-_MIN_LATE_STEPS = 0.9
-"""The share of steps in which a slow rank is late by at least half of its median lateness."""
-
-_EASE = 0.6
-"""A rank that was named is late until it is below this share of what named it: a case does not flicker."""
-
-_MEMORY_STEPS = 4
-"""Twice as many steps without lateness are a new begin."""
-
-_BURST = 0.3
-"""A step is struck where one rank is late by this share of what its peers need."""
-
+_FULL_CONTENTION = 0.5  # waiting for a core, as a share of running, from which on that holds; below it, in proportion
+_MIN_COST = 0.05  # the least share of a step that lateness must cost the job to be worth a line
+_MIN_LATE_STEPS = 0.9  # the share of steps in which a slow rank is late by at least half of its median lateness
+_EASE = 0.6  # a rank that was named is late until it is below this share of what named it: a case does not flicker
+_MEMORY_STEPS = 4  # twice as many steps without lateness are a new begin
+_BURST = 0.3  # a step is struck where one rank is late by this share of what its peers need
 _MIN_BURST_COST = 0.08
-_MIN_BURST_SHARE = 0.85
-"""The share of all strikes, in seconds, that one rank has who is to be named for them."""
-
-_MAX_CHANCE = 0.02
-"""The chance with which strikes that fall on any rank would have fallen on one so often."""
-
+_MIN_BURST_SHARE = 0.85  # the share of all strikes, in seconds, that one rank has who is to be named for them
+_MAX_CHANCE = 0.02  # the chance with which strikes that fall on any rank would have fallen on one so often
+# the largest such chance where no other rank is struck: five of two ranks. Pauses that strike inside of a collective
+# are not seen.
 _MAX_CHANCE_ALONE = 0.0625
-"""The largest such chance where no other rank is struck: five of two ranks. Pauses that strike inside of a collective
-are not seen."""
-
+# the largest chance with which a rank is suspected: three ranks and three strikes, or two ranks and four
 _MAX_CHANCE_SUSPECTED = 0.13
-"""The largest chance with which a rank is suspected: three ranks and three strikes, or two ranks and four."""
-
 _MIN_JITTER_COST = 0.13
 _MIN_JITTER_STRIKES = 8
 _MAX_JITTER_SHARE = 0.75
+# the share of strikes after which the next falls on another rank: two ranks, one after the other, are no jitter
 _MIN_JITTER_TURNS = 0.25
-"""The share of strikes after which the next falls on another rank: two ranks, one after the other, are no jitter."""
-
 _MIN_TRANSFER_RATIO = 1.8
 _MIN_TRANSFER_COST = 0.12
 _MIN_BASELINE = 15

@@ -19,20 +19,13 @@ from paraplan.launch.stragglers.steps import Step, StepReader, as_rows, of_rows
 
 _INTERVAL_S = 0.1
 _INTERVAL_OF_NODES_S = 0.5
+# a look may take this share of one core of the launcher's: with very many ranks they are rarer
 _SHARE_OF_LAUNCHER = 0.05
-"""A look may take this share of one core of the launcher's: with very many ranks they are rarer."""
-
+# steps of each rank that a node tells the first one: more than a window, and what may come between two looks
 _TOLD_STEPS = 48
-"""Steps of each rank that a node tells the first one: more than a window, and what may come between two looks."""
-
-_STATE_S = 5.0
-"""Counters of a machine are told for one to two times as long."""
-
-_CONFIRMING_STEPS = 4
-"""For so many steps more a case must stand before it is said."""
-
-_CLOSING_STEPS = 20
-"""After so many steps without it a case is over."""
+_STATE_S = 5.0  # counters of a machine are told for one to two times as long
+_CONFIRMING_STEPS = 4  # for so many steps more a case must stand before it is said
+_CLOSING_STEPS = 20  # after so many steps without it a case is over
 
 
 @dataclass
