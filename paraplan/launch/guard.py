@@ -7,7 +7,6 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -321,11 +320,3 @@ def _row_of(look: Look) -> list[Any]:
 def _look_of(row: Sequence[Any]) -> Look:
     number, optimizer, step, entries, sums = row
     return Look(int(number), int(optimizer), int(step), tuple(map(_entry_of, entries)), [int(one) for one in sums])
-
-
-def remove_sums(folders: Iterable[Path]) -> None:
-    """Remove what ranks have written for the guard."""
-    for folder in folders:
-        for path in (*folder.glob(SUMS_FILE.format(slot="*")), *folder.glob(LAYOUT_FILE.format(layout="*"))):
-            with suppress(OSError):
-                path.unlink()

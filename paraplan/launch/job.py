@@ -122,14 +122,10 @@ def _note_end(job: JobRecord, folder: RunFolder, status: int, elapsed_s: float) 
     """Write how the job ended into its folder, and say where its time went."""
     goodput = job.clock.measure(job.page, is_done=status in (0, PREEMPTED_EXIT_STATUS))
     noted = Noted() if job.plan is None else note_measured(folder.path, job.plan, has_ended_well=status == 0)
-    folder.note_end(
-        exit_status=status,
-        elapsed_s=elapsed_s,
-        attempts=job.attempts,
-        late=[case.to_json() for case in job.late],
-        goodput=None if goodput is None else goodput.to_dict(),
-        measured=noted.record,
-    )
+    end: dict[str, Any] = {"exit_status": status, "elapsed_s": round(elapsed_s, 3), "attempts": job.attempts}
+    end |= {"goodput": None if goodput is None else goodput.to_dict()}
+    end |= {"late": [case.to_json() for case in job.late]} if job.late else {}
+    folder.note_end(end | ({} if noted.record is None else {"measured": noted.record}))
     again = f", started {job.attempts} times" if job.attempts > 1 else ""
     if status == 0 and job.attempts:
         say(f"all ranks ended after {elapsed_s:.1f} s{again}; logs: {folder}")
@@ -219,16 +215,16 @@ class Launch:
             self._choose_environment(folder)
             settings = self._settings(config.nproc_per_node)
             if self.keeps_logs:
-                self._note_start(folder)
+                command = ["paraplan", "launch", *sys.argv[1:]]
+                folder.note_start(command, environment=dict(self.environment), plan=request.file, node=self.node)
             self._share_memory(config.nproc_per_node, settings.grace_s)
-            prepare = RoundPreparation(
-                job, request.planner, self.environment, self._is_planned and drives_accelerate(request)
-            )
-            is_prepared = request.nodes.max > 1 or self._is_planned  # else there is nothing to be agreed upon
+            before_start: Callable[[Round], None] | None = None
+            if request.nodes.max > 1 or self._is_planned:  # else there is nothing to be agreed upon
+                drives = self._is_planned and drives_accelerate(request)
+                before_start = RoundPreparation(job, request.planner, self.environment, drives)
             run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
-            run_with = partial(run_here, spawner=self.spawner, settings=settings, job=job, seal=seal)
-            before_start: Callable[[Round], None] = prepare if is_prepared else lambda _: None
-            results = run_with(config, program, program_arguments, before_start=before_start) or {}
+            how: dict[str, Any] = {"settings": settings, "job": job, "seal": seal, "before_start": before_start}
+            results = run_here(config, program, program_arguments, **how) or {}
             self._say_whether_planned()
             return results
         except ChildFailedError as error:
@@ -270,10 +266,8 @@ class Launch:
             num_cores = usable_cores()
             threads = threads_per_rank(num_cores=num_cores, ranks_per_node=config.nproc_per_node)
             os.environ[_THREADS_VARIABLE] = str(threads)
-            say(
-                f"{_THREADS_VARIABLE}={threads} in each rank ({num_cores} cores, {config.nproc_per_node} ranks on this "
-                "node); set OMP_NUM_THREADS to override"
-            )
+            here = f"{num_cores} cores, {config.nproc_per_node} ranks on this node"
+            say(f"{_THREADS_VARIABLE}={threads} in each rank ({here}); set OMP_NUM_THREADS to override")
         elif threads_given is None:
             del os.environ[_THREADS_VARIABLE]
         return config, program, program_arguments
@@ -295,6 +289,7 @@ class Launch:
         """Return how ranks start and stop."""
         return AttemptSettings(
             self.request.spec,
+            self.spawner,
             fork=self.fork,
             num_threads=self._threads_to_set() if self.fork else None,
             extra_environment=self.environment,
@@ -337,34 +332,25 @@ class Launch:
         interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
         return Spares(spec.spare_ranks, (interpreter, "-u", bootstrap.__file__, bootstrap.STAND_BY), modules)
 
-    def _note_start(self, folder: RunFolder) -> None:
-        folder.note_start(["paraplan", "launch", *sys.argv[1:]], environment=dict(self.environment))
-        if self.request.file is not None:
-            folder.note("plan.json", self.request.file.to_json())
-        if self.node is not None:
-            folder.note("topology.json", self.node.to_json())
-
     def _share_memory(self, num_ranks: int, grace_s: float) -> None:
         """Make what ranks and launcher share, named in their environment; begin to look for notices."""
-        spec, job = self.request.spec, self.job
+        spec, job, every = self.request.spec, self.job, self.request.spec.memory_checkpoint
         if shared_memory.is_available():
             job.page = StatusPage.make(num_ranks)
             self.environment[shared_memory.STATUS_PAGE_VARIABLE] = job.page.path
-            if spec.memory_checkpoint is not None:
-                job.copies = self._slots(spec.memory_checkpoint, num_ranks)
+            if every is not None:
+                most_bytes = (shared_memory.available_bytes() or _MEMORY_OF_A_SMALL_NODE) // 2
+                steps = f"every {every} steps" if every > 1 else "every step"
+                say(f"a copy of the state is kept in memory {steps}: at most {format_bytes(most_bytes)} on this node")
+                has_neighbour = self.request.nodes.max > 1
+                job.copies = CopySlots.make(
+                    every=every, num_ranks=num_ranks, most_bytes=most_bytes, has_neighbour=has_neighbour
+                )
                 self.environment[shared_memory.COPIES_VARIABLE] = job.copies.text()
         job.stop.page, job.stop.window_s = job.page, spec.preempt_window or grace_s
         job.stop.read_kill_wait(os.environ)
         if spec.preempt_notice is not None:
             watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
-
-    def _slots(self, every: int, num_ranks: int) -> CopySlots:
-        """Return memory for copies of the state of so many ranks; say how much it may be."""
-        most_bytes = (shared_memory.available_bytes() or _MEMORY_OF_A_SMALL_NODE) // 2
-        steps = f"every {every} steps" if every > 1 else "every step"
-        say(f"a copy of the state is kept in memory {steps}: at most {format_bytes(most_bytes)} on this node")
-        has_neighbour = self.request.nodes.max > 1
-        return CopySlots.make(every=every, num_ranks=num_ranks, most_bytes=most_bytes, has_neighbour=has_neighbour)
 
     def _say_whether_planned(self) -> None:
         """Say in a line where no rank here has taken the plan that was given; of other programs nothing is known."""
@@ -372,8 +358,6 @@ class Launch:
             return
         marker = Path(self.environment[PLAN_READ_VARIABLE])
         if not self.request.spec.no_python and not marker.exists():
-            say(
-                "the script ran without its plan; paraplan.runtime.init and job.prepare run a plan, "
-                "accelerate takes some of it"
-            )
+            runs = "paraplan.runtime.init and job.prepare run a plan, accelerate takes some of it"
+            say(f"the script ran without its plan; {runs}")
         marker.unlink(missing_ok=True)

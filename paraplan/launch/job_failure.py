@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from paraplan.errors import PlanError
 from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.launch import make_config
 from paraplan.launch.elastic.records import JobRecord
@@ -35,15 +34,11 @@ from paraplan.launch.faults.report import (
 )
 from paraplan.launch.guard import GUARD_EXIT_STATUS, GuardVerdict
 from paraplan.launch.nodes.store import StoreLostError
-from paraplan.launch.planning import make_plan, planned_layout, planner_of
 from paraplan.launch.ranks.limits import count_memory_kills, new_memory_kill
 from paraplan.launch.ranks.spawning import RankExit
 from paraplan.launch.request import LaunchRequest
-from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spec import ArgumentError, LaunchSpec
-from paraplan.units import format_bytes
 
-_PLANNER_S = 20.0  # what a report may wait for advice
 # how long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take
 _OTHER_NODES_S = 15.0
 
@@ -60,14 +55,6 @@ def report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
     return first.exit_status
 
 
-def _free_bytes(folder: RunFolder | None) -> int | None:
-    """Return the room on the disk of the logs; None where it does not say."""
-    try:
-        return None if folder is None else shutil.disk_usage(folder.path).free
-    except OSError:
-        return None
-
-
 def report_failure(request: LaunchRequest, job: JobRecord) -> int:
     """Say which rank failed first, of all nodes, and why; return the status."""
     if job.hang is not None:
@@ -75,23 +62,25 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
         return HANG_EXIT_STATUS
     if job.apart is not None:
         return report_apart(job.apart, job)
-    first = first_failure(job.failures)
+    first, estimate, free_bytes = first_failure(job.failures), job.plan and job.plan.estimate, None
+    if job.folder is not None:
+        with suppress(OSError):
+            free_bytes = shutil.disk_usage(job.folder.path).free
     context = ReportContext(
         hostname=socket.gethostname(),
         elapsed_s=max(0.0, (first.time_ns - (job.started_ns or time.time_ns())) / 1e9),
         coordinates=_coordinates(job, first.global_rank),
         log_folder=_shown_logs(job),
         memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
-        predicted_peak_bytes=job.plan.estimate.peak_memory_bytes if job.plan and job.plan.estimate else None,
+        predicted_peak_bytes=estimate.peak_memory_bytes if estimate else None,
+        smaller_plan=estimate.smaller_plan if estimate else None,
         num_nodes=request.nodes.max,
         calls=job.calls,
         stacks=job.stacks,
         stopped=job.stopped,
         ended=job.ended,
-        free_bytes=_free_bytes(job.folder),
+        free_bytes=free_bytes,
     )
-    if first.record is not None and first.record.is_out_of_gpu_memory:
-        context = replace(context, smaller_plan=_smaller_plan(request, job))
     mine = as_node_failure(job.failures, context)
     of_all = [mine]
     if job.store is not None:
@@ -130,33 +119,6 @@ def report_apart(verdict: GuardVerdict, job: JobRecord) -> int:
     return GUARD_EXIT_STATUS
 
 
-def _smaller_plan(request: LaunchRequest, job: JobRecord) -> str | None:
-    """Return a sentence about the plan that needs the least memory for the same training; None where none is known."""
-    file = job.plan
-    if file is None or file.model is None or file.training is None:
-        return None
-    profile = request.planner.profile if request.planner is not None else None
-    planner = planner_of(file, profile=profile, objective="memory")
-    if request.planner is not None:
-        planner = replace(planner, model=request.planner.model)
-    nodes, ranks = planned_layout(file)
-    try:
-        text = make_plan(
-            planner,
-            num_nodes=nodes,
-            ranks_per_node=ranks,
-            environment=dict(os.environ),
-            patience_s=_PLANNER_S,
-        )
-    except PlanError:
-        return None
-    other = type(file).from_json(text, source="plan")
-    before, after = (one.estimate.peak_memory_bytes if one.estimate else None for one in (file, other))
-    if after is None or (before is not None and after >= before):
-        return None
-    return f"the plan '{other.plan.describe()}' would need {format_bytes(after)} (recommend --objective memory)"
-
-
 def _shown_logs(job: JobRecord) -> str | None:
     """Return the folder of the logs as a user would type it here; None where none is kept."""
     return None if job.kept_folder is None else str(job.folder)
@@ -176,12 +138,7 @@ def torchs_failures(error: ChildFailedError) -> list[RankFailure]:
         read_failure(
             global_rank=rank,
             pid=failure.pid,
-            exit=RankExit(
-                local_rank=failure.local_rank,
-                code=failure.exitcode,
-                time_ns=int(failure.timestamp) * 10**9,
-                max_rss_bytes=0,
-            ),
+            exit=RankExit(failure.local_rank, failure.exitcode, int(failure.timestamp) * 10**9, max_rss_bytes=0),
             error_file=failure.error_file,
             was_stopped=False,
         )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.ranks.step_marks import MARKS_FILE
-from paraplan.launch.stragglers.steps import StepReader
 
 if TYPE_CHECKING:  # pydantic: a tenth of a second for launches without a plan
     from paraplan.plan.files import PlanFile
@@ -26,7 +23,6 @@ FEWEST_STEPS = 5
 LIKE_PLANNED = 0.05
 """Tokens of a step and parameters may differ by so much from those that were planned for: labels are shifted by one
 token, adapters are counted or not."""
-_PARTS = ("wait_s", "loader_s", "backward_s", "optimizer_s")
 
 
 @dataclass(frozen=True)
@@ -50,22 +46,12 @@ def note_measured(folder: Path, file: PlanFile, *, has_ended_well: bool) -> Note
         path.unlink()
     except (OSError, ValueError) as error:
         return Noted(None, f"what was measured cannot be read: {str(error).splitlines()[0]}")
-    measured = measured.replace(parts=_parts(folder))
     plain = file.estimate.plain if file.estimate is not None else None
     sentence = None
     if has_ended_well and plain is not None:
         why = _why_not_kept(measured, file, plain)
         sentence = f"not kept for later estimates: {why}" if why is not None else _keep(measured, file, plain, folder)
     return Noted(json.loads(measured.to_json()), sentence)
-
-
-def _parts(folder: Path) -> dict[str, float] | None:
-    """Return the medians of the parts of a step of rank 0 on its host, where its steps were followed."""
-    rings = sorted(folder.rglob(f"0/{MARKS_FILE}"), key=lambda path: path.stat().st_mtime)
-    steps = StepReader(rings[-1].parent).read() if rings else []
-    if not steps:
-        return None
-    return {name: round(statistics.median(getattr(step, name) for step in steps), 6) for name in _PARTS}
 
 
 def _why_not_kept(measured: MeasuredRun, file: PlanFile, plain: PlainPrediction) -> str | None:

@@ -32,28 +32,25 @@ _PATIENCE_S = 600.0  # a model given as code imports torch and is traced
 
 @dataclass(frozen=True)
 class PlannerRequest:
-    """The training that a plan is asked for: MODEL and the options of `paraplan recommend` that describe it.
+    """The training that a plan is asked for: MODEL, and fields of its `TrainingSpec`.
 
     `profile` is a hardware profile in place of this machine's GPUs, None for these.
     """
 
     model: str
-    options: tuple[str, ...]
+    training: Mapping[str, object]
     profile: str | None = None
 
 
-def planner_of(file: PlanFile, *, profile: str | None, objective: str | None = None) -> PlannerRequest:
+def planner_of(file: PlanFile, *, profile: str | None) -> PlannerRequest:
     """Return what to ask for where the training of a plan file is to be planned again. Raises `PlanError`."""
     training, model = file.training, file.model
     if training is None or model is None:
-        raise PlanError(
-            "the plan does not say which model it trains, and how", hint="make one with paraplan recommend -o"
-        )
-    options: dict[str, object] = {"--global-batch": training.global_batch_size, "--seq-len": training.seq_length}
-    options |= {"--precision": training.precision, "--optimizer": training.optimizer}
-    options |= {} if objective is None else {"--objective": objective}
-    words = tuple(str(word) for pair in options.items() for word in pair)
-    return PlannerRequest(model.source or model.name, words, profile=profile)
+        hint = "make one with paraplan recommend -o"
+        raise PlanError("the plan does not say which model it trains, and how", hint=hint)
+    fields = ("global_batch_size", "seq_length", "precision", "optimizer")
+    chosen = {name: getattr(training, name) for name in fields}
+    return PlannerRequest(model.source or model.name, chosen, profile=profile)
 
 
 def search_path(environment: Mapping[str, str]) -> dict[str, str]:
@@ -68,31 +65,25 @@ def make_plan(
     num_nodes: int,
     ranks_per_node: int,
     environment: dict[str, str],
-    patience_s: float = _PATIENCE_S,
     run: RunPython = subprocess.run,
 ) -> str:
     """Return the text of a plan file for `num_nodes` machines like this one with `ranks_per_node` GPUs each.
 
     Raises `PlanError` with the planner's own words and its exit status where it finds none.
     """
-    question = _training_fields(request.options) | {
-        "model": request.model,
-        "profile": request.profile,
-        "num_nodes": num_nodes,
-        "gpus_per_node": ranks_per_node,
-    }
+    machines = {"profile": request.profile, "num_nodes": num_nodes, "gpus_per_node": ranks_per_node}
     try:
         done = run(
             [sys.executable, "-P", "-m", "paraplan.api"],
             env=environment | search_path(environment),
-            input=json.dumps(question),
+            input=json.dumps({**request.training, "model": request.model, **machines}),
             capture_output=True,
             text=True,
-            timeout=patience_s,
+            timeout=_PATIENCE_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise PlanError(f"no plan was found within {patience_s:.0f} s", hint="give a plan file") from None
+        raise PlanError(f"no plan was found within {_PATIENCE_S:.0f} s", hint="give a plan file") from None
     num_ranks = num_nodes * ranks_per_node
     try:
         # What a model's own code prints stands before the answer, which is one line.
@@ -133,16 +124,6 @@ def kind_of_gpu() -> str | None:
     from paraplan.hardware.catalogue.profile_files import profile_name
 
     return profile_name(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
-
-
-def _training_fields(options: tuple[str, ...]) -> dict[str, str | int]:
-    """Return the fields of a training that the options of `paraplan launch` name, in pairs of option and value."""
-    names = {"global-batch": "global_batch_size", "seq-len": "seq_length"}
-    pairs = zip(options[::2], options[1::2], strict=True)
-    return {
-        names.get(word.removeprefix("--"), word.removeprefix("--")): int(value) if value.isdecimal() else value
-        for word, value in pairs
-    }
 
 
 def _no_plan(num_ranks: int, message: str, *, status: int, hint: str | None = None) -> PlanError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import os
 import re
 import shutil
@@ -34,7 +35,7 @@ PLAN_VARIABLE = "PARAPLAN_PLAN"
 METRICS_VARIABLE = "PARAPLAN_METRICS"
 """Environment variable that gives rank 0 the absolute path of the file for its metrics."""
 
-_LOCAL_WORLD_WORDS = "a number above 0, auto, cpu, gpu or xpu"
+_MOST_WINDOW_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,9 @@ def check_request(
     file = read_plan_file(current_folder / plan_path) if plan_path else None
     if spec.nproc_per_node is not None:
         _check_local_world(spec.nproc_per_node, num_gpus=num_gpus)
-    if spec.max_restarts < 0:
-        raise ArgumentError(f"--max-restarts {spec.max_restarts} is negative", hint="use 0 or more")
-    _check_hang_timeout(spec)
+    _check_numbers(spec)
     _check_endpoint(spec)
-    if spec.guard is not None and spec.guard < 1:
-        raise ArgumentError(f"--guard {spec.guard} is below the least, 1", hint="100 costs next to nothing")
     _check_preemption(spec, environment)
-    _check_streams("redirects", spec.redirects)
-    _check_streams("tee", spec.tee)
     check_script(spec, current_folder)
     nodes, nproc_per_node = spec.nodes or ONE_NODE, spec.nproc_per_node or str(max(1, num_gpus))
     why_again = None
@@ -123,7 +118,7 @@ def check_request(
             file = plan_path = None
     elif file is not None and plan_path is not None:
         nodes, nproc_per_node = _layout_of_plan(spec, file, num_gpus=num_gpus, plan_path=plan_path)
-    _check_spares(spec, nodes)
+    _check_watches_and_spares(spec, nodes)
     return LaunchRequest(
         spec=spec,
         nodes=nodes,
@@ -136,14 +131,16 @@ def check_request(
     )
 
 
-TRAINING_OPTIONS = ("--global-batch", "--seq-len", "--precision", "--optimizer", "--attention")
-"""Options that describe the training to the planner, as `paraplan recommend` has them."""
-
-
 def planner_request(spec: LaunchSpec, *, num_gpus: int) -> PlannerRequest | None:
     """Return what to make a plan for, None without --model. Raises `ArgumentError` for what contradicts it."""
-    values = (spec.global_batch, spec.seq_len, spec.precision, spec.optimizer, spec.attention)
-    given = {option: str(value) for option, value in zip(TRAINING_OPTIONS, values, strict=True) if value is not None}
+    options = {
+        "--global-batch": ("global_batch_size", spec.global_batch),
+        "--seq-len": ("seq_length", spec.seq_len),
+        "--precision": ("precision", spec.precision),
+        "--optimizer": ("optimizer", spec.optimizer),
+        "--attention": ("attention", spec.attention),
+    }
+    given = {option: pair for option, pair in options.items() if pair[1] is not None}
     if spec.model is None:
         if given:
             raise ArgumentError(
@@ -152,14 +149,11 @@ def planner_request(spec: LaunchSpec, *, num_gpus: int) -> PlannerRequest | None
             )
         return None
     if spec.plan_path is not None:
-        raise ArgumentError(
-            f"--plan {spec.plan} and --model {spec.model} contradict each other", hint="give one of them"
-        )
-    if "--global-batch" not in given:
+        contradiction = f"--plan {spec.plan} and --model {spec.model} contradict each other"
+        raise ArgumentError(contradiction, hint="give one of them")
+    if spec.global_batch is None:
         raise ArgumentError("--model needs --global-batch, the sequences of one step over all GPUs", hint="give both")
-    profile = spec.profile or (None if num_gpus else CPU_PROFILE)
-    words = tuple(word for pair in given.items() for word in pair)
-    return PlannerRequest(model=spec.model, options=words, profile=profile)
+    return PlannerRequest(spec.model, dict(given.values()), spec.profile or (None if num_gpus else CPU_PROFILE))
 
 
 def _chosen_gpus(
@@ -182,13 +176,10 @@ def read_plan_file(path: Path) -> PlanFile:
     """Return the plan file at `path`. Raises `PlanError` where it is missing, unreadable or no plan."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise PlanError(
-            f"the plan {path} cannot be read: {reason}", hint="write one with paraplan recommend -o"
-        ) from None
-    except UnicodeDecodeError:
-        raise PlanError(f"the plan {path} is not text", hint="write one with paraplan recommend -o") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror or type(error).__name__) if isinstance(error, OSError) else "it is not text"
+        hint = "write one with paraplan recommend -o"
+        raise PlanError(f"the plan {path} cannot be read: {reason}", hint=hint) from None
     from paraplan.plan.files import PlanFile
 
     file = PlanFile.from_json(text, source=str(path))
@@ -200,41 +191,43 @@ def read_plan_file(path: Path) -> PlanFile:
     return file
 
 
-def _check_hang_timeout(spec: LaunchSpec) -> None:
-    timeout_s = spec.hang_timeout
-    if timeout_s is None:
-        return
-    if not timeout_s > 0:
-        raise ArgumentError(
-            f"--hang-timeout {timeout_s:g} is not a time to wait", hint="use a number of seconds above 0"
-        )
-    if sys.platform != "linux":
-        raise ArgumentError("--hang-timeout watches ranks through /proc, which only Linux has", hint="leave it out")
-    if spec.no_python or spec.run_path:
-        raise ArgumentError(
-            "--hang-timeout looks at the Python stacks of ranks, which --no-python and --run-path do not give",
-            hint="leave one of them out",
-        )
-
-
-def _check_spares(spec: LaunchSpec, nodes: NodeRange) -> None:
-    asked = f"--spare-ranks {spec.spare_ranks}"
-    if not spec.spare_ranks:
-        return
-    if spec.spare_ranks < 0:
-        raise ArgumentError(f"{asked} is below the least, 0", hint="use 0 or more")
-    if spec.max_restarts < 1 and nodes.min == nodes.max:
-        raise ArgumentError(f"{asked} without --max-restarts: ranks never start again", hint="add --max-restarts 3")
-    for option, is_given in (
-        ("--no-python", spec.no_python),
-        ("--run-path", spec.run_path),
-        ("--numa-binding", spec.numa_binding),
+def _check_numbers(spec: LaunchSpec) -> None:
+    """Raise `ArgumentError` for numbers below the least, times that are none, and streams that there are not."""
+    for option, value, least in (
+        ("--max-restarts", spec.max_restarts, 0),
+        ("--spare-ranks", spec.spare_ranks, 0),
+        ("--guard", spec.guard, 1),
+        ("--memory-checkpoint", spec.memory_checkpoint, 1),
     ):
-        if is_given:
-            raise ArgumentError(
-                f"{asked} and {option}: a process that stands by runs scripts of Python, on CPUs of the launcher's",
-                hint="leave one of them out",
-            )
+        if value is not None and value < least:
+            raise ArgumentError(f"{option} {value} is below the least, {least}", hint=f"use {least} or more")
+    for option, time_s, most_s in (
+        ("--hang-timeout", spec.hang_timeout, math.inf),
+        ("--preempt-window", spec.preempt_window, _MOST_WINDOW_S),
+    ):
+        if time_s is not None and not 0 < time_s < most_s:
+            raise ArgumentError(f"{option} {time_s:g} is not a time to wait", hint="use a number of seconds above 0")
+    for option, streams in (("--redirects", spec.redirects), ("--tee", spec.tee)):
+        if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", streams):
+            ways = "use 1 for stdout, 2 for stderr, 3 for both, 0 for none; or one for each local rank, such as 0:3,1:2"
+            raise ArgumentError(f"{option} {streams} is not a set of streams", hint=ways)
+
+
+def _check_watches_and_spares(spec: LaunchSpec, nodes: NodeRange) -> None:
+    """Raise `ArgumentError` where ranks are not such as --hang-timeout and --spare-ranks need."""
+    asked = f"--spare-ranks {spec.spare_ranks}"
+    if spec.spare_ranks and spec.max_restarts < 1 and nodes.min == nodes.max:
+        raise ArgumentError(f"{asked} without --max-restarts: ranks never start again", hint="add --max-restarts 3")
+    if spec.hang_timeout is not None and sys.platform != "linux":
+        raise ArgumentError("--hang-timeout watches ranks through /proc, which only Linux has", hint="leave it out")
+    not_python = {"--no-python": spec.no_python, "--run-path": spec.run_path}
+    for option in (option for option, is_given in not_python.items() if is_given and spec.hang_timeout is not None):
+        reason = f"--hang-timeout looks at the Python stacks of ranks, which {option} does not give"
+        raise ArgumentError(reason, hint="leave one of them out")
+    not_ours = {**not_python, "--numa-binding": spec.numa_binding}
+    for option in (option for option, is_given in not_ours.items() if is_given and spec.spare_ranks):
+        reason = f"{asked} and {option}: a process that stands by runs scripts of Python, on CPUs of the launcher's"
+        raise ArgumentError(reason, hint="leave one of them out")
 
 
 def _check_endpoint(spec: LaunchSpec) -> None:
@@ -251,11 +244,6 @@ def _check_endpoint(spec: LaunchSpec) -> None:
 
 
 def _check_preemption(spec: LaunchSpec, environment: Mapping[str, str]) -> None:
-    window_s = spec.preempt_window
-    if window_s is not None and not 0 < window_s < _MOST_WINDOW_S:
-        raise ArgumentError(f"--preempt-window {window_s:g} is no time to save in", hint="use seconds above 0")
-    if spec.memory_checkpoint is not None and spec.memory_checkpoint < 1:
-        raise ArgumentError(f"--memory-checkpoint {spec.memory_checkpoint} is below the least, 1", hint="use 1 or more")
     if spec.preempt_notice is None and not spec.requeue:
         return
     from paraplan.launch.preemption import check_requeue, notice_reader  # torch, which a dry run does without
@@ -266,43 +254,20 @@ def _check_preemption(spec: LaunchSpec, environment: Mapping[str, str]) -> None:
         check_requeue(environment)
 
 
-_MOST_WINDOW_S = 86_400.0
-
-
-def _check_streams(option: str, value: str) -> None:
-    if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", value):
-        raise ArgumentError(
-            f"--{option} {value} is not a set of streams",
-            hint="use 1 for stdout, 2 for stderr, 3 for both, 0 for none; or one for each local rank, such as 0:3,1:2",
-        )
-
-
 def _check_local_world(nproc_per_node: str, *, num_gpus: int) -> None:
     if nproc_per_node == "gpu" and num_gpus == 0:
-        raise ArgumentError(
-            "--nproc-per-node gpu, but no GPU is visible here", hint="give a number to train on the CPU"
-        )
-    try:
-        number = int(nproc_per_node)
-    except ValueError:
-        if nproc_per_node.isidentifier():  # the name of a device type; torch knows which there are
-            return
-        raise ArgumentError(
-            f"--nproc-per-node {nproc_per_node} is not a number of ranks", hint=f"use {_LOCAL_WORLD_WORDS}"
-        ) from None
-    if number < 1:
-        raise ArgumentError(f"--nproc-per-node {number} starts no rank", hint=f"use {_LOCAL_WORLD_WORDS}")
+        hint = "give a number to train on the CPU"
+        raise ArgumentError("--nproc-per-node gpu, but no GPU is visible here", hint=hint)
+    # a name is that of a device type; torch knows which there are
+    if not nproc_per_node.isidentifier() and not re.fullmatch("0*[1-9][0-9]*", nproc_per_node):
+        hint = "use a number above 0, auto, cpu, gpu or xpu"
+        raise ArgumentError(f"--nproc-per-node {nproc_per_node} is not a number of ranks", hint=hint)
 
 
 def forks_ranks(spec: LaunchSpec) -> bool:
     """Return whether ranks may be forked under this spec; else they get interpreters of their own."""
-    return not (
-        spec.start_method == "exec"
-        or spec.no_python
-        or spec.run_path
-        or spec.numa_binding
-        or "PYTHON_EXEC" in os.environ
-    )
+    needs_interpreters = spec.start_method == "exec" or spec.no_python or spec.run_path or spec.numa_binding
+    return not needs_interpreters and "PYTHON_EXEC" not in os.environ
 
 
 def check_script(spec: LaunchSpec, current_folder: Path) -> None:
@@ -320,7 +285,9 @@ def check_script(spec: LaunchSpec, current_folder: Path) -> None:
         return
     path = current_folder / script
     if not path.exists():
-        raise ArgumentError(f"there is no script {script}", hint=_similar_scripts(path))
+        near = sorted(file.name for file in path.parent.glob("*.py"))[:5]
+        words = f"{path.parent} holds {', '.join(near)}" if near else "check the path"
+        raise ArgumentError(f"there is no script {script}", hint=f"options come before the script; {words}")
     if path.is_file() and not os.access(path, os.R_OK):
         raise ArgumentError(f"the script {script} cannot be read", hint="check its permissions")
 
@@ -333,27 +300,15 @@ def _has_module(name: str, folder: Path) -> bool:
     return here is not None or any(finder.find_spec(name, None) is not None for finder in sys.meta_path)
 
 
-def _similar_scripts(path: Path) -> str:
-    folder = path.parent
-    near = sorted(file.name for file in folder.glob("*.py"))[:5] if folder.is_dir() else []
-    if near:
-        return f"options come before the script; {folder} holds {', '.join(near)}"
-    return "check the path; options come before the script"
-
-
 def _layout_of_plan(spec: LaunchSpec, file: PlanFile, *, num_gpus: int, plan_path: str) -> tuple[NodeRange, str]:
     """Return nodes and ranks per node: the given ones, else the plan's. Raises `PlanError` for another world size."""
     world_size = file.plan.world_size
     given_ranks = _given_ranks(spec.nproc_per_node, num_gpus)
     nodes, ranks = planned_layout(file)
-    if spec.nodes is None and given_ranks == world_size:
-        nodes = 1
-    if spec.nodes is not None:
-        nodes = spec.nodes.max
-    if given_ranks is not None:
-        ranks = given_ranks
-    elif world_size % nodes == 0:
-        ranks = world_size // nodes
+    if spec.nodes is not None or given_ranks == world_size:
+        nodes = spec.nodes.max if spec.nodes is not None else 1
+    if given_ranks is not None or world_size % nodes == 0:
+        ranks = given_ranks or world_size // nodes
     if nodes * ranks != world_size:
         raise PlanError(
             f"the plan {plan_path} ({file.plan.describe()}) is for {world_size} ranks, "

@@ -14,11 +14,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import paraplan
 from paraplan.launch.spec import RUNS_FOLDER, ArgumentError, LaunchSpec, NodeRange
+
+if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without a plan or a GPU need not pay
+    from paraplan.hardware.topology import NodeTopology
+    from paraplan.plan.files import PlanFile
 
 _MODE = 0o700  # rights of the folders that are made: what ranks write, and their command line, is for their user alone
 
@@ -34,8 +39,10 @@ class RunFolder:
         """Return the path as a user would type it here."""
         return os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path)
 
-    def note_start(self, words: list[str], *, environment: dict[str, str]) -> None:
-        """Write the command, the versions and the environment that the launcher adds, as run.json."""
+    def note_start(
+        self, words: list[str], *, environment: dict[str, str], plan: PlanFile | None, node: NodeTopology | None
+    ) -> None:
+        """Write the command, the versions and the environment that the launcher adds as run.json; plan and GPUs."""
         start = {
             "command": shlex.join(without_secrets(words, os.environ)),
             "folder": str(Path.cwd()),
@@ -50,26 +57,16 @@ class RunFolder:
             "environment": environment,
         }
         self.note("run.json", json.dumps(start, indent=2))
+        if plan is not None:
+            self.note("plan.json", plan.to_json())
+        if node is not None:
+            self.note("topology.json", node.to_json())
 
-    def note_end(
-        self,
-        *,
-        exit_status: int,
-        elapsed_s: float,
-        attempts: int,
-        late: Sequence[Mapping[str, object]] = (),
-        goodput: Mapping[str, object] | None = None,
-        measured: Mapping[str, object] | None = None,
-    ) -> None:
-        """Add to run.json how the run ended, which ranks were `late`, where its time went, and what it measured."""
-        try:
-            known = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return
-        end = {"exit_status": exit_status, "elapsed_s": round(elapsed_s, 3), "attempts": attempts, "goodput": goodput}
-        beside: dict[str, object] = {"late": list(late)} if late else {}
-        beside |= {"measured": measured} if measured is not None else {}
-        self.note("run.json", json.dumps(known | end | beside, indent=2))
+    def note_end(self, end: dict[str, Any]) -> None:
+        """Add to run.json how the run ended, where its time went, and what it measured."""
+        with contextlib.suppress(OSError, ValueError):
+            start = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            self.note("run.json", json.dumps(start | end, indent=2))
 
     def note(self, name: str, text: str) -> None:
         """Write a file into the folder. A full disk must not keep a job from running."""

@@ -56,7 +56,7 @@ class NodeRange:
         return nodes
 
     def __str__(self) -> str:
-        return f"{self.min}:{self.max}"
+        return str(self.min) if self.min == self.max else f"{self.min}:{self.max}"
 
 
 ONE_NODE = NodeRange(1, 1)

@@ -147,10 +147,10 @@ def test_a_gpu_out_of_memory_is_answered_with_numbers_and_with_a_plan_that_needs
         "which 512.00 MiB is free. Including non-PyTorch memory, this process has 78.60 GiB memory in use."
     )
     record = ErrorRecord(**(vars(deep_error(1)) | {"exception_type": "OutOfMemoryError", "message": message}))
-    context = ReportContext(hostname="node7", predicted_peak_bytes=70 << 30, smaller_plan="the plan 'dp8' would do")
+    context = ReportContext(hostname="node7", predicted_peak_bytes=70 << 30, smaller_plan="dp8, ZeRO-3")
     text = render_failures([failed(0, record=record)], context)
     assert "  it asked for 2.00 GiB; 512.00 MiB of 79.15 GiB were free\n" in text
-    assert "  the plan expected at most 70.0 GiB on a GPU\n  hint: the plan 'dp8' would do\n" in text
+    assert "  the plan expected at most 70.0 GiB on a GPU\n  hint: a plan that needs less: dp8, ZeRO-3\n" in text
     assert len(text.splitlines()) <= MAX_REPORT_LINES
     assert "paraplan recommend" in render_failures([failed(0, record=record)], CONTEXT)
 

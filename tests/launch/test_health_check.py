@@ -143,10 +143,10 @@ def test_doctor_refuses_scripts_and_options_that_nobody_has(
 
 def test_ranks_that_hang_while_they_measure_are_ended_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "_START_S", 0.0)  # in so short a time no rank has imported torch
-    settings = AttemptSettings(LaunchSpec(training_script="train.py"))
     spawner = open_spawner()
+    settings = AttemptSettings(LaunchSpec(training_script="train.py"), spawner)
     try:
-        check = health.HealthCheck(JobRecord(attempts=1), spawner, settings, {0: {"RANK": "0"}}, tmp_path, 0.3)
+        check = health.HealthCheck(JobRecord(attempts=1), settings, {0: {"RANK": "0"}}, tmp_path, 0.3)
         with pytest.raises(CheckFailedError, match="was not over after 0 s: no rank had begun"):
             check.run()
     finally:

@@ -59,7 +59,7 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:
 def test_a_node_that_was_stopped_or_whose_ranks_have_ended_well_is_not_waited_for() -> None:
     first, stopped, done = stores(3)
     stopped.note_stop("SIGTERM")
-    done.note_done()
+    done.publish("done", True)
     mine = failure("a", Cause.OWN_ERROR, 1)
     calls: list[Callable[[], list[NodeFailure]]] = [
         lambda: first.exchange_failures(mine, timeout_s=NEVER_S),
@@ -67,15 +67,15 @@ def test_a_node_that_was_stopped_or_whose_ranks_have_ended_well_is_not_waited_fo
     ]
     assert at_once(calls) == [[mine], [mine]]
     assert [*first.stops] == [*done.stops] == [1]
-    first.note_done()
+    first.publish("done", True)
     at_once([lambda: first.take_leave(timeout_s=NEVER_S), lambda: done.take_leave(timeout_s=NEVER_S)])
 
 
 def test_a_node_that_a_signal_ends_after_its_ranks_is_not_waited_for_at_the_end() -> None:
     first, signalled = stores(2)
     for one in (first, signalled):
-        one.note_done()
-    signalled.note_left()
+        one.publish("done", True)
+    signalled.note_end("left", True)
     first.take_leave(timeout_s=NEVER_S)
 
 
@@ -137,7 +137,7 @@ def test_news_that_a_node_is_still_writing_come_later_and_hold_up_no_others() ->
     raw = HashStore()
     first, second, third = (NodeStore(raw, node=node, num_nodes=3, seal=Seal(b"token")) for node in range(3))
     number = raw.add("paraplan/news", 1)  # it has a number, and no text yet
-    second.note_done()
+    second.publish("done", True)
     first.look()
     assert first.nodes_at_work() == [2]
     raw.set(f"paraplan/news/{number}", raw.get(f"paraplan/news/{number + 1}"))
@@ -147,7 +147,7 @@ def test_news_that_a_node_is_still_writing_come_later_and_hold_up_no_others() ->
 
 def test_a_node_without_signs_of_life_is_named_by_the_one_behind_it_unless_it_has_ended() -> None:
     nodes = stores(4)
-    nodes[3].note_done()
+    nodes[3].publish("done", True)
     nodes[0].look()
     hearts = [Heartbeat(nodes[node], silence_s=0.5, interval_s=0.05) for node in (0, 2)]
     wait_until(lambda: nodes[2].look() or nodes[2].new_stops())  # type: ignore[func-returns-value]

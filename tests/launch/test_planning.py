@@ -8,7 +8,7 @@ from paraplan.errors import PlanError
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.plan.files import PlanFile
 
-GPT2 = PlannerRequest("gpt2", ("--global-batch", "8", "--seq-len", "64", "--precision", "fp32"), profile="cpu")
+GPT2 = PlannerRequest("gpt2", {"global_batch_size": 8, "seq_length": 64, "precision": "fp32"}, profile="cpu")
 
 
 def test_a_plan_is_made_for_the_nodes_and_ranks_that_are_there() -> None:
@@ -20,7 +20,7 @@ def test_a_plan_is_made_for_the_nodes_and_ranks_that_are_there() -> None:
 
 
 def test_the_planners_own_words_say_why_there_is_no_plan() -> None:
-    request = PlannerRequest("no-such-model", GPT2.options, profile="cpu")
+    request = PlannerRequest("no-such-model", GPT2.training, profile="cpu")
     with pytest.raises(PlanError, match=r"no plan for 2 ranks: .*no-such-model") as caught:
         make_plan(request, num_nodes=1, ranks_per_node=2, environment=dict(os.environ))
     assert caught.value.hint

@@ -200,7 +200,7 @@ def test_gpus_on_a_machine_without_any_are_an_error(tmp_path: Path) -> None:
 
 def test_a_model_is_planned_for_and_the_training_options_reach_the_planner(check) -> None:
     request = check(model="gpt2", plan="auto", global_batch=64, seq_len=None, precision="fp32", num_gpus=8)
-    assert request.planner == PlannerRequest("gpt2", ("--global-batch", "64", "--precision", "fp32"), profile=None)
+    assert request.planner == PlannerRequest("gpt2", {"global_batch_size": 64, "precision": "fp32"}, profile=None)
     assert request.plan is None
     assert check(model="gpt2", global_batch=64, num_gpus=0).planner.profile == "cpu"
     assert check(model="gpt2", global_batch=64, profile="dgx-h100").planner.profile == "dgx-h100"

@@ -51,7 +51,7 @@ class NodeAgent(ElasticAgent):
     def __init__(
         self,
         *arguments: Any,
-        before_start: Callable[[Round], None],
+        before_start: Callable[[Round], None] | None,
         job: JobRecord,
         seal: Seal,
         nodes: NodeRange,
@@ -92,22 +92,23 @@ class NodeAgent(ElasticAgent):
 
     def monitor_workers(self, group: WorkerGroup) -> RunResult:
         """Return how the ranks are, and start them again where a node was lost."""
-        result = super().monitor_workers(group)
+        result, store = super().monitor_workers(group), self._store_of_nodes
         has_failed = result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY)
         self._failed = result if has_failed else None
         if result.state == WorkerState.HEALTHY and self._has_lost_nodes():
-            then = "restarting the other nodes without it" if self._may_go_on_without() else "waiting for it"
+            may_go_on = len(participants(self._handler) or ()) >= int(self._handler.settings.min_nodes)
+            then = "restarting the other nodes without it" if may_go_on else "waiting for it"
             self._tell_restart(f"a node is lost: {then}")
             self.restart_workers(group)  # as torch does for a node that is new: it counts as no failure
-        elif result.state == WorkerState.HEALTHY and (reason := self._restart_elsewhere()) is not None:
+        elif result.state == WorkerState.HEALTHY and (reason := store and store.restart_elsewhere()) is not None:
             self._tell_restart(f"{reason}: restarting all ranks")
             self.restart_workers(group)
         elif has_failed and self.restarts_left > 0:
             if self._is_anyone_done():
                 say(_NO_RESTART)
                 self.forgo_restarts()
-            elif self._is_anyone_lost_for_good():
-                self.forgo_restarts()
+            elif isinstance(self._handler, StaticRendezvous) and store is not None and store.lacks_node():
+                self.forgo_restarts()  # no other node can take a place in a static rendezvous
             else:
                 self._tell_failure()
         return result
@@ -154,22 +155,8 @@ class NodeAgent(ElasticAgent):
         self._looks_at = now + _LOOK_INTERVAL_S
         return len(nodes) < self._store_of_nodes.num_nodes and not self._is_anyone_done()
 
-    def _restart_elsewhere(self) -> str | None:
-        """Return why another node starts the ranks again, None where none does."""
-        return None if self._store_of_nodes is None else self._store_of_nodes.restart_elsewhere()
-
-    def _is_anyone_lost_for_good(self) -> bool:
-        """Whether a node is lost, or has failed for good, whose place in the rendezvous no other can take."""
-        store = self._store_of_nodes
-        is_static = isinstance(self._handler, StaticRendezvous)
-        return is_static and store is not None and (bool(store.stops) or store.has_failure_elsewhere())
-
     def _is_anyone_done(self) -> bool:
         return self._store_of_nodes is not None and self._store_of_nodes.is_anyone_done()
-
-    def _may_go_on_without(self) -> bool:
-        """Whether the nodes that are left are as many as --nnodes asks for at least."""
-        return len(participants(self._handler) or ()) >= int(self._handler.settings.min_nodes)
 
     def wait_for_nodes(self) -> None:
         """Tell the other nodes that this one is done, and wait for them; torch stays for 300 s, deaf to signals.
@@ -182,7 +169,7 @@ class NodeAgent(ElasticAgent):
             try:
                 await_other_nodes(self._store_of_nodes)
             except SignalException:
-                self._store_of_nodes.note_left()
+                self._store_of_nodes.note_end("left", True)  # nobody waits for it to leave
                 raise
 
     def rendezvous(self, group: WorkerGroup) -> None:
@@ -238,34 +225,30 @@ class NodeAgent(ElasticAgent):
 
     def assign_ranks(self, store: Any, node: int, num_nodes: int, spec: WorkerSpec) -> list[Worker]:
         """Return the ranks of this node once all nodes are here: torch waits for a lost one, and then ends the job."""
-        self._next_store = nodes = self._make_store(store, node, num_nodes) if num_nodes > 1 else None
-        if nodes is not None:
+        self._next_store = None
+        if num_nodes > 1:
+            last_round = self._store_of_nodes
+
+            def has_lost_node() -> bool:
+                here = participants(self._handler)
+                if here is None:
+                    require_all_nodes([one for one in (last_round, nodes) if one is not None])
+                return here is not None and len(here) < num_nodes
+
+            self._next_store = nodes = NodeStore(
+                store,
+                node=node,
+                num_nodes=num_nodes,
+                seal=self._seal,
+                is_elastic=self._nodes.min < self._nodes.max,
+                min_nodes=self._nodes.min,
+                has_lost_node=has_lost_node,
+            )
             nodes.meet()
             self._stop_heartbeat()
             if participants(self._handler) is None:
                 self._heartbeat = Heartbeat(nodes)
         return super().assign_ranks(store, node, num_nodes, spec)
-
-    def _make_store(self, store: Any, node: int, num_nodes: int) -> NodeStore:
-        last_round = self._store_of_nodes
-
-        def has_lost_node() -> bool:
-            here = participants(self._handler)
-            if here is None:
-                require_all_nodes([one for one in (last_round, nodes) if one is not None])
-                return False
-            return len(here) < num_nodes
-
-        nodes = NodeStore(
-            store,
-            node=node,
-            num_nodes=num_nodes,
-            seal=self._seal,
-            is_elastic=self._nodes.min < self._nodes.max,
-            min_nodes=self._nodes.min,
-            has_lost_node=has_lost_node,
-        )
-        return nodes
 
     def _say_who_is_missing(self, is_over: threading.Event) -> None:
         """Say once who has come, if the rendezvous takes a while, and whether a node was sent away."""
@@ -295,7 +278,8 @@ class NodeAgent(ElasticAgent):
                 master_addr=str(group.master_addr),
             )
             try:
-                self._before_start(this_round)
+                if self._before_start is not None:
+                    self._before_start(this_round)
             except NodeLostError:
                 say(_LOST_MEANWHILE)
                 self.rendezvous(group)
@@ -313,5 +297,4 @@ def describe_wait(here: Sequence[str], nodes: NodeRange, endpoint: str) -> str:
     present = f"here {'is' if len(here) == 1 else 'are'} {', '.join(here)}"
     if len(here) >= nodes.max:
         return f"waiting at {endpoint} until all {nodes.max} nodes are ready; {present}"
-    wanted = str(nodes.min) if nodes.min == nodes.max else str(nodes)
-    return f"waiting at {endpoint} for {max(0, nodes.min - len(here)) or 'more'} of {wanted} nodes; {present}"
+    return f"waiting at {endpoint} for {max(0, nodes.min - len(here)) or 'more'} of {nodes} nodes; {present}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from paraplan.launch.faults.failures import NodeFailure
@@ -33,9 +33,8 @@ def end_without_restart(store: NodeStore) -> FailedElsewhereError:
     """Return how the job ends for a node that has stopped healthy ranks for a restart which cannot be."""
     failures = store.failures_of_others(timeout_s=_FAILURES_S)
     store.note_stop("a restart without those that had ended well")
-    return FailedElsewhereError(
-        "ranks of another node had ended well", failures, became="had been stopped to start again"
-    )
+    became = "had been stopped to start again"
+    return FailedElsewhereError("ranks of another node had ended well", failures, became=became)
 
 
 def require_all_nodes(stores: Sequence[NodeStore]) -> None:
@@ -48,19 +47,19 @@ def require_all_nodes(stores: Sequence[NodeStore]) -> None:
         if store.is_anyone_done():
             raise NodeEndedError
         store.new_stops()
-        if store.stops or store.has_failure_elsewhere():
+        if store.lacks_node():
             reason = "; ".join(store.stops.values()) or "ranks of another node have failed"
             failures = [] if store.stops else store.failures_of_others(timeout_s=_FAILURES_S)
             raise FailedElsewhereError(reason, failures, became="wait to start")
 
 
-def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time.sleep) -> None:
+def await_other_nodes(store: NodeStore) -> None:
     """Wait until the ranks of all nodes have ended well, however long that takes; a signal ends the wait.
 
     Raises `FailedElsewhereError` where ranks have failed elsewhere, or a node is lost before its ranks have ended, and
     `StoreLostError`.
     """
-    store.note_done()
+    store.publish("done", True)
     says_at: float | None = time.monotonic() + SAY_AFTER_S
     look_s = _LOOK_S[0]
     while at_work := store.nodes_at_work():
@@ -76,7 +75,7 @@ def await_other_nodes(store: NodeStore, *, pause: Callable[[float], None] = time
             hosts = ", ".join(store.host_of(node) for node in at_work[:_MOST_NAMED])
             more = f" and {len(at_work) - _MOST_NAMED} more" if len(at_work) > _MOST_NAMED else ""
             say(f"the ranks of {socket.gethostname()} have ended; waiting for those of {hosts}{more}")
-        pause(look_s)
+        time.sleep(look_s)
         look_s = min(2 * look_s, _LOOK_S[1])
     store.take_leave(timeout_s=_LEAVE_S)
 
@@ -103,9 +102,8 @@ class Heartbeat:
         with suppress(RuntimeError):  # a store that is gone: the look of this node says so
             while not self._is_over.wait(self._interval_s):
                 self._store.beat(self._store.node, 1)
-                if self._store.is_over(watched):
-                    before = self._before(watched)
-                    watched, count, seen_s = before, -1, time.monotonic()
+                if self._store.has_ended(watched):
+                    watched, count, seen_s = self._before(watched), -1, time.monotonic()
                 if watched == self._store.node:
                     continue
                 beats = self._store.beat(watched, 0)
@@ -116,8 +114,8 @@ class Heartbeat:
                     watched, count, seen_s = self._before(watched), -1, time.monotonic()
 
     def _patience_s(self) -> float:
-        is_over = self._store.is_over(self._store.node)
-        return min(self._silence_s, _SILENCE_AT_END_S) if is_over else self._silence_s
+        has_ended = self._store.has_ended(self._store.node)
+        return min(self._silence_s, _SILENCE_AT_END_S) if has_ended else self._silence_s
 
     def _before(self, node: int) -> int:
         return (node - 1) % self._store.num_nodes

@@ -16,9 +16,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from paraplan.errors import CheckFailedError
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
+from paraplan.launch.faults.failures import last_lines
 from paraplan.launch.faults.report import say
 from paraplan.launch.planning import search_path
-from paraplan.launch.ranks.spawning import RankCommand, SpawnerHandle
+from paraplan.launch.ranks.spawning import RankCommand
 from paraplan.units import ranks_in_words
 
 _MODULE = "paraplan.measure.health"
@@ -28,7 +29,6 @@ _START_S = 60.0
 _REAP_S = 5.0  # longer only for a rank in uninterruptible sleep, which nobody can end
 
 _LOG_FILE = "health.log"
-_LOG_LINES = 3
 
 
 class LeftOutError(SignalException):
@@ -44,7 +44,6 @@ class HealthCheck:
     """A check of the ranks of this node, with what their real start gets too; `environments` are by local rank."""
 
     job: JobRecord
-    spawner: SpawnerHandle
     settings: AttemptSettings
     environments: Mapping[int, Mapping[str, str]]
     folder: Path
@@ -57,19 +56,17 @@ class HealthCheck:
 
         Every node of the round calls it. Raises `LeftOutError`, and `CheckFailedError` where ranks failed or hang.
         """
-        store = self.job.store
-        is_first = self.job.attempts == 1
-        wanted = store.share_text("preflight", lambda: str(is_first)) if store is not None else str(is_first)
-        if wanted != str(True):  # after a restart, or for a node that came later
+
+        def share(name: str, make: Callable[[], str]) -> str:
+            return make() if self.job.store is None else self.job.store.share_text(name, make)
+
+        if share("preflight", lambda: str(self.job.attempts)) != "1":  # after a restart, or for a node that came later
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
         self._measure()
-
-        def read() -> str:
-            return (self.folder / _REPORT_FILE).read_text(encoding="utf-8")
-
-        self._judge(store.share_text("health", read) if store is not None else read(), time.monotonic() - began_s)
+        text = share("health", lambda: (self.folder / _REPORT_FILE).read_text(encoding="utf-8"))
+        self._judge(text, time.monotonic() - began_s)
 
     def _measure(self) -> None:
         words = ["--preflight", str(self.folder.absolute()), "--seconds", str(self.seconds)]
@@ -84,35 +81,28 @@ class HealthCheck:
             )
             for rank, environment in self.environments.items()
         ]
-        deadline_s = time.monotonic() + self.seconds + _START_S
-        codes: dict[int, int] = {}
+        spawner, settings, codes = self.settings.spawner, self.settings, dict[int, int]()
+
+        def wait(timeout_s: float, *, for_all: bool) -> None:
+            deadline_s = time.monotonic() + timeout_s
+            while len(codes) < len(ranks) and (for_all or not any(codes.values())) and time.monotonic() < deadline_s:
+                with self.held():
+                    codes.update((end.local_rank, end.code) for end in spawner.exits(timeout_s=0.1))
+
         try:
             with self.held():
-                self.spawner.start(
-                    ranks, environment=os.environ, fork=self.settings.fork, num_threads=self.settings.num_threads
-                )
-            while len(codes) < len(ranks) and not any(codes.values()) and time.monotonic() < deadline_s:
-                codes |= self._exits()
+                spawner.start(ranks, environment=os.environ, fork=settings.fork, num_threads=settings.num_threads)
+            wait(self.seconds + _START_S, for_all=False)
         finally:  # a signal has the launcher end, too
             is_over, has_failed = len(codes) == len(ranks), any(codes.values())
-            self._end(codes, num_ranks=len(ranks))
+            with self.held():
+                if not is_over:
+                    spawner.signal(signal.SIGKILL)
+            wait(_REAP_S, for_all=True)
+            with self.held():
+                spawner.clear(grace_s=0.0)
         if has_failed or not is_over:
             raise self._failure(has_failed=has_failed)
-
-    def _exits(self) -> dict[int, int]:
-        with self.held():
-            return {end.local_rank: end.code for end in self.spawner.exits(timeout_s=0.1)}
-
-    def _end(self, codes: dict[int, int], *, num_ranks: int) -> None:
-        """End the ranks that still measure, and what they have started."""
-        deadline_s = time.monotonic() + _REAP_S
-        with self.held():
-            if len(codes) < num_ranks:
-                self.spawner.signal(signal.SIGKILL)
-        while len(codes) < num_ranks and time.monotonic() < deadline_s:
-            codes |= self._exits()
-        with self.held():
-            self.spawner.clear(grace_s=0.0)
 
     def _failure(self, *, has_failed: bool) -> CheckFailedError:
         """Return the error that names the ranks that failed or hang, and what each was at."""
@@ -122,7 +112,7 @@ class HealthCheck:
             with suppress(OSError):
                 at.setdefault((self.folder / f"{_AT_FILE}{rank}").read_text(), []).append(rank)
         where = "; ".join(f"{ranks_in_words(ranks)} at {text}" for text, ranks in at.items()) or "no rank had begun"
-        words = [line for path in sorted(self.folder.glob(f"{_LOG_FILE}*")) for line in _last_lines(path)]
+        words = [line for path in sorted(self.folder.glob(f"{_LOG_FILE}*")) for line in last_lines(path, 1)]
         what = "failed" if has_failed else f"was not over after {self.seconds + _START_S:.0f} s"
         said = f" ({words[-1]})" if has_failed and words else ""
         return CheckFailedError(f"the measuring before the start {what}: {where}{said}", hint=f"see {self.folder}")
@@ -130,29 +120,19 @@ class HealthCheck:
     def _judge(self, text: str, took_s: float) -> None:
         from paraplan.hardware.measurement.health import HealthReport  # pydantic, as the report is
 
-        report = HealthReport.model_validate_json(text)
-        store = self.job.store
-        is_first_node = store is None or store.node == 0
-        tell: Callable[[str], None] = say if is_first_node else lambda line: None
+        report, store = HealthReport.model_validate_json(text), self.job.store
+        tell: Callable[[str], None] = say if store is None or store.node == 0 else lambda line: None
         for finding in report.findings:
             tell(f"preflight: {finding.text}")
         if not report.findings:
             tell(f"preflight: {len(report.ranks)} ranks measured in {took_s:.0f} s, nothing stands out")
-        if store is None or not store.is_elastic:
-            return
         hosts = {one.host for one in report.ranks}
         bad = [host for host in report.bad_hosts if host in hosts]
-        if not bad or store.num_nodes - len(bad) < store.min_nodes or len(hosts) < store.num_nodes:
+        if store is None or not store.is_elastic or not bad:
+            return
+        if store.num_nodes - len(bad) < store.min_nodes or len(hosts) < store.num_nodes:
             return
         tell(f"preflight: left out: host {', '.join(bad)}; the others restart without it")
         mine = socket.gethostname()
         if mine in bad:
             raise LeftOutError(next(finding.text for finding in report.findings if mine in finding.hosts))
-
-
-def _last_lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line for line in lines if line.strip()][-_LOG_LINES:]

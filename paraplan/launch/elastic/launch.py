@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import socket
 import time
@@ -10,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import PContext, SignalException, Std
@@ -26,7 +26,6 @@ from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.rendezvous import open_store
 from paraplan.launch.nodes.rendezvous_backend import SealedBackend
 from paraplan.launch.nodes.static_rendezvous import StaticRendezvous
-from paraplan.launch.ranks.spawning import SpawnerHandle
 from paraplan.launch.request import LaunchRequest
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
 from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
@@ -47,9 +46,14 @@ def with_rendezvous(spec: LaunchSpec, nodes: NodeRange) -> LaunchSpec:
         endpoint, run_id = f"{spec.local_addr or _LOOPBACK}:0", str(uuid.uuid4())
         alone = replace(chosen, rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_id=run_id, node_rank=0)
         return replace(alone, standalone=False)  # with which torch's launcher asks for c10d
-    if spec.rdzv_backend == "c10d" and not addresses_of(socket.gethostname()):
-        return _named_by_address(chosen)
-    return chosen
+    host = host_of(spec.rdzv_endpoint)
+    address = address_towards(host) if spec.rdzv_backend == "c10d" and not addresses_of(socket.gethostname()) else None
+    if address is None:
+        return chosen
+    # torch's rendezvous would look up this host's name, which is unknown
+    is_host = [] if "is_host" in spec.rdzv_conf else [f"is_host={str(address in addresses_of(host)).lower()}"]
+    rdzv_conf = ",".join(filter(None, [spec.rdzv_conf, *is_host]))
+    return replace(chosen, local_addr=spec.local_addr or address, rdzv_conf=rdzv_conf)
 
 
 def streams_by_rank(value: str) -> dict[int, Std] | None:
@@ -60,33 +64,20 @@ def streams_by_rank(value: str) -> dict[int, Std] | None:
     return {int(rank): Std(int(streams)) for rank, streams in pairs}
 
 
-def _named_by_address(spec: LaunchSpec) -> LaunchSpec:
-    """Return `spec` with the addresses that torch's rendezvous would look up by this host's name, which is unknown."""
-    host = host_of(spec.rdzv_endpoint)
-    address = address_towards(host)
-    if address is None:
-        return spec
-    rdzv_conf = spec.rdzv_conf
-    if "is_host" not in rdzv_conf:
-        is_host = str(address in addresses_of(host)).lower()
-        rdzv_conf = ",".join(filter(None, [rdzv_conf, f"is_host={is_host}"]))
-    return replace(spec, local_addr=spec.local_addr or address, rdzv_conf=rdzv_conf)
-
-
 def make_config(request: LaunchRequest, *, log_dir: str) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """Return torch's configuration of the job, and the program of a rank with its arguments.
 
     Raises what torch raises for arguments that it refuses: ValueError, AssertionError, RuntimeError, OSError.
     """
     asked = with_rendezvous(request.spec, request.nodes)
-    streams = {"redirects": streams_by_rank(asked.redirects), "tee": streams_by_rank(asked.tee)}
-    by_rank = {option: found for option, found in streams.items() if found is not None}
     completed = replace(asked, nodes=request.nodes, nproc_per_node=request.nproc_per_node, log_dir=log_dir)
     namespace = completed.to_namespace()
-    vars(namespace).update(dict.fromkeys(by_rank, "0"))
+    streams = {option: streams_by_rank(getattr(asked, option)) for option in ("redirects", "tee")}
+    vars(namespace).update({option: "0" for option, by_rank in streams.items() if by_rank is not None})
     config, program, program_arguments = config_from_args(namespace)
-    for option, found in by_rank.items():
-        set_streams(config.logs_specs, option, found)
+    for option, by_rank in streams.items():
+        if by_rank is not None:
+            set_streams(config.logs_specs, option, by_rank)
     return config, program, program_arguments
 
 
@@ -95,10 +86,9 @@ def run_agent(
     program: Callable[..., Any] | str,
     program_arguments: list[str],
     *,
-    spawner: SpawnerHandle,
     settings: AttemptSettings,
     job: JobRecord,
-    before_start: Callable[[Round], None],
+    before_start: Callable[[Round], None] | None,
     seal: Seal,
 ) -> dict[int, Any]:
     """Run the job on this node under torch's elastic agent, until all ranks have ended.
@@ -106,19 +96,15 @@ def run_agent(
     `seal` signs what its nodes tell each other. `before_start` is called after each rendezvous, before the ranks start.
     Raises torch's ChildFailedError for a failed rank, its SignalException for a signal, and its rendezvous errors.
     """
-    start = functools.partial(_start_ranks, spawner=spawner, settings=settings, job=job)
-    nodes, endpoint = NodeRange(config.min_nodes, config.max_nodes), config.rdzv_endpoint
-    make_backend = functools.partial(
-        SealedBackend, seal=seal, nodes=nodes, endpoint=endpoint, waits_for_ended=lambda: job.waits_for_ended()
-    )
-    agent = functools.partial(NodeAgent, before_start=before_start, job=job, seal=seal, nodes=nodes, endpoint=endpoint)
+    nodes = NodeRange(config.min_nodes, config.max_nodes)
+    here: dict[str, Any] = {"seal": seal, "nodes": nodes, "endpoint": config.rdzv_endpoint}
     with made_of(
         open_store=open_store,
-        static=functools.partial(StaticRendezvous, seal=seal),
-        backend=make_backend,
-        start_processes=start,
+        static=partial(StaticRendezvous, seal=seal),
+        backend=partial(SealedBackend, waits_for_ended=lambda: job.waits_for_ended(), **here),
+        start_processes=partial(_start_ranks, settings=settings, job=job),
         open_store_of_ranks=lambda address: host_store(address, 0, timeout=_STORE_PATIENCE),
-        agent=None if has_own_agent() else agent,
+        agent=None if has_own_agent() else partial(NodeAgent, before_start=before_start, job=job, **here),
     ):
         try:
             return launch_agent(config, program, program_arguments)
@@ -137,7 +123,6 @@ def _start_ranks(
     start_method: str = "spawn",
     numa_options: Any = None,
     *,
-    spawner: SpawnerHandle,
     settings: AttemptSettings,
     job: JobRecord,
     **torch_options: Any,
@@ -165,7 +150,6 @@ def _start_ranks(
         commands=commands,
         envs=envs,
         logs_specs=logs_specs,
-        spawner=spawner,
         settings=settings,
         job=job,
         torch_options={"log_line_prefixes": log_line_prefixes, **torch_options},

@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 
 import paraplan
-from paraplan.errors import PlanError
 from paraplan.launch.accelerate import accelerate_variables
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.endpoint import address_towards, interface_towards, interface_variables
-from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
+from paraplan.launch.nodes.store import NodeFacts, NodeStore, differences
 from paraplan.launch.planning import PlannerRequest, make_plan
 from paraplan.launch.request import PLAN_VARIABLE
 
@@ -53,15 +52,7 @@ class RoundPreparation:
     _accelerate: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, this_round: Round) -> None:
-        """Prepare one start. Raises `PlanError` where no plan can be made for these nodes."""
-        try:
-            self._prepare(this_round)
-        except RemoteError as error:
-            failure = PlanError(error.message, hint=error.hint)
-            failure.exit_status = error.exit_status
-            raise failure from None
-
-    def _prepare(self, this_round: Round) -> None:
+        """Prepare one start. Raises `PlanError` or `RemoteError` where no plan can be made for these nodes."""
         self.job.store = store = this_round.store
         if store is not None:
             facts = store.exchange_facts(node_facts(self.job.script, first_node=this_round.master_addr))
@@ -120,13 +111,11 @@ class RoundPreparation:
 def node_facts(script: str, *, first_node: str) -> NodeFacts:
     """Return the facts of this node; the digest of anything but a file is its name."""
     path = Path(script)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script
-    address = address_towards(first_node) or ""
     return NodeFacts(
         host=socket.gethostname(),
         torch=str(torch.__version__),
         paraplan=paraplan.__version__,
         python=platform.python_version(),
-        script=digest,
-        address=address,
+        script=hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else script,
+        address=address_towards(first_node) or "",
     )

@@ -7,39 +7,33 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paraplan.launch.elastic.following import (
-    RankWatches,
-    live_ranks,
-    remove_empty_files,
-    say_what_stays,
-    say_who_is_waited_for,
-    watch_variables,
-)
+from paraplan.launch.elastic.following import RankWatches, remove_files, watch_variables
 from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.activity import read_activities
 from paraplan.launch.faults.collectives import RankCalls, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
-from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
+from paraplan.launch.faults.hang import HangWatch, describe_elsewhere
 from paraplan.launch.faults.report import say
-from paraplan.launch.guard import remove_sums
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.preemption import HeldSignals, raise_signal
 from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL, with_bootstrap
 from paraplan.launch.ranks.limits import count_memory_kills
-from paraplan.launch.ranks.live import process_state
-from paraplan.launch.ranks.spawning import RankCommand, RankExit, SpawnerHandle
+from paraplan.launch.ranks.live import LiveRank, process_state
+from paraplan.launch.ranks.spawning import RankCommand, RankExit
 from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
+
+ValueT = TypeVar("ValueT")
 
 SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
@@ -67,15 +61,12 @@ class RankProcesses(ProcessContext):
         commands: dict[int, tuple[str, ...]],
         envs: dict[int, dict[str, str]],
         logs_specs: LogsSpecs,
-        spawner: SpawnerHandle,
         settings: AttemptSettings,
         job: JobRecord,
         torch_options: Mapping[str, Any],
     ) -> None:
         super().__init__(name, "ranks", commands, envs, logs_specs, **torch_options)
-        self._spawner = spawner
-        self._settings = settings
-        self._job = job
+        self._spawner, self._settings, self._job = settings.spawner, settings, job
         self._signals = HeldSignals(lambda number: job.stop.ask(number.name, number))
         self._pids: dict[int, int] = {}
         self._exits: dict[int, RankExit] = {}
@@ -84,17 +75,17 @@ class RankProcesses(ProcessContext):
         self._looks_at = 0.0
         self._alone_since: float | None = None
         self._watches = RankWatches(settings, job, envs=envs, folders=self._folders())
-        self._watch = self._make_watch() if settings.spec.hang_timeout is not None else None
-
-    def _make_watch(self) -> HangWatch:
-        return HangWatch(
-            timeout_s=float(self._settings.spec.hang_timeout or 0),
-            stack_files={rank: folder / STACK_FILE for rank, folder in self._folders().items()},
-            request_stacks=self._request_stacks,
-            read_activities=lambda ranks: read_activities({rank: self._pids[rank] for rank in ranks}, self._folders()),
-            ask_for_calls=self._ask_for_calls,
-            count_questions=lambda: self._job.num_questions,
-        )
+        self._watch: HangWatch | None = None
+        if settings.spec.hang_timeout is not None:
+            folders = self._folders()
+            self._watch = HangWatch(
+                timeout_s=settings.spec.hang_timeout,
+                stack_files=self._stack_files(),
+                request_stacks=self._request_stacks,
+                read_activities=lambda ranks: read_activities({rank: self._pids[rank] for rank in ranks}, folders),
+                ask_for_calls=self._ask_for_calls,
+                count_questions=lambda: job.num_questions,
+            )
 
     def _ask_for_calls(self, ranks: Sequence[int]) -> dict[int, RankCalls]:
         folders = {rank: folder for rank, folder in self._folders().items() if rank in ranks}
@@ -108,8 +99,17 @@ class RankProcesses(ProcessContext):
         """Return the folders of the error files by local rank; none where there are no error files."""
         return {rank: Path(path).parent for rank, path in self.error_files.items() if path and path != os.devnull}
 
+    def _stack_files(self) -> dict[int, Path]:
+        return {rank: folder / STACK_FILE for rank, folder in self._folders().items()}
+
     def _global_rank(self, rank: int) -> int:
         return int(self.envs[rank].get("RANK", rank))
+
+    def _global_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(map(self._global_rank, ranks))
+
+    def _by_global_rank(self, values: Mapping[int, ValueT]) -> dict[int, ValueT]:
+        return {self._global_rank(rank): value for rank, value in values.items()}
 
     def start_processes(self) -> None:
         """Start the ranks. The base class has put torch's signal handlers in place."""
@@ -118,15 +118,18 @@ class RankProcesses(ProcessContext):
             if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
                 signal.signal(signal.SIGUSR1, raise_signal)  # of which torch makes nothing
             self._signals.wrap_handlers([*names.split(","), "SIGUSR1"])
-        self._job.stop.begin_attempt()
-        self._job.attempts += 1
-        self._job.clock.begin_attempt(self._job.page)
-        self._job.failures, self._job.hang, self._job.apart = [], None, None
-        self._job.stacks, self._job.stopped, self._job.calls = {}, (), {}
-        self._job.started_ns = time.time_ns()
-        self._job.kills_before = count_memory_kills()
-        self._check_health()
-        has_bootstrap = not self._settings.fork and not self._settings.spec.no_python
+        job, settings = self._job, self._settings
+        job.stop.begin_attempt()
+        job.attempts += 1
+        job.clock.begin_attempt(job.page)
+        job.failures, job.hang, job.apart = [], None, None
+        job.stacks, job.stopped, job.calls = {}, (), {}
+        job.started_ns = time.time_ns()
+        job.kills_before = count_memory_kills()
+        if settings.spec.preflight == "measure" and job.folder is not None:
+            environments = {rank: {**self.envs[rank], **settings.extra_environment} for rank in range(self.nprocs)}
+            HealthCheck(job, settings, environments, job.folder.path, _HEALTH_S, self._signals.held).run()
+        has_bootstrap = not settings.fork and not settings.spec.no_python
         commands = [
             RankCommand(
                 local_rank=rank,
@@ -134,7 +137,7 @@ class RankProcesses(ProcessContext):
                 environment=self._environment(rank),
                 stdout=self.stdouts[rank],
                 stderr=self.stderrs[rank],
-                cpus=self._settings.cpus.get(rank, ()),
+                cpus=settings.cpus.get(rank, ()),
                 copy_stdout=self._log_file(rank, "stdout.log"),
                 copy_stderr=self._log_file(rank, "stderr.log"),
             )
@@ -144,31 +147,19 @@ class RankProcesses(ProcessContext):
             self._pids |= self._spawner.start(
                 commands,
                 environment=os.environ,
-                fork=self._settings.fork,
-                num_threads=self._settings.num_threads,
-                spares=self._settings.spares,
+                fork=settings.fork,
+                num_threads=settings.num_threads,
+                spares=settings.spares,
             )
         if self._spawner.took_spares:
-            some = sorted(map(self._global_rank, self._spawner.took_spares))
+            some = sorted(self._global_ranks(self._spawner.took_spares))
             words = "begins in a spare process" if len(some) == 1 else "begin in spare processes"
             say(f"{ranks_in_words(some)} {words}")
         logs = {one.local_rank: (one.copy_stdout or one.stdout, one.copy_stderr or one.stderr) for one in commands}
-        self._job.ranks = live_ranks(self._pids, envs=self.envs, folders=self._folders(), logs=logs)
-        self._job.world_size = int(self.envs[0].get("WORLD_SIZE", self.nprocs))
-
-    def _check_health(self) -> None:
-        if self._settings.spec.preflight != "measure" or self._job.folder is None:
-            return
-        environments = {rank: {**self.envs[rank], **self._settings.extra_environment} for rank in range(self.nprocs)}
-        HealthCheck(
-            self._job,
-            self._spawner,
-            self._settings,
-            environments,
-            self._job.folder.path,
-            _HEALTH_S,
-            self._signals.held,
-        ).run()
+        folders = self._folders()
+        live = {rank: LiveRank(rank, pid, folders.get(rank), logs[rank]) for rank, pid in self._pids.items()}
+        job.ranks = self._by_global_rank(live)
+        job.world_size = int(self.envs[0].get("WORLD_SIZE", self.nprocs))
 
     def _environment(self, rank: int) -> dict[str, str]:
         own = {**self.envs[rank], **self._settings.extra_environment}
@@ -225,11 +216,14 @@ class RankProcesses(ProcessContext):
         if not running or any(failure.cause is Cause.OWN_ERROR for failure in self._read_failures()):
             return
         stopped = self._stopped_ranks()
-        self._job.stopped = tuple(map(self._global_rank, stopped))
-        running = [rank for rank in running if rank not in stopped]
-        files = {rank: folder / STACK_FILE for rank, folder in self._folders().items()}
-        stacks = ask_for_stacks(running, stack_files=files, request_stacks=self._request_stacks, timeout_s=_ANSWER_S)
-        self._job.stacks = {self._global_rank(rank): stack for rank, stack in stacks.items()}
+        self._job.stopped = self._global_ranks(stopped)
+        stacks = ask_for_stacks(
+            [rank for rank in running if rank not in stopped],
+            stack_files=self._stack_files(),
+            request_stacks=self._request_stacks,
+            timeout_s=_ANSWER_S,
+        )
+        self._job.stacks = self._by_global_rank(stacks)
 
     def _stopped_ranks(self) -> list[int]:
         return [rank for rank in self._running() if process_state(self._pids[rank]) == "stopped"]
@@ -242,7 +236,10 @@ class RankProcesses(ProcessContext):
         self._looks_at = now + _BOARD_INTERVAL_S
         store.look()
         if store.is_lost and not store.has_failure_elsewhere() and not store.stops:
-            self._end_without_store(now)
+            self._alone_since = self._alone_since or now
+            if now - self._alone_since > _ALONE_S:  # for as long they ran on: all may have been about to end
+                self.close()
+                raise StoreLostError
         for reason in store.new_stops():
             say(reason)
             if not store.is_elastic:
@@ -250,13 +247,6 @@ class RankProcesses(ProcessContext):
         if self._alone_since is None and store.has_failure_elsewhere():
             self._alone_since = now
         return self._alone_since is not None and now - self._alone_since > _ALONE_S
-
-    def _end_without_store(self, now: float) -> None:
-        """Raise `StoreLostError` once the ranks have run on for a while: all may be about to end."""
-        self._alone_since = self._alone_since or now
-        if now - self._alone_since > _ALONE_S:
-            self.close()
-            raise StoreLostError
 
     def _hangs(self) -> bool:
         running = self._running()
@@ -267,20 +257,16 @@ class RankProcesses(ProcessContext):
         stacks = {rank: stack or stack_by_py_spy(self._pids[rank]) for rank, stack in verdict.stacks.items()}
         hang = replace(
             verdict,
-            stacks={self._global_rank(rank): stack for rank, stack in stacks.items()},
-            calls={self._global_rank(rank): found for rank, found in calls.items()},
-            stopped=tuple(map(self._global_rank, self._stopped_ranks())),
+            stacks=self._by_global_rank(stacks),
+            calls=self._by_global_rank(calls),
+            stopped=self._global_ranks(self._stopped_ranks()),
         )
-        self._job.hang = replace(hang, elsewhere=self._hang_elsewhere(hang))
+        if self._job.store is not None:
+            mine = hang.note(socket.gethostname())
+            notes = self._job.store.exchange_notes("hang", mine, timeout_s=_HANG_NOTES_S)
+            hang = replace(hang, elsewhere=describe_elsewhere(mine, notes))
+        self._job.hang = hang
         return True
-
-    def _hang_elsewhere(self, hang: HangVerdict) -> tuple[str, ...]:
-        """Tell the other nodes how the ranks of this one stand, and return what they say of theirs."""
-        store = self._job.store
-        if store is None:
-            return ()
-        mine = hang.note(socket.gethostname())
-        return describe_elsewhere(mine, store.exchange_notes("hang", mine, timeout_s=_HANG_NOTES_S))
 
     def _is_running(self) -> bool:
         return len(self._exits) < len(self._pids)
@@ -300,15 +286,13 @@ class RankProcesses(ProcessContext):
         self._job.clock.end_attempt(self._job.page)
         failures = self._read_failures()
         self._job.failures = failures
-        self._job.ended = tuple(self._global_rank(rank) for rank, end in sorted(self._exits.items()) if end.code == 0)
+        self._job.ended = self._global_ranks(rank for rank, code in sorted(self._codes().items()) if code == 0)
         if any(failure.cause is not Cause.OWN_ERROR for failure in failures):
-            found = {self._global_rank(rank): read_calls(folder) for rank, folder in self._folders().items()}
-            self._job.calls = {rank: calls for rank, calls in found.items() if calls is not None}
+            read = {rank: read_calls(folder) for rank, folder in self._folders().items()}
+            self._job.calls = self._by_global_rank({rank: calls for rank, calls in read.items() if calls is not None})
         if not failures and self._job.apart is None:
             self._watches.finds_ranks_apart(is_end=True)
-        remove_empty_files(self._folders().values())
-        if self._settings.spec.guard is not None:
-            remove_sums(self._folders().values())
+        remove_files(self._folders().values())
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:
             result.return_values = dict.fromkeys(range(self.nprocs))
@@ -359,7 +343,9 @@ class RankProcesses(ProcessContext):
             if was_running or self._failed():
                 self._spawner.clear(grace_s=1.0)
             else:
-                say_what_stays(self._spawner.find_left())
+                left = ", ".join(f"{pid} ({command})" for pid, command in self._spawner.find_left().items())
+                if left:  # it may be wanted, as an upload is
+                    say(f"the ranks have ended and leave running what they started in the background: {left}")
 
     def _stop(self, death_sig: signal.Signals) -> None:
         if self._is_running() and self._signals.count < 2:  # a second may strike before torch comes to stop the ranks
@@ -368,10 +354,13 @@ class RankProcesses(ProcessContext):
                 stopped = self._stopped_ranks()
                 if stopped:  # these act on no other signal
                     self._spawner.signal(signal.SIGKILL, only_leaders_of=stopped)
-            self._wait_for_exits(min(_SILENT_S, self._settings.grace_s))
-            if self._is_running() and self._settings.grace_s > _SILENT_S:
-                say_who_is_waited_for([*map(self._global_rank, self._running())], death_sig, self._settings.grace_s)
-                self._wait_for_exits(self._settings.grace_s - _SILENT_S)
+            grace_s = self._settings.grace_s
+            self._wait_for_exits(min(_SILENT_S, grace_s))
+            if self._is_running() and grace_s > _SILENT_S:
+                running, them = self._global_ranks(self._running()), "it" if len(self._running()) == 1 else "them"
+                who = f"waiting up to {grace_s:g} s for {ranks_in_words(running)} to end"
+                say(f"{who} after {death_sig.name}; Ctrl-C kills {them}")
+                self._wait_for_exits(grace_s - _SILENT_S)
         if self._is_running():
             self._kill()
 

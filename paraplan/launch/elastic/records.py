@@ -17,7 +17,7 @@ from paraplan.launch.nodes.store import NodeStore
 from paraplan.launch.preemption import StopRequest
 from paraplan.launch.ranks.limits import MemoryKills
 from paraplan.launch.ranks.live import LiveRank
-from paraplan.launch.ranks.spawning import Spares
+from paraplan.launch.ranks.spawning import Spares, SpawnerHandle
 from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spec import LaunchSpec
@@ -41,6 +41,7 @@ class AttemptSettings:
     """
 
     spec: LaunchSpec
+    spawner: SpawnerHandle
     fork: bool = False
     num_threads: int | None = None
     extra_environment: Mapping[str, str] = field(default_factory=dict)

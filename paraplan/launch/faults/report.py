@@ -37,8 +37,8 @@ class ReportContext:
     `elapsed_s` counts from the start of the ranks to the first failure. `log_folder` is None where none is kept.
     `memory_kill` says where the kernel has killed a process for want of host memory since the ranks started.
     `is_host_gone` says that the node in whose store the others wrote cannot be reached any more.
-    `predicted_peak_bytes` is what the plan expects a GPU to hold at most, `smaller_plan` a sentence about another plan
-    that needs less. `calls` and `stacks` are what ranks made last and where those stood that did not fail by
+    `predicted_peak_bytes` is what the plan expects a GPU to hold at most, `smaller_plan` another plan that needs less,
+    in words. `calls` and `stacks` are what ranks made last and where those stood that did not fail by
     themselves, by global rank; `stopped` are ranks whose process
     was stopped, and `places_elsewhere` says both of other nodes. `ended` are ranks of this node that ended well.
     """
@@ -295,7 +295,7 @@ def _memory_advice(message: str, context: ReportContext) -> list[str]:
     if context.predicted_peak_bytes is not None:
         lines.append(f"the plan expected at most {format_bytes(context.predicted_peak_bytes)} on a GPU")
     if context.smaller_plan is not None:
-        return [*lines, f"hint: {context.smaller_plan}"]
+        return [*lines, f"hint: a plan that needs less: {context.smaller_plan}"]
     if context.predicted_peak_bytes is None:
         return [*lines, "hint: paraplan recommend MODEL finds plans that fit this GPU"]
     return [*lines, "hint: a smaller micro-batch or recompute full needs less"]

@@ -6,7 +6,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,10 +67,10 @@ def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **_
     endpoint, timeout_s = Endpoint(host, port), 2 * timeout.total_seconds()
     if is_master:
         return run_interruptibly(lambda: host_store(host, port, timeout=timeout))
-    named = _named(endpoint)
+    named = f"{endpoint}{meaning_of(endpoint.host)}"
     silence = await_answer(endpoint, timeout_s=timeout_s, on_wait=lambda reason: say(f"waiting for {named}: {reason}"))
     if silence is not None:
-        raise _nobody_error(endpoint, silence, timeout_s)
+        raise _nobody_error(endpoint, f"{named}: {describe_silence(silence)}; tried for {timeout_s:g} s")
     try:
         return run_interruptibly(
             lambda: TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False),
@@ -78,34 +78,25 @@ def open_store(host: str, port: int, *, is_master: bool, timeout: timedelta, **_
             on_wait=lambda: say(f"waiting for {named}: it accepts connections and says nothing"),
         )
     except TimeoutError as error:
-        raise _stranger_error(endpoint, "it accepts connections and says nothing") from error
+        raise _stranger_error(endpoint, named, "it accepts connections and says nothing") from error
     except RuntimeError as error:  # torch's DistError is a RuntimeError
-        raise _stranger_error(endpoint, str(error)) from error
+        raise _stranger_error(endpoint, named, str(error)) from error
 
 
 def require_same_nnodes(values: SealedValues, nodes: NodeRange, *, endpoint: str) -> None:
     """Raise `NoRendezvousError` where another node of the rendezvous was given another --nnodes."""
-    agreed = str(values.claim(_NNODES, str(nodes)))
-    if agreed != str(nodes):
-        theirs = str(NodeRange.parse(agreed))
-        error = NoRendezvousError(
-            f"--nnodes is {_shortest(theirs)} on the first node that came to {endpoint}, and {_shortest(str(nodes))} "
-            f"here, on {socket.gethostname()}",
+    agreed, host = NodeRange.parse(str(values.claim(_NNODES, str(nodes)))), socket.gethostname()
+    if agreed != nodes:
+        values.set(_CONTRADICTION, f"{host} came with --nnodes {nodes}, and not {agreed}")
+        raise NoRendezvousError(
+            f"--nnodes is {agreed} on the first node that came to {endpoint}, and {nodes} here, on {host}",
             hint="give all nodes the same number",
         )
-        notice = f"{socket.gethostname()} came with --nnodes {_shortest(str(nodes))}, and not {_shortest(theirs)}"
-        values.set(_CONTRADICTION, notice)
-        raise error
 
 
 def find_contradiction(values: SealedValues) -> str | None:
     """Return what a node that was sent away contradicted, None where there was no such node."""
     return str(values.get([_CONTRADICTION])[0]) if values.has(_CONTRADICTION) else None
-
-
-def _shortest(nodes: str) -> str:
-    low, _, high = nodes.partition(":")
-    return low if low == high else nodes
 
 
 class Arrival:
@@ -143,35 +134,35 @@ class Arrival:
         while self._values.add(_NUM_HERE, 0) < self._num_nodes or self._missing():
             if time.monotonic() > min(says_at, deadline):
                 missing = self._missing()
+                words = f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))}"
                 if time.monotonic() > deadline:
-                    raise self._missing_error(missing, timeout_s)
-                say(f"waiting at {self._endpoint} for {_nodes_in_words(missing)} of {self._num_nodes}")
+                    raise self._missing_error(missing, words, timeout_s)
+                say(f"waiting at {self._endpoint} for {words} of {self._num_nodes}")
                 contradiction = find_contradiction(self._values)
                 if contradiction is not None:
                     say(contradiction)
                 says_at = deadline + SAY_AFTER_S  # once
             time.sleep(_POLL_S)
-        return [str(one["text"]) for one in self._nodes(range(self._num_nodes))]
+        return [str(one["text"]) for one in self._nodes([*range(self._num_nodes)])]
 
     def _missing(self) -> list[int]:
         names = [f"here/{rank}" for rank in range(self._num_nodes)]
         return [] if self._values.has(*names) else [n for n, name in enumerate(names) if not self._values.has(name)]
 
-    def _nodes(self, ranks: Iterable[int]) -> list[Any]:
+    def _nodes(self, ranks: Sequence[int]) -> list[Any]:
         return self._values.get([f"here/{rank}" for rank in ranks])
 
-    def _missing_error(self, missing: Sequence[int], timeout_s: float) -> NoRendezvousError:
+    def _missing_error(self, missing: Sequence[int], words: str, timeout_s: float) -> NoRendezvousError:
         ranks = [rank for rank in range(self._num_nodes) if rank not in missing]
-        here = {rank: str(one["host"]) for rank, one in zip(ranks, self._nodes(ranks), strict=True)}
-        return _missing_error(self._endpoint, missing, here, timeout_s)
+        here = ", ".join(f"{rank} ({one['host']})" for rank, one in zip(ranks, self._nodes(ranks), strict=True))
+        return NoRendezvousError(
+            f"{len(missing)} of {self._num_nodes} nodes did not reach {self._endpoint} within {timeout_s:g} s: "
+            f"missing {words}; here {'is' if len(ranks) == 1 else 'are'} {here}",
+            hint=_loopback_hint(host_of(self._endpoint)) or _HINT,
+        )
 
 
-def _named(endpoint: Endpoint) -> str:
-    """Return `gpu-a:29500 (10.0.0.1 on this node)`."""
-    return f"{endpoint}{meaning_of(endpoint.host)}"
-
-
-def _nobody_error(endpoint: Endpoint, silence: OSError, timeout_s: float) -> NoRendezvousError:
+def _nobody_error(endpoint: Endpoint, where: str) -> NoRendezvousError:
     addresses = addresses_of(endpoint.host)
     hint = "start the same command on the node that has this address, and let the port through the firewalls"
     if not addresses:
@@ -183,33 +174,18 @@ def _nobody_error(endpoint: Endpoint, silence: OSError, timeout_s: float) -> NoR
             "it is an address of this node: start the first node (--node-rank 0) here too, or have this one host the "
             "rendezvous with --rdzv-conf is_host=true"
         )
-    return NoRendezvousError(
-        f"nothing answers at {_named(endpoint)}: {describe_silence(silence)}; tried for {timeout_s:g} s", hint=hint
-    )
+    return NoRendezvousError(f"nothing answers at {where}", hint=hint)
 
 
-def _stranger_error(endpoint: Endpoint, said: str) -> NoRendezvousError:
+def _stranger_error(endpoint: Endpoint, named: str, said: str) -> NoRendezvousError:
     """Return the error of something that accepts connections and is not torch's store."""
     is_here = any(map(is_own_address, addresses_of(endpoint.host)))
     listener = find_listener(endpoint.port) if is_here else None
     who = f"another program, {listener}," if listener else "another program"
     return NoRendezvousError(
-        f"{who} listens at {_named(endpoint)}, or a launcher that has stopped: {said.splitlines()[0].rstrip('.')}",
+        f"{who} listens at {named}, or a launcher that has stopped: {said.splitlines()[0].rstrip('.')}",
         hint="give the address of the first node, and a port that no other program has",
     )
-
-
-def _missing_error(endpoint: str, missing: Sequence[int], here: dict[int, str], timeout_s: float) -> NoRendezvousError:
-    present = ", ".join(f"{rank} ({host})" for rank, host in here.items())
-    return NoRendezvousError(
-        f"{len(missing)} of {len(missing) + len(here)} nodes did not reach {endpoint} within {timeout_s:g} s: "
-        f"missing {_nodes_in_words(missing)}; here {'is' if len(here) == 1 else 'are'} {present}",
-        hint=_loopback_hint(host_of(endpoint)) or _HINT,
-    )
-
-
-def _nodes_in_words(ranks: Sequence[int]) -> str:
-    return f"{'node' if len(ranks) == 1 else 'nodes'} {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True)
@@ -241,7 +217,7 @@ def exchange_texts(
             f"--node-rank {mine.rank} is outside the {num_nodes} nodes of --nnodes", hint=f"use 0 to {num_nodes - 1}"
         )
     deadline = time.monotonic() + timeout_s
-    hosted = _host(endpoint, rank=mine.rank)
+    hosted = _host(endpoint, mine.rank) if mine.rank in (None, 0) else None
     on_wait(f"waiting for {num_nodes} nodes at {endpoint}" + ("" if hosted is None else ", which this node hosts"))
     patience = timedelta(seconds=timeout_s / 2)  # a store is waited for twice as long
     store = hosted or open_store(endpoint.host, endpoint.port, is_master=False, timeout=patience)
@@ -253,13 +229,14 @@ def exchange_texts(
         return rank, arrival.wait_for_all(max(0.0, deadline - time.monotonic()))
     finally:
         with suppress(RuntimeError):  # the node that hosts the store is gone
-            _leave(store, hosts=hosted is not None)
+            store.add(_LEFT, 1)
+            deadline = time.monotonic() + _FAREWELL_S
+            while hosted and store.add(_LEFT, 0) < store.add(_CAME, 0) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)  # every node that came is to read all
 
 
-def _host(endpoint: Endpoint, *, rank: int | None) -> TCPStore | None:
-    """Return the store of node 0; None on others, and without a rank where another node has the address."""
-    if rank is not None and rank > 0:
-        return None
+def _host(endpoint: Endpoint, rank: int | None) -> TCPStore | None:
+    """Return the store of node 0; None without a rank where another node has the address."""
     try:
         return host_store(endpoint.host, endpoint.port, timeout=_PATIENCE)
     except DistNetworkError as error:
@@ -271,26 +248,14 @@ def _host(endpoint: Endpoint, *, rank: int | None) -> TCPStore | None:
         ) from None
 
 
-def _leave(store: Store, *, hosts: bool) -> None:
-    """Say that this node has read all; the host stays until every node that came has."""
-    store.add(_LEFT, 1)
-    deadline = time.monotonic() + _FAREWELL_S
-    while hosts and int(store.add(_LEFT, 0)) < int(store.add(_CAME, 0)) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-
-
 def rendezvous_warnings(spec: LaunchSpec) -> tuple[str, ...]:
     """Return what may make a rendezvous of several nodes fail."""
     host = host_of(_endpoint(spec))
-    if spec.rdzv_backend not in ("static", "c10d") or not host:
-        return ()
-    addresses = addresses_of(host)
-    if any(map(is_loopback, addresses)):
+    addresses = addresses_of(host) if spec.rdzv_backend in ("static", "c10d") and host else None
+    if addresses is not None and any(map(is_loopback, addresses)):
         named = host if host in addresses else f"{host} ({' or '.join(addresses)})"
         return (f"other machines cannot reach the rendezvous at {named}: give another address with --rdzv-endpoint",)
-    if addresses:
-        return ()
-    return (f"this node knows no address of {host}, where the rendezvous is; asking again",)
+    return () if addresses != [] else (f"this node knows no address of {host}, where the rendezvous is; asking again",)
 
 
 def _endpoint(spec: LaunchSpec) -> str:

@@ -63,15 +63,11 @@ class NodeStore:
         is_elastic: bool = False,
         min_nodes: int = 1,
         has_lost_node: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.node = node
-        self.num_nodes = num_nodes
+        self.node, self.num_nodes, self.min_nodes, self.is_elastic = node, num_nodes, min_nodes, is_elastic
         self.clock_offset_s: float | None = None
         """How far the clock of node 0 is ahead of this one's; None until the nodes have exchanged facts."""
-        self.is_elastic = is_elastic
-        self.min_nodes = min_nodes
+        self._others = set(range(num_nodes)) - {node}
         self._values = SealedValues(store, seal)
         self._has_lost_node = has_lost_node
         self.facts: list[NodeFacts] = []
@@ -81,8 +77,6 @@ class NodeStore:
         self._told: dict[str, dict[int, Any]] = {}
         """Values that nodes have published, by the name of the value and by node."""
         self._lock = threading.Lock()
-        self._clock = clock
-        self._pause = pause
         self.is_lost = False
 
     def meet(self) -> None:
@@ -124,22 +118,15 @@ class NodeStore:
             try:
                 text = make()
             except Exception as error:
-                self._values.set(
-                    name,
-                    {
-                        "error": str(getattr(error, "message", error)),
-                        "hint": getattr(error, "hint", None),
-                        "exit_status": getattr(error, "exit_status", 1),
-                    },
-                )
+                hint, exit_status = getattr(error, "hint", None), getattr(error, "exit_status", 1)
+                message = str(getattr(error, "message", error))
+                self._values.set(name, {"error": message, "hint": hint, "exit_status": exit_status})
                 raise
             self._values.set(name, {"text": text})
             return text
         answer = self._await(name)
         if "error" in answer:
-            raise RemoteError(
-                error=str(answer["error"]), hint=answer.get("hint"), exit_status=int(answer.get("exit_status", 1))
-            )
+            raise RemoteError(str(answer["error"]), answer.get("hint"), int(answer.get("exit_status", 1)))
         return str(answer["text"])
 
     def look(self) -> None:
@@ -154,11 +141,11 @@ class NodeStore:
                 return
             for _, one in news:
                 told = self._told.setdefault(str(one["name"]), {})
-                if one["name"] != "stop" or not self._has_ended(int(one["node"])):
+                if one["name"] != "stop" or not self.has_ended(int(one["node"])):
                     told[int(one["node"])] = one["value"]
 
-    def _has_ended(self, node: int) -> bool:
-        """Whether a node has said how its ranks have ended, or was stopped before."""
+    def has_ended(self, node: int) -> bool:
+        """Whether a node has said how its ranks have ended, or was stopped before, as far as has been looked."""
         return any(node in self._told.get(name, ()) for name in ("done", "failure", "stop"))
 
     def publish(self, name: str, value: Any) -> None:
@@ -183,22 +170,21 @@ class NodeStore:
 
     def failures_of_others(self, *, timeout_s: float) -> list[NodeFailure]:
         """Return how ranks failed on other nodes that say so within `timeout_s`."""
-        others = set(range(self.num_nodes)) - {self.node}
-        self._wait(lambda: all(map(self._has_ended, others)), timeout_s)
+        self._wait(lambda: all(map(self.has_ended, self._others)), timeout_s)
         self.new_stops()
         self.publish("read", True)
-        return [_failure(values) for node, values in sorted(self._told.get("failure", {}).items()) if node in others]
+        told = sorted(self._told.get("failure", {}).items())
+        return [_failure(values) for node, values in told if node in self._others]
 
     def exchange_notes(self, name: str, mine: Mapping[str, Any], *, timeout_s: float) -> list[Mapping[str, Any]]:
         """Tell the other nodes `mine`, and return what those tell under this name that do so within `timeout_s`."""
         self.publish(name, dict(mine))
-        others = set(range(self.num_nodes)) - {self.node}
         told, read = self._told.setdefault(name, {}), self._told.setdefault(f"{name}-read", {})
-        self._wait(lambda: others <= told.keys(), timeout_s)
+        self._wait(lambda: self._others <= told.keys(), timeout_s)
         self.publish(f"{name}-read", True)
-        readers = told.keys() - {self.node}
+        readers = told.keys() & self._others
         self._wait(lambda: readers <= read.keys(), timeout_s)
-        return [note for node, note in sorted(told.items()) if node in others]
+        return [note for node, note in sorted(told.items()) if node in self._others]
 
     def gather(self, name: str, mine: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """Leave `mine` for node 0, in the place of what this node told before; return there what each node told last.
@@ -239,34 +225,28 @@ class NodeStore:
         """Return what the other nodes have answered within `timeout_s`, by node, and delete it from the store."""
         found: dict[int, Mapping[str, Any]] = {}
         answers = ValueLog(self._values, f"answers/{number}")
-        deadline = self._clock() + timeout_s
+        deadline = time.monotonic() + timeout_s
         with contextlib.suppress(RuntimeError):
-            while len(found) < self.num_nodes - 1 and self._clock() < deadline:
+            while len(found) < len(self._others) and time.monotonic() < deadline:
                 for at, one in answers.read():
                     found[int(one["node"])] = one["answer"]
                     self._values.delete(f"answers/{number}/{at}")
-                if len(found) < self.num_nodes - 1:
-                    self._pause(_POLL_S)
+                if len(found) < len(self._others):
+                    time.sleep(_POLL_S)
         return found
 
     def note_stop(self, signal_name: str) -> None:
         """Say that a signal ends this node's launcher, and with it its ranks."""
-        reason = f"{signal_name} ended its launcher and its ranks"
-        with contextlib.suppress(TimeoutError):
-            run_interruptibly(partial(self.publish, "stop", reason), timeout_s=_STOP_S)
+        self.note_end("stop", f"{signal_name} ended its launcher and its ranks")
 
-    def note_left(self) -> None:
-        """Say that a signal ends this node's launcher, whose ranks have ended well: nobody waits for it to leave."""
+    def note_end(self, name: str, value: object) -> None:
+        """Publish a value from a launcher that a signal ends, unless that takes long."""
         with contextlib.suppress(TimeoutError):
-            run_interruptibly(partial(self.publish, "left", True), timeout_s=_STOP_S)
+            run_interruptibly(partial(self.publish, name, value), timeout_s=_STOP_S)
 
     def note_silent(self, node: int) -> None:
         """Say that a node gives no signs of life. Raises RuntimeError where the store is gone."""
         self._news.append({"name": "stop", "node": node, "value": "its launcher is gone, without a word"})
-
-    def is_over(self, node: int) -> bool:
-        """Whether a node has ended its work, as far as has been looked."""
-        return self._has_ended(node)
 
     def beat(self, node: int, number: int) -> int:
         """Add to the signs of life of a node and return them. Raises RuntimeError where the store is gone."""
@@ -282,23 +262,17 @@ class NodeStore:
         self.stops |= new
         return [*new.values()]
 
-    def note_done(self) -> None:
-        """Say that this node's ranks have ended well, and that it may leave."""
-        self.publish("done", True)
-
     def nodes_at_work(self) -> list[int]:
         """Return the other nodes whose ranks have not ended well. Raises `StoreLostError`."""
         self.look()
         if self.is_lost:
             raise StoreLostError
-        done = self._told.get("done", {})
-        return [node for node in range(self.num_nodes) if node != self.node and node not in done]
+        return sorted(self._others - self._told.get("done", {}).keys())
 
     def take_leave(self, *, timeout_s: float) -> None:
         """Wait until all nodes know that all are done: the store ends with the node that hosts it."""
         self.publish("left", True)
-        others = {*range(self.num_nodes)} - {self.node} - self.stops.keys()
-        left = self._told.setdefault("left", {})
+        others, left = self._others - self.stops.keys(), self._told.setdefault("left", {})
         self._wait(lambda: others - self._told.get("stop", {}).keys() <= left.keys(), timeout_s)
 
     def is_anyone_done(self) -> bool:
@@ -313,14 +287,18 @@ class NodeStore:
 
     def has_failure_elsewhere(self) -> bool:
         """Whether another node has said that its ranks have failed for good, as far as has been looked."""
-        return bool(self._told.get("failure", {}).keys() - {self.node})
+        return bool(self._told.get("failure", {}).keys() & self._others)
+
+    def lacks_node(self) -> bool:
+        """Whether another node is lost, or has failed for good, as far as has been looked."""
+        return bool(self.stops) or self.has_failure_elsewhere()
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         """Look until `is_done`, for so long at most; a store that is gone ends it."""
-        deadline = self._clock() + timeout_s
+        deadline = time.monotonic() + timeout_s
         self.look()
-        while not is_done() and not self.is_lost and self._clock() < deadline:
-            self._pause(_POLL_S)
+        while not is_done() and not self.is_lost and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
             self.look()
 
     def _await(self, name: str) -> Any:
@@ -328,16 +306,13 @@ class NodeStore:
 
         Raises `RemoteError` where nothing comes, and `NodeLostError` where a node of this round is lost before.
         """
-        deadline = self._clock() + _TIMEOUT_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while not self._values.wait(name, _SLICE):
             if self._has_lost_node():
                 raise NodeLostError
-            if self._clock() > deadline:
-                raise RemoteError(
-                    error=f"another node has not sent its {name.partition('/')[0]} for {_TIMEOUT_S:.0f} s",
-                    hint="see its own messages",
-                    exit_status=1,
-                )
+            if time.monotonic() > deadline:
+                silent = f"another node has not sent its {name.partition('/')[0]} for {_TIMEOUT_S:.0f} s"
+                raise RemoteError(silent, "see its own messages", 1)
         return self._values.get([name])[0]
 
 
@@ -372,12 +347,12 @@ def _known(record: type[RecordT], values: Mapping[str, Any]) -> RecordT:
     return record(**{name: value for name, value in values.items() if name in names})
 
 
-class RemoteError(Exception):
+class RemoteError(ParaplanError):
     """An error of node 0 that all nodes share."""
 
-    def __init__(self, *, error: str, hint: str | None, exit_status: int) -> None:
-        super().__init__(error)
-        self.message, self.hint, self.exit_status = error, hint, exit_status
+    def __init__(self, message: str, hint: str | None, exit_status: int) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_status = exit_status
 
 
 def differences(facts: list[NodeFacts]) -> list[str]:
