@@ -37,25 +37,72 @@ class LaunchParser(argparse.ArgumentParser):
         return candidates[:1] if is_one_option else candidates
 
 
+_KINDS = {"N": int, "STEPS": int, "RANKS": int, "RANK": int, "SECONDS": float}
+_OPTIONS = {
+    "--plan PLAN.json": "Run this plan: sets the numbers of nodes and ranks where they are not given, refuses any "
+    "that differ. auto: a plan for the ranks that are here, made again when nodes leave or come; by --model, or by "
+    "the script. auto:PLAN.json: this one, and another for its training where nodes, ranks or GPUs are not those it "
+    "is for.",
+    "--model MODEL": "Make the plan first, as paraplan recommend MODEL does: a config.json, a bundled name, "
+    "file.py:factory.",
+    "--global-batch N": "With --model: sequences of one step, all GPUs.",
+    "--seq-len N": "With --model: tokens of a sequence.",
+    "--precision NAME": "With --model: its precision, as paraplan recommend has it.",
+    "--optimizer NAME": "With --model: its optimizer, as paraplan recommend has it.",
+    "--attention NAME": "With --model: its attention, as paraplan recommend has it.",
+    "--hostfile FILE": "Start one launcher on each host of this file through ssh: a name a line, with slots=8 for 8 "
+    "ranks.",
+    "--gpus 0,2": "Use these GPUs of each node in this order (2: the first two), one rank each without "
+    "--nproc-per-node.",
+    "--hang-timeout SECONDS": "End the job, with the stacks of all ranks, when no rank has made progress for so long: "
+    "a step, a collective, a line of output, data read or written, work. Give more than the longest single call that "
+    "only computes takes. Default: never.",
+    "--metrics FILE": "Have paraplan.runtime append a line of JSON for every step: loss, gradient norm, tokens/s, "
+    "MFU, memory.",
+    "--no-logs": "Keep no run folder. Without --log-dir it is a new one in ./paraplan-runs: the command, versions, "
+    "plan, what each rank wrote, and how the run ended.",
+    "--preempt-notice SOURCE": "Look here once a second for a notice that the machine is to go: a file that comes to "
+    "be, a URL that answers (the cloud's metadata service), or command:COMMAND that succeeds. Default: signals alone.",
+    "--preempt-window SECONDS": "After SIGTERM, SIGUSR1 or a notice, ranks of paraplan.runtime get so long to end "
+    "their step and save; the job then ends with status 75. Default: 30, or --shutdown-timeout.",
+    "--memory-checkpoint STEPS": "Keep a copy of the training's state in this machine's memory, renewed every so many "
+    "steps: with --max-restarts, engine.resume goes on from there when a rank is lost. At most half of what is free.",
+    "--spare-ranks N": "With --max-restarts: so many processes of each node stand by, with what the script imports at "
+    "its top, and ranks that start again begin in them. As many as ranks of a node are used at once.",
+    "--requeue": "Have Slurm queue the job again (scontrol requeue) after status 75.",
+    "--preflight": "measure: before the script, all ranks measure matmuls, memory and links for 20 s; what is slower "
+    "than its like is named, and with --nnodes MIN:MAX such a host is left out. Default: look at GPUs and disks.",
+    "--skip-preflight": "Do not look at GPUs in use, NVLinks, the driver and free space before ranks start.",
+    "--no-cpu-binding": "Under a plan, do not keep each rank on the CPUs next to its GPU where a machine has several "
+    "sockets.",
+    "--no-straggler-watch": "Do not time the steps of ranks, and name none that is slower than the others.",
+    "--watch-steps": "Time the steps of any script of torch, as those of paraplan.runtime are: five functions of "
+    "torch are replaced in its ranks. --hang-timeout does so too.",
+    "--guard STEPS": "Every so many optimizer steps of any script, compare the bits of what ranks hold alike "
+    "(parameters, optimizer state, constant buffers), and what they read: end the job (status 65) where ranks are "
+    "apart or read the same data.",
+    "--dry-run": "Show every rank with its host, GPU, place in the plan, environment and command; start nothing. Exit "
+    "status 1 if it could not run or would not fit.",
+    "--fake RANKS": "Run the script in a world of so many ranks without GPUs, other ranks or values: two steps of one "
+    "rank of each pipeline stage. Shows its memory by parts beside the estimate, and what it sends.",
+    "--fake-rank RANK": "With --fake: run this rank alone.",
+    "--profile NAME": "With --dry-run and --fake: for machines of this profile, not this one.",
+    "--json": "With --dry-run and --fake: as JSON.",
+}
+"""The options of paraplan as --help shows them: with a word for their value, whose kind follows from it, or flags."""
+
+_HELP_OF_TORCHS = {
+    "start_method": "How ranks start: forked with torch imported already (the default), or 'exec': each with an "
+    "interpreter that imports torch itself, as torchrun does. With --run-path: multiprocessing's methods.",
+    "nproc_per_node": "Number of ranks per node: a number, auto, gpu, cpu or xpu. Default: the plan's, or one for each "
+    "GPU, or 1 without a GPU.",
+    "nnodes": "Number of nodes, or MIN:MAX of an elastic job. Default: the plan's, or 1.",
+}
+
+
 def build_parser() -> LaunchParser:
     """Return the parser of `paraplan launch`. PET_ variables of the environment are its defaults, as with torchrun."""
     torchs = torchs_parser()
-    for action in torchs._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        if action.dest == "start_method" and action.choices is not None:
-            action.choices = [*action.choices, _EXEC]
-            action.help = (
-                "How ranks start: forked with torch imported already (the default), or 'exec': each with an "
-                "interpreter that imports torch itself, as torchrun does. With --run-path: multiprocessing's methods."
-            )
-        if action.dest == "nproc_per_node":
-            action.help = (
-                "Number of ranks per node: a number, auto, gpu, cpu or xpu. Default: the plan's, or one for each GPU, "
-                "or 1 without a GPU."
-            )
-        if action.dest == "nnodes":
-            action.help = "Number of nodes, or MIN:MAX of an elastic job. Default: the plan's, or 1."
     parser = LaunchParser(
         prog="paraplan launch",
         usage="paraplan launch [options] train.py [arguments of train.py]",
@@ -69,11 +116,19 @@ def build_parser() -> LaunchParser:
     )
     parser.add_argument("-h", "--help", action="help", help="Show this and exit.")
     _add_own_options(parser)
-    _take_over(parser, torchs)
+    group = parser.add_argument_group("options of torchrun (each also as PET_<NAME> in the environment)")
+    for action in torchs._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        action.help = _HELP_OF_TORCHS.get(action.dest, action.help)
+        if action.dest == "start_method" and action.choices is not None:
+            action.choices = [*action.choices, _EXEC]
+        (group if action.option_strings else parser)._add_action(action)
+        if action.nargs != 0 and action.metavar is None and action.choices is None and action.option_strings:
+            action.metavar = "VALUE"  # argparse repeats a long name for each spelling
     if "--shutdown-timeout" not in torchs._option_string_actions:  # torch 2.11
-        parser.add_argument(
-            "--shutdown-timeout", "--shutdown_timeout", type=int, help="Seconds from SIGTERM to SIGKILL."
-        )
+        words = "Seconds from SIGTERM to SIGKILL."
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, help=words)
     return parser
 
 
@@ -89,156 +144,16 @@ def known_options() -> dict[str, argparse.Action]:
 
 def _add_own_options(parser: LaunchParser) -> None:
     ours = parser.add_argument_group("options of paraplan")
-    ours.add_argument(
-        "--plan",
-        metavar="PLAN.json",
-        help="Run this plan: sets the numbers of nodes and ranks where they are not given, refuses any that differ. "
-        "auto: a plan for the ranks that are here, made again when nodes leave or come; by --model, or by the script. "
-        "auto:PLAN.json: this one, and another for its training where nodes, ranks or GPUs are not those it is for.",
-    )
-    ours.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="Make the plan first, as paraplan recommend MODEL does: a config.json, a bundled name, file.py:factory.",
-    )
-    ours.add_argument("--global-batch", metavar="N", type=int, help="With --model: sequences of one step, all GPUs.")
-    ours.add_argument("--seq-len", metavar="N", type=int, help="With --model: tokens of a sequence.")
-    for name in ("precision", "optimizer", "attention"):
-        ours.add_argument(f"--{name}", metavar="NAME", help=f"With --model: its {name}, as paraplan recommend has it.")
-    ours.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        help="Start one launcher on each host of this file through ssh: a name a line, with slots=8 for 8 ranks.",
-    )
-    ours.add_argument(
-        "--gpus",
-        metavar="0,2",
-        help="Use these GPUs of each node in this order (2: the first two), one rank each without --nproc-per-node.",
-    )
-    ours.add_argument(
-        "--hang-timeout",
-        metavar="SECONDS",
-        type=float,
-        help="End the job, with the stacks of all ranks, when no rank has made progress for so long: a step, a "
-        "collective, a line of output, data read or written, work. Give more than the longest single call that only "
-        "computes takes. Default: never.",
-    )
-    ours.add_argument(
-        "--metrics",
-        metavar="FILE",
-        help="Have paraplan.runtime append a line of JSON for every step: loss, gradient norm, tokens/s, MFU, memory.",
-    )
-    ours.add_argument(
-        "--no-logs",
-        action="store_true",
-        help="Keep no run folder. Without --log-dir it is a new one in ./paraplan-runs: the command, versions, plan, "
-        "what each rank wrote, and how the run ended.",
-    )
-    _add_preemption_options(ours)
-    _add_start_options(ours)
+    for words, text in _OPTIONS.items():
+        option, _, value = words.partition(" ")
+        if option == "--preflight":
+            ours.add_argument(option, choices=("look", "measure"), default="look", help=text)
+        elif value:
+            default = 0 if option == "--spare-ranks" else None
+            ours.add_argument(option, metavar=value, type=_KINDS.get(value, str), default=default, help=text)
+        else:
+            ours.add_argument(option, action="store_true", help=text)
     parser.own_options = frozenset(parser._option_string_actions) - {"-h", "--help"}
-
-
-def _add_preemption_options(ours: argparse._ArgumentGroup) -> None:
-    ours.add_argument(
-        "--preempt-notice",
-        metavar="SOURCE",
-        help="Look here once a second for a notice that the machine is to go: a file that comes to be, a URL that "
-        "answers (the cloud's metadata service), or command:COMMAND that succeeds. Default: signals alone.",
-    )
-    ours.add_argument(
-        "--preempt-window",
-        metavar="SECONDS",
-        type=float,
-        help="After SIGTERM, SIGUSR1 or a notice, ranks of paraplan.runtime get so long to end their step and save; "
-        "the job then ends with status 75. Default: 30, or --shutdown-timeout.",
-    )
-    ours.add_argument(
-        "--memory-checkpoint",
-        metavar="STEPS",
-        type=int,
-        help="Keep a copy of the training's state in this machine's memory, renewed every so many steps: with "
-        "--max-restarts, engine.resume goes on from there when a rank is lost. At most half of what is free.",
-    )
-    ours.add_argument(
-        "--spare-ranks",
-        metavar="N",
-        type=int,
-        default=0,
-        help="With --max-restarts: so many processes of each node stand by, with what the script imports at its top, "
-        "and ranks that start again begin in them. As many as ranks of a node are used at once.",
-    )
-    ours.add_argument(
-        "--requeue", action="store_true", help="Have Slurm queue the job again (scontrol requeue) after status 75."
-    )
-
-
-def _add_start_options(ours: argparse._ArgumentGroup) -> None:
-    """Add what is looked at, bound or shown before ranks start."""
-    ours.add_argument(
-        "--preflight",
-        choices=("look", "measure"),
-        default="look",
-        help="measure: before the script, all ranks measure matmuls, memory and links for 20 s; what is slower than "
-        "its like is named, and with --nnodes MIN:MAX such a host is left out. Default: look at GPUs and disks.",
-    )
-    ours.add_argument(
-        "--skip-preflight",
-        action="store_true",
-        help="Do not look at GPUs in use, NVLinks, the driver and free space before ranks start.",
-    )
-    ours.add_argument(
-        "--no-cpu-binding",
-        action="store_true",
-        help="Under a plan, do not keep each rank on the CPUs next to its GPU where a machine has several sockets.",
-    )
-    ours.add_argument(
-        "--no-straggler-watch",
-        action="store_true",
-        help="Do not time the steps of ranks, and name none that is slower than the others.",
-    )
-    ours.add_argument(
-        "--watch-steps",
-        action="store_true",
-        help="Time the steps of any script of torch, as those of paraplan.runtime are: five functions of torch are "
-        "replaced in its ranks. --hang-timeout does so too.",
-    )
-    ours.add_argument(
-        "--guard",
-        metavar="STEPS",
-        type=int,
-        help="Every so many optimizer steps of any script, compare the bits of what ranks hold alike (parameters, "
-        "optimizer state, constant buffers), and what they read: end the job (status 65) where ranks are apart or read "
-        "the same data.",
-    )
-    ours.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="Show every rank with its host, GPU, place in the plan, environment and command; start nothing. "
-        "Exit status 1 if it could not run or would not fit.",
-    )
-    ours.add_argument(
-        "--fake",
-        metavar="RANKS",
-        type=int,
-        help="Run the script in a world of so many ranks without GPUs, other ranks or values: two steps of one rank of "
-        "each pipeline stage. Shows its memory by parts beside the estimate, and what it sends.",
-    )
-    ours.add_argument("--fake-rank", metavar="RANK", type=int, help="With --fake: run this rank alone.")
-    ours.add_argument(
-        "--profile", metavar="NAME", help="With --dry-run and --fake: for machines of this profile, not this one."
-    )
-    ours.add_argument("--json", action="store_true", help="With --dry-run and --fake: as JSON.")
-
-
-def _take_over(parser: LaunchParser, torchs: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("options of torchrun (each also as PET_<NAME> in the environment)")
-    for action in torchs._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        (group if action.option_strings else parser)._add_action(action)
-        if action.nargs != 0 and action.metavar is None and action.choices is None and action.option_strings:
-            action.metavar = "VALUE"  # argparse repeats a long name for each spelling
 
 
 def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str]) -> LaunchSpec:

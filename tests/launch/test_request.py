@@ -251,7 +251,7 @@ def test_a_plan_for_other_machines_is_made_again_for_those_that_are_here(check, 
     assert fewer.planned_again == "the plan is for 2 x 2 ranks, and here are 1 x 2 ranks: planning again"
     assert fewer.planner is not None
     assert (fewer.planner.model, fewer.planner.profile) == ("gpt2", "cpu")
-    assert fewer.planner.options[:4] == ("--global-batch", "8", "--seq-len", "128")
+    assert [fewer.planner.training[name] for name in ("global_batch_size", "seq_length")] == [8, 128]
     assert check(plan="auto:plan.json", nnodes="1", nproc_per_node="4").plan == ParallelPlan(dp=4)
     with pytest.raises(PlanError, match="does not say which model it trains"):
         check(plan=f"auto:{write_plan(tmp_path, dp=2)}")

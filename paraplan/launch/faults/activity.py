@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -110,11 +111,9 @@ def _moved_bytes(process: Path) -> int:
 
 
 def _num_steps(folder: Path) -> int:
-    with suppress(OSError), (folder / MARKS_FILE).open("rb") as file:
-        head = file.read(HEADER.size)
-        if len(head) == HEADER.size:
-            magic, _, count = HEADER.unpack(head)
-            return int(count) if magic == MAGIC else 0
+    with suppress(OSError, struct.error), (folder / MARKS_FILE).open("rb") as file:
+        magic, _, count = HEADER.unpack(file.read(HEADER.size))
+        return int(count) if magic == MAGIC else 0
     return 0
 
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,6 @@ class Call:
     is_point_to_point: bool = False
     axis: str = ""
 
-    def describe(self, ranks: Sequence[int]) -> str:
-        """Return `all_reduce number 7 over dp of ranks 0-3`; `ranks` are those of its group, none where unknown."""
-        return describe_call(self.name, number=self.number, axis=self.axis, ranks=ranks)
-
-
-def describe_call(name: str, *, number: int | None, axis: str, ranks: Sequence[int]) -> str:
-    """Return `all_reduce number 7 over dp of ranks 0-3`, without what is unknown."""
-    counted = f" number {number}" if number is not None else ""
-    over = f" over {axis}" if axis else ""
-    return f"{name}{counted}{over}" + (f" of {ranks_in_words(ranks)}" if ranks else "")
-
 
 @dataclass(frozen=True)
 class RankCalls:
@@ -99,7 +89,7 @@ class StuckCall:
 
     def describe(self) -> str:
         """Return who waits and who is missing: `rank 0 in all_reduce number 7; rank 1 never entered it`."""
-        lines = [f"{ranks_in_words(self.waiting)} in {self.call.describe(self.ranks)}"]
+        lines = [f"{ranks_in_words(self.waiting)} in {describe_call(self.call, self.ranks)}"]
         lines += [f"rank {rank} calls {name} instead" for rank, name in sorted(self.others.items())[:3]]
         by_last: dict[int, list[int]] = {}
         for rank, last in self.missing.items():
@@ -115,15 +105,12 @@ def find_stuck_calls(by_rank: Mapping[int, RankCalls], *, failed: Iterable[int] 
     """Return the calls in which ranks wait, those that most wait in first. `failed` ranks waited until they failed."""
     failed = set(failed)
     waiting = {rank: calls.waits_in(has_failed=rank in failed) for rank, calls in by_rank.items()}
+    by_call: dict[tuple[str, int, bool], dict[int, Call]] = {}
+    for rank, one in waiting.items():
+        if one is not None:
+            by_call.setdefault((one.group, one.number, one.is_point_to_point), {})[rank] = one
     found = []
-    keys = {(call.group, call.number, call.is_point_to_point) for call in waiting.values() if call is not None}
-    for group, number, is_point_to_point in sorted(keys):
-        here = {
-            rank: call
-            for rank, call in waiting.items()
-            if call is not None
-            and (call.group, call.number, call.is_point_to_point) == (group, number, is_point_to_point)
-        }
+    for (group, number, is_point_to_point), here in sorted(by_call.items()):
         names = [call.name for call in here.values()]
         call = next(call for call in here.values() if call.name == max(names, key=names.count))
         ranks = next((by_rank[rank].groups[group] for rank in here if group in by_rank[rank].groups), ())
@@ -143,16 +130,15 @@ def find_stuck_calls(by_rank: Mapping[int, RankCalls], *, failed: Iterable[int] 
 
 def read_calls(folder: Path) -> RankCalls | None:
     """Return what the rank with its error file in `folder`, or torch, has written there; None where nothing is."""
-    try:
-        return _from_json(json.loads((folder / CALLS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    for path in folder.glob(f"{DUMP_PREFIX}*"):
-        try:
+    for path in (folder / CALLS_FILE, *folder.glob(f"{DUMP_PREFIX}*")):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError):
             with path.open("rb") as file:
-                return _from_dump(_PlainUnpickler(file).load())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError):
-            continue
+                values = json.load(file) if path.name == CALLS_FILE else _PlainUnpickler(file).load()
+            if "groups" not in values:  # torch's own dump
+                values["groups"] = {name: json.loads(group["ranks"]) for name, group in values["pg_config"].items()}
+            entries = sorted(values["entries"], key=lambda entry: int(entry["record_id"]))
+            ranks = {name: tuple(map(int, members)) for name, members in values["groups"].items()}
+            return RankCalls(tuple(map(_call, entries)), ranks)
     return None
 
 
@@ -167,12 +153,11 @@ def ask_for_calls(folders: Mapping[int, Path], *, timeout_s: float) -> dict[int,
 
 
 def _ask(folder: Path) -> bool:
-    try:
+    with suppress(OSError):  # it has no such pipe, or nobody reads from it
         (folder / CALLS_FILE).unlink(missing_ok=True)
         os.close(os.open(folder / CALLS_REQUEST, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError:  # it has no such pipe, or nobody reads from it
-        return False
-    return True
+        return True
+    return False
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -181,20 +166,6 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Refuse every class and function."""
         raise pickle.UnpicklingError(f"{module}.{name} in a dump of torch's flight recorder")
-
-
-def _from_json(values: dict[str, Any]) -> RankCalls:
-    groups = {name: tuple(map(int, ranks)) for name, ranks in values["groups"].items()}
-    return RankCalls(_calls(values["entries"]), groups)
-
-
-def _from_dump(values: dict[str, Any]) -> RankCalls:
-    groups = {name: tuple(map(int, json.loads(group["ranks"]))) for name, group in values["pg_config"].items()}
-    return RankCalls(_calls(values["entries"]), groups)
-
-
-def _calls(entries: Sequence[Mapping[str, Any]]) -> tuple[Call, ...]:
-    return tuple(_call(entry) for entry in sorted(entries, key=lambda entry: int(entry["record_id"])))
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
@@ -227,9 +198,12 @@ class TimedOut:
     axis: str = ""
     is_recorded: bool = True
 
-    def describe(self) -> str:
-        """Return `all_reduce number 7 over dp of ranks 0-3`."""
-        return describe_call(self.name, number=self.number, axis=self.axis, ranks=self.ranks)
+
+def describe_call(call: Call | TimedOut, ranks: Sequence[int]) -> str:
+    """Return `all_reduce number 7 over dp of ranks 0-3`, without what is unknown; `ranks` are those of its group."""
+    counted = f" number {call.number}" if call.number is not None else ""
+    over = f" over {call.axis}" if call.axis else ""
+    return f"{call.name}{counted}{over}" + (f" of {ranks_in_words(ranks)}" if ranks else "")
 
 
 def find_timeout(failure: RankFailure) -> TimedOut | None:
@@ -275,7 +249,7 @@ def describe_timeouts(failures: Sequence[RankFailure], calls: Mapping[int, RankC
             if (timed_out.name, timed_out.number) == (stuck.call.name, stuck.call.number):
                 ranks[:] = sorted({*ranks, *stuck.waiting})
     parts = [
-        f"{ranks_in_words(ranks)} waited {timed_out.timeout_s:g} s in {timed_out.describe()}"
+        f"{ranks_in_words(ranks)} waited {timed_out.timeout_s:g} s in {describe_call(timed_out, timed_out.ranks)}"
         for timed_out, ranks in sorted(waited.items(), key=lambda item: -len(item[1]))
     ]
     if stuck is not None:
@@ -298,13 +272,18 @@ def describe_places(stacks: Mapping[int, Stack], stopped: Sequence[int] = ()) ->
 
     `stopped` are ranks whose process a signal or a debugger had stopped.
     """
+    return describe_stopped(stopped, "was" if len(stopped) == 1 else "were") + [
+        f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} in {describe_place(stack)}"
+        for stack, ranks in sorted(ranks_by_place(stacks), key=lambda place: len(place[1]))
+    ]
+
+
+def ranks_by_place(stacks: Mapping[int, Stack]) -> list[tuple[Stack, list[int]]]:
+    """Return the places where ranks stand, with the ranks at each."""
     places: dict[Stack, list[int]] = {}
     for rank, stack in sorted(stacks.items()):
         places.setdefault(stack, []).append(rank)
-    return describe_stopped(stopped, "was" if len(stopped) == 1 else "were") + [
-        f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} in {describe_place(stack)}"
-        for stack, ranks in sorted(places.items(), key=lambda place: len(place[1]))
-    ]
+    return list(places.items())
 
 
 def describe_stopped(ranks: Sequence[int], verb: str) -> list[str]:
@@ -317,6 +296,5 @@ def _completed(timed_out: TimedOut, calls: RankCalls | None) -> TimedOut:
     call = calls.waits_in(has_failed=True) if calls is not None and timed_out.is_recorded else None
     if calls is None or call is None or (timed_out.number is not None and timed_out.number != call.number):
         return timed_out
-    return replace(
-        timed_out, name=call.name, number=call.number, axis=call.axis, ranks=calls.groups.get(call.group, ())
-    )
+    ranks = calls.groups.get(call.group, ())
+    return replace(timed_out, name=call.name, number=call.number, axis=call.axis, ranks=ranks)

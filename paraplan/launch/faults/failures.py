@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from signal import SIGABRT, SIGPIPE
 
-from paraplan.launch.faults.gpu_errors import is_out_of_gpu_memory, is_own_nccl_error, telling_lines
+from paraplan.launch.faults.gpu_errors import OUT_OF_MEMORY, OWN_NCCL_ERROR, telling_lines
 from paraplan.launch.ranks.bootstrap import FAULT_FILE
 from paraplan.launch.ranks.spawning import RankExit
 from paraplan.launch.torch_private.texts import COMMUNICATION_ERRORS
@@ -49,7 +50,7 @@ class ErrorRecord:
     @property
     def is_out_of_gpu_memory(self) -> bool:
         """Whether a GPU was out of memory."""
-        return self.exception_type == "OutOfMemoryError" or is_out_of_gpu_memory(self.message)
+        return self.exception_type == "OutOfMemoryError" or OUT_OF_MEMORY.search(self.message) is not None
 
 
 @dataclass(frozen=True)
@@ -132,17 +133,18 @@ def read_error_record(path: str) -> ErrorRecord | None:
 def read_failure(*, global_rank: int, pid: int, exit: RankExit, error_file: str, was_stopped: bool) -> RankFailure:  # noqa: A002
     """Return how a rank failed. `was_stopped` says that it still ran when the launcher began to stop the ranks."""
     record = read_error_record(error_file) if error_file else None
-    return RankFailure(
-        global_rank=global_rank,
-        local_rank=exit.local_rank,
-        pid=pid,
-        exit=exit,
-        cause=_cause(exit, record, was_stopped=was_stopped),
-        error_file=error_file,
-        record=record,
-        fault=_read_fault(error_file) if exit.code < 0 and error_file else None,
-        log_tail=_read_log_tail(error_file) if record is None and error_file else (),
-    )
+    cause = _cause(exit, record, was_stopped=was_stopped)
+    failure = RankFailure(global_rank, exit.local_rank, pid, exit, cause, error_file, record)
+    if not error_file:
+        return failure
+    folder, fault, tail = Path(error_file).parent, "", tuple[str, ...]()
+    if exit.code < 0:
+        with suppress(OSError):
+            fault = (folder / FAULT_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    if record is None:  # the last lines that it wrote, to stderr if it wrote there
+        tail = telling_lines(last_lines(folder / "stderr.log", _MANY_LINES), _TAIL_LINES)
+        tail = tail or last_lines(folder / "stdout.log", _TAIL_LINES)
+    return replace(failure, fault=fault or None, log_tail=tail)
 
 
 def first_node_failure(failures: Iterable[NodeFailure]) -> NodeFailure:
@@ -157,28 +159,13 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 def _cause(exit: RankExit, record: ErrorRecord | None, *, was_stopped: bool) -> Cause:  # noqa: A002
     if record is not None:
-        is_own = is_own_nccl_error(record.message) or not COMMUNICATION_ERRORS.search(record.message)
+        is_own = OWN_NCCL_ERROR.search(record.message) or not COMMUNICATION_ERRORS.search(record.message)
         return Cause.OWN_ERROR if is_own else Cause.COMMUNICATION
     if was_stopped:
         return Cause.STOPPED
     if exit.code == -SIGABRT:
         return Cause.ABORT
     return Cause.COMMUNICATION if exit.code == -SIGPIPE else Cause.OWN_ERROR
-
-
-def _read_log_tail(error_file: str) -> tuple[str, ...]:
-    """Return the last lines that a rank wrote, to stderr if it wrote there."""
-    folder = Path(error_file).parent
-    said = telling_lines(last_lines(folder / "stderr.log", _MANY_LINES), _TAIL_LINES)
-    return said or last_lines(folder / "stdout.log", _TAIL_LINES)
-
-
-def _read_fault(error_file: str) -> str | None:
-    try:
-        text = (Path(error_file).parent / FAULT_FILE).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return text.strip() or None
 
 
 def last_lines(path: Path, number: int) -> tuple[str, ...]:

@@ -12,63 +12,41 @@ from collections.abc import Sequence
 
 from paraplan.launch.torch_private.texts import NO_NAME_OF_CLIENT, WATCHDOG
 
-_OUT_OF_MEMORY = re.compile(
+OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure (?:\d+ )?'out of memory'"
 )
-_OWN_NCCL_ERROR = re.compile(r"ncclUnhandledCudaError|ncclInvalidUsage|ncclInvalidArgument")
+"""A GPU is out of memory, by torch's allocator, CUDA, cuBLAS or NCCL."""
+
+OWN_NCCL_ERROR = re.compile(r"ncclUnhandledCudaError|ncclInvalidUsage|ncclInvalidArgument")
+"""Errors of NCCL that are this rank's own, and not those of a peer or of the way to it."""
+
 _ABORTED = re.compile(r"^\s*what\(\):\s+(?P<reason>.*)$")
 _PREFIX = re.compile(r"^(?:\[[^\]]*\]\s*)+(?:Process group watchdog thread terminated with exception:\s*)?")
 _NATIVE_FRAME = re.compile(r"^\s*(?:frame #\d+: |<omitting python frames>|Exception raised from )")
 
-_ADVICE = (
-    (
-        r"no kernel image is available",
-        "this build of torch has no code for this GPU (torch.cuda.get_arch_list()): install one that has",
-    ),
-    (
-        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient|unsupported toolchain",
-        "update the driver, or install a torch that is built for the CUDA that nvidia-smi shows",
-    ),
-    (
-        r"Duplicate GPU detected|invalid device ordinal",
-        "each rank needs a GPU of its own: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), one rank for each GPU",
-    ),
-    (
-        r"device-side assert triggered",
-        "often an index outside of a table, as a token beyond the vocabulary; CUDA_LAUNCH_BLOCKING=1 shows the line",
-    ),
-    (
-        r"an illegal (?:memory access|instruction) was encountered|unspecified launch failure|CUDA error: misaligned",
-        "a kernel failed, maybe before this line: CUDA_LAUNCH_BLOCKING=1 shows which; dmesg | grep Xid, if the GPU did",
-    ),
-    (
-        r"uncorrectable (?:ECC|NVLink) error",
-        "this GPU is faulty: dmesg | grep Xid and nvidia-smi -q tell more; go on without it (--gpus)",
-    ),
-    (
-        r"CUDA-capable device\(s\) is/are busy or unavailable",
-        "another process has the GPU, or its compute mode lets one process in: nvidia-smi shows both",
-    ),
-    (
-        r"CUDA.* system not yet initialized",
-        "GPUs with NVSwitch need their fabric manager: systemctl status nvidia-fabricmanager",
-    ),
-)
-
-
-def is_out_of_gpu_memory(message: str) -> bool:
-    """Whether an error says that a GPU is out of memory: torch's allocator, CUDA, cuBLAS or NCCL."""
-    return _OUT_OF_MEMORY.search(message) is not None
-
-
-def is_own_nccl_error(message: str) -> bool:
-    """Whether an error of NCCL is this rank's own, and not that of a peer or of the way to it."""
-    return _OWN_NCCL_ERROR.search(message) is not None
+_ADVICE = {
+    r"no kernel image is available": "this build of torch has no code for this GPU (torch.cuda.get_arch_list()): "
+    "install one that has",
+    r"NVIDIA driver on your system is too old|CUDA driver version is insufficient|unsupported toolchain": "update the "
+    "driver, or install a torch that is built for the CUDA that nvidia-smi shows",
+    r"Duplicate GPU detected|invalid device ordinal": "each rank needs a GPU of its own: "
+    "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), one rank for each GPU",
+    r"device-side assert triggered": "often an index outside of a table, as a token beyond the vocabulary; "
+    "CUDA_LAUNCH_BLOCKING=1 shows the line",
+    r"an illegal (?:memory access|instruction) was encountered|unspecified launch failure|CUDA error: misaligned": "a "
+    "kernel failed, maybe before this line: CUDA_LAUNCH_BLOCKING=1 shows which; dmesg | grep Xid, if the GPU did",
+    r"uncorrectable (?:ECC|NVLink) error": "this GPU is faulty: dmesg | grep Xid and nvidia-smi -q tell more; go on "
+    "without it (--gpus)",
+    r"CUDA-capable device\(s\) is/are busy or unavailable": "another process has the GPU, or its compute mode lets one "
+    "process in: nvidia-smi shows both",
+    r"CUDA.* system not yet initialized": "GPUs with NVSwitch need their fabric manager: systemctl status "
+    "nvidia-fabricmanager",
+}
 
 
 def advice(message: str) -> str | None:
     """Return what to do about an error of a GPU; None where nothing is known."""
-    return next((hint for pattern, hint in _ADVICE if re.search(pattern, message)), None)
+    return next((hint for pattern, hint in _ADVICE.items() if re.search(pattern, message)), None)
 
 
 def abort_reason(lines: Sequence[str]) -> str | None:

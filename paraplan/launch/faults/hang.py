@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.launch.faults.activity import Activity
-from paraplan.launch.faults.collectives import RankCalls, describe_stopped, find_stuck_calls
+from paraplan.launch.faults.collectives import RankCalls, describe_stopped, find_stuck_calls, ranks_by_place
 from paraplan.launch.ranks.stacks import Stack, describe_place, main_stack
 from paraplan.units import ranks_in_words
 
@@ -46,22 +46,16 @@ class HangVerdict:
                 {"name": stuck.call.name, "number": stuck.call.number, "of": stuck.ranks, "waiting": stuck.waiting}
                 for stuck in find_stuck_calls(self.calls)
             ],
-            "places": [
-                *describe_stopped(self.stopped, "is" if len(self.stopped) == 1 else "are"),
-                *(
-                    f"{ranks_in_words([rank])} in {describe_place(stack)}"
-                    for rank, stack in self.stacks.items()
-                    if stack
-                ),
-            ],
+            "places": self._stopped_in_words()
+            + [f"rank {rank} in {describe_place(stack)}" for rank, stack in self.stacks.items() if stack],
         }
+
+    def _stopped_in_words(self) -> list[str]:
+        return describe_stopped(self.stopped, "is" if len(self.stopped) == 1 else "are")
 
     def render(self) -> str:
         """Return the report: the stack of each place where ranks stand, then who stands where, the fewest last."""
-        places: dict[Stack, list[int]] = {}
-        for rank, stack in sorted(self.stacks.items()):
-            places.setdefault(stack, []).append(rank)
-        by_number = sorted(places.items(), key=lambda place: -len(place[1]))
+        by_number = sorted(ranks_by_place(self.stacks), key=lambda place: -len(place[1]))
         lines = []
         for stack, ranks in by_number:
             lines.append(f"paraplan: stack of {ranks_in_words(ranks)}, innermost call first")
@@ -69,8 +63,7 @@ class HangVerdict:
         lines.append(f"paraplan: the job hangs: no rank has moved for {self.still_s:.0f} s; ending it")
         lines += [f"  waiting: {stuck.describe()}" for stuck in find_stuck_calls(self.calls)[:3]]
         lines += [f"  {ranks_in_words(ranks)} in {describe_place(stack)}" for stack, ranks in by_number[:8]]
-        lines += [f"  {line}" for line in describe_stopped(self.stopped, "is" if len(self.stopped) == 1 else "are")]
-        lines += [f"  {line}" for line in self.elsewhere]
+        lines += [f"  {line}" for line in (*self._stopped_in_words(), *self.elsewhere)]
         return "\n".join(lines) + "\n"
 
 
@@ -180,9 +173,8 @@ class HangWatch:
             self._samples.append({rank: self._files[rank].read_text() for rank in running})
         if any(sample[rank] != self._samples[0][rank] for sample in self._samples for rank in working):
             return True
-        return len(self._samples) == _NUM_SAMPLES and self._have_called(running)
-
-    def _have_called(self, running: Sequence[int]) -> bool:
-        """Whether a rank has made or ended a collective since half of the time without movement."""
-        before, now = self._calls or {}, self._ask_for_calls(running)
-        return any(calls.calls != before[rank].calls for rank, calls in now.items() if rank in before)
+        if len(self._samples) < _NUM_SAMPLES:
+            return False
+        # at last, whether a rank has made or ended a collective since half of the time without movement
+        earlier, calls = self._calls or {}, self._ask_for_calls(running)
+        return any(one.calls != earlier[rank].calls for rank, one in calls.items() if rank in earlier)

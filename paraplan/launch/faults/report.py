@@ -10,7 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.faults.collectives import RankCalls, describe_places, describe_timeouts, find_timeout
+from paraplan.launch.faults.collectives import (
+    RankCalls,
+    describe_call,
+    describe_places,
+    describe_timeouts,
+    find_timeout,
+)
 from paraplan.launch.faults.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.faults.gpu_errors import abort_reason, advice
 from paraplan.launch.ranks import bootstrap
@@ -193,8 +199,8 @@ def _killed_alike(first: RankFailure, failures: Sequence[RankFailure]) -> list[R
 def _describe_ended(first: RankFailure, context: ReportContext) -> str:
     """Return which ranks had ended well, and the collective in which one waited for them."""
     calls = context.calls.get(first.global_rank)
-    call = calls.waits_in(has_failed=True) if calls is not None else None
-    which = f" with {call.describe(calls.groups.get(call.group, ()))}" if calls is not None and call is not None else ""
+    call = calls and calls.waits_in(has_failed=True)
+    which = f" with {describe_call(call, calls.groups.get(call.group, ()))}" if calls and call else ""
     return f"{ranks_in_words(context.ended)} had ended with exit code 0, and rank {first.global_rank} went on{which}"
 
 
@@ -254,7 +260,13 @@ def _what_happened(failure: RankFailure, context: ReportContext) -> str:
     record = failure.record
     if record is None:
         if failure.exit.code == -signal.SIGKILL:
-            return _describe_kill(failure, context)
+            held, scope = failure.exit.max_rss_bytes, context.memory_kill
+            what = describe_exit(failure.exit.code)
+            if scope == "cgroup":
+                what = "killed, out of host memory: the memory limit of its cgroup was hit"
+            elif scope == "host":
+                what = "killed, probably out of host memory: the kernel has killed a process of this host for it"
+            return what + (f"; it had held up to {format_bytes(held)}" if held else "")
         reason = abort_reason(failure.log_tail) if failure.exit.code == -signal.SIGABRT else None
         return describe_exit(failure.exit.code) + (f": {_shortened(reason)}" if reason else "")
     if record.user_message is not None:
@@ -263,15 +275,6 @@ def _what_happened(failure: RankFailure, context: ReportContext) -> str:
         said = f": {record.exit_message}" if record.exit_message else ""
         return _shortened(f"the script ended itself with {describe_exit(failure.exit_status)}{said}")
     return _shortened(record.message.splitlines()[0] if record.message else record.exception_type or "an error")
-
-
-def _describe_kill(failure: RankFailure, context: ReportContext) -> str:
-    held = f"; it had held up to {format_bytes(failure.exit.max_rss_bytes)}" if failure.exit.max_rss_bytes else ""
-    if context.memory_kill == "cgroup":
-        return f"killed, out of host memory: the memory limit of its cgroup was hit{held}"
-    if context.memory_kill == "host":
-        return f"killed, probably out of host memory: the kernel has killed a process of this host for it{held}"
-    return describe_exit(-signal.SIGKILL) + held
 
 
 def _where(failure: RankFailure, context: ReportContext) -> str:

@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -91,10 +92,8 @@ def _stacks(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
 
     def request(numbers: list[int]) -> None:
         for number in numbers:
-            try:
+            with suppress(OSError):  # it has ended
                 send_signal(ranks[number], STACK_SIGNAL)
-            except OSError:  # it has ended
-                continue
 
     job.num_questions += 1
     try:
@@ -108,9 +107,7 @@ def _stacks(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     calls = ask_for_calls(answering, timeout_s=STACKS_S)
     return {
         "states": {str(rank): state for rank, state in states.items()},
-        "stacks": {
-            str(rank): [[frame.path, frame.line, frame.name] for frame in stack] for rank, stack in stacks.items()
-        },
+        "stacks": {str(rank): [[*vars(frame).values()] for frame in stack] for rank, stack in stacks.items()},
         "calls": {str(rank): asdict(found) for rank, found in calls.items()},
     }
 
@@ -136,28 +133,19 @@ def _logs(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
 
 def _profile(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     """Ask ranks for a profile; return the traces that they will write, and why others will write none."""
-    traces, refused = {}, {}
-    for rank, one in _chosen(job, question).items():
+    chosen, number, seconds = _chosen(job, question), int(question["number"]), float(question["seconds"])
+    begin_by_s, traces, refused = time.time() + float(question["wait_s"]), {}, {}
+    for rank, one in chosen.items():
         if job.kept_folder is None:
             refused[str(rank)] = "the run keeps no folder (--no-logs)"
         elif process_state(one.pid) != "running":
             refused[str(rank)] = f"its process is {process_state(one.pid)}"
-        elif one.folder is None or not ask_for_profile(
-            one.folder,
-            number=int(question["number"]),
-            seconds=float(question["seconds"]),
-            begin_by_s=time.time() + float(question["wait_s"]),
-        ):
-            refused[str(rank)] = (
-                "it notes no steps: it is alone, or no script of paraplan.runtime and started without --watch-steps"
-            )
+        elif one.folder and ask_for_profile(one.folder, number=number, seconds=seconds, begin_by_s=begin_by_s):
+            traces[str(rank)] = str(trace_path(one.folder, rank=rank, number=number))
         else:
-            traces[str(rank)] = str(trace_path(one.folder, rank=rank, number=int(question["number"])))
-    return {
-        "traces": traces,
-        "refused": refused,
-        "pids": {str(rank): one.pid for rank, one in _chosen(job, question).items()},
-    }
+            why = "it is alone, or no script of paraplan.runtime and started without --watch-steps"
+            refused[str(rank)] = f"it notes no steps: {why}"
+    return {"traces": traces, "refused": refused, "pids": {str(rank): one.pid for rank, one in chosen.items()}}
 
 
 def _profiled(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,21 +70,16 @@ class LiveServer:
             if self._is_over.is_set():
                 return
             if self._listener is not None and self._listener.fileno() in ready:
-                self._accept(self._listener)
+                with contextlib.suppress(OSError):
+                    connection, _ = self._listener.accept()
+                    if not self._begin(self._talk, connection):
+                        connection.close()
             store = self._store_of_nodes()
             if store is not None:
                 with contextlib.suppress(RuntimeError, TimeoutError, ParaplanError, KeyError, TypeError):
                     # the store's host may be gone, and another version of paraplan may write otherwise
                     for number, question in store.new_questions():
                         self._begin(self._answer_node, store, number, question)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        if not self._begin(self._talk, connection):
-            connection.close()
 
     def _begin(self, call: Callable[..., None], *arguments: Any) -> bool:
         """Call in a thread of its own; return whether there are not too many yet."""
@@ -115,16 +110,14 @@ class LiveServer:
         store = None if question.get("is_local") else self._store_of_nodes()
         if store is None:
             return {"nodes": [answer(self._job, question)], "silent": []}
-        others: dict[int, Mapping[str, Any]] = {}
-        try:
+        number, answers = None, dict[int, Mapping[str, Any]]()
+        with contextlib.suppress(RuntimeError, TimeoutError, ParaplanError):
             number = store.ask(question)
-            own = answer(self._job, question)
-            others = store.answers(number, timeout_s=self._elsewhere_s)
-        except (RuntimeError, TimeoutError, ParaplanError):
-            own = answer(self._job, question)
-        found = others | {store.node: own}
-        silent = [store.host_of(node) for node in range(store.num_nodes) if node not in found]
-        return {"nodes": [found[node] for node in sorted(found)], "silent": silent}
+        answers[store.node] = answer(self._job, question)
+        with contextlib.suppress(RuntimeError, TimeoutError, ParaplanError):
+            answers |= {} if number is None else store.answers(number, timeout_s=self._elsewhere_s)
+        silent = [store.host_of(node) for node in range(store.num_nodes) if node not in answers]
+        return {"nodes": [answers[node] for node in sorted(answers)], "silent": silent}
 
     def _store_of_nodes(self) -> NodeStore | None:
         store = self._job.store

@@ -1,7 +1,7 @@
 """The code around a rank's script: it runs the script as `python script` would and records how it failed.
 
 Standard library only, and importable alone: with `--start-method exec` the interpreter of a rank runs this file itself,
-and that interpreter (PYTHON_EXEC) may have no paraplan. A forked rank calls `run_target` of the imported module.
+and that interpreter (PYTHON_EXEC) may have no paraplan. A forked rank calls `run_command` of the imported module.
 A failure is written to TORCHELASTIC_ERROR_FILE in torchrun's format, with the time in nanoseconds added.
 """
 
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -49,15 +48,6 @@ STAND_BY = "--stand-by"
 
 FAULT_FILE = "fault.txt"
 """Name of the file beside the error file that gets the Python stacks of a crash (SIGSEGV, SIGABRT, ...)."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """The target of a rank: a script, or a module as `python -m` runs it, with its arguments."""
-
-    name: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
 
 
 class FailureRecorder:
@@ -254,19 +244,21 @@ def _open_to_append(folder: str, name: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
-def run_target(target: Target, recorder: FailureRecorder) -> NoReturn:
-    """Run `target` as the `__main__` of this process, then end the process as Python would.
+def run_command(command: Sequence[str]) -> NoReturn:
+    """Run `python -u [-m] NAME ARGUMENTS...` as the `__main__` of this process, then end it as Python would.
 
     Uncaught errors are recorded and printed without the frames of this file; a `ParaplanError` is left to the
     launcher, which prints its message and hint once for all ranks.
     """
+    recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    watch_process(recorder)
     main = ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"], __cached__=None)
     # dropped, its globals would be cleared under us
     sys.modules.setdefault("paraplan_rank_bootstrap", sys.modules["__main__"])
     sys.modules["__main__"] = main
     try:
-        _run_as_main(target, main)
+        _run_as_main([*command[1:]], main)
     except SystemExit as error:
         _note_accelerate()
         if error.code not in (None, 0):
@@ -289,8 +281,8 @@ def _note_accelerate() -> None:
     name = os.environ.get(PLAN_READ_VARIABLE)
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if name and getattr(state, "_shared_state", None):
-        with suppress(OSError), open(name, "a"):  # noqa: PTH123 (what is not imported yet stays so)
-            pass
+        with suppress(OSError):
+            open(name, "a").close()  # noqa: PTH123 (what is not imported yet stays so)
 
 
 def _show_uncaught(error: BaseException, recorder: FailureRecorder) -> int:
@@ -304,26 +296,28 @@ def _show_uncaught(error: BaseException, recorder: FailureRecorder) -> int:
     return exit_code
 
 
-def _without_own_frames(error: BaseException | None) -> TracebackType | None:
-    traceback: TracebackType | None = module_beside("own_frames.py").take_out_own_frames(error)
-    return traceback
+def _without_own_frames(error: BaseException | None) -> Any:
+    return module_beside("own_frames.py").take_out_own_frames(error)
 
 
-def _run_as_main(target: Target, main: ModuleType) -> None:
+def _run_as_main(words: list[str], main: ModuleType) -> None:
+    """Run `[-u] [-m] NAME ARGUMENTS...`, the words that an interpreter gets."""
     import runpy
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
-    if target.is_module:
-        _enter(["-m", *target.arguments], os.getcwd())  # noqa: PTH109
-        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
+    options = set()
+    while words[0] in ("-u", "-m"):
+        options.add(words.pop(0))
+    if "-m" in options:
+        _enter(["-m", *words[1:]], os.getcwd())  # noqa: PTH109
+        runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]  # what `python -m` itself calls
         return
-    path = os.path.join(os.getcwd(), target.name)  # noqa: PTH109, PTH118 (as the interpreter, not normalised)
-    arguments = [target.name, *target.arguments]
+    path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 (as the interpreter, not normalised)
     if os.path.isdir(path) or _is_archive(path):  # noqa: PTH112
-        _enter(arguments, path)
+        _enter(words, path)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
-    _enter(arguments, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    _enter(words, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
     loader: Any = (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
     main.__dict__.update(__file__=path, __loader__=loader)
     if path.endswith(".pyc"):
@@ -351,27 +345,10 @@ def _is_archive(path: str) -> bool:
     return False
 
 
-def target_of(command: Sequence[str]) -> Target:
-    """Return what an interpreter's command `python -u [-m] NAME ARGUMENTS...` runs."""
-    words = list(command[1:])
-    options = set()
-    while words and words[0] in ("-u", "-m"):
-        options.add(words.pop(0))
-    name, *arguments = words
-    return Target(name, tuple(arguments), is_module="-m" in options)
-
-
 def with_bootstrap(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return an interpreter's command with this file before the script: `python -u bootstrap.py train.py ...`."""
     index = command.index("-u") + 1 if "-u" in command else 1
     return (*command[:index], __file__, *command[index:])
-
-
-def run_command(command: Sequence[str]) -> NoReturn:
-    """Run a command `python -u [-m] NAME ARGUMENTS...` in this process, whose errors are recorded."""
-    recorder = FailureRecorder(os.environ.get("TORCHELASTIC_ERROR_FILE"))
-    watch_process(recorder)
-    run_target(target_of(command), recorder)
 
 
 def main() -> NoReturn:

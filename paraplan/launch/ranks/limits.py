@@ -72,17 +72,13 @@ def _siblings(cpu: int, cpu_folder: Path) -> str:
 
 def _quota_cores(cgroup: Path) -> float | None:
     """Return the CPU quota in cores, None for no quota. Files: cpu.max (cgroup 2), cpu.cfs_* (cgroup 1)."""
-    try:
+    with suppress(OSError, ValueError):
         quota, period = (cgroup / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        quota_us = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
-        period_us = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return None
-    return quota_us / period_us if quota_us > 0 else None
+    with suppress(OSError, ValueError):
+        quota_us, period_us = (int((cgroup / f"cpu/cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota_us / period_us if quota_us > 0 else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -166,23 +162,19 @@ def advice_on_limits(message: str, *, limits: Limits | None = None) -> str | Non
 
 def _may_lock() -> bool:
     """Whether this process may lock memory without limit (CAP_IPC_LOCK)."""
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         effective = next(line.split()[1] for line in lines if line.startswith("CapEff:"))
-    except (OSError, StopIteration):
-        return False
-    return bool(int(effective, 16) >> _IPC_LOCK & 1)
+        return bool(int(effective, 16) >> _IPC_LOCK & 1)
+    return False
 
 
 def _count_tasks() -> int:
     """Return how many processes and threads this user has here."""
     count = 0
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if folder.stat().st_uid == os.geteuid():
-                count += sum(1 for _ in (folder / "task").iterdir())
-        except OSError:  # it has ended
-            continue
+        with suppress(OSError):  # it has ended
+            count += len([*(folder / "task").iterdir()]) if folder.stat().st_uid == os.geteuid() else 0
     return count
 
 
@@ -199,11 +191,8 @@ class MemoryKills:
 
 def count_memory_kills(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryKills:
     """Return the counts as they are now."""
-    in_cgroup = None
-    for file in _cgroup_files(proc, cgroup):
-        in_cgroup = _read_count(file)
-        if in_cgroup is not None:
-            break
+    counts = (_read_count(file) for file in _cgroup_files(proc, cgroup))
+    in_cgroup = next((count for count in counts if count is not None), None)
     return MemoryKills(in_cgroup=in_cgroup, on_host=_read_count(proc / "vmstat"))
 
 
@@ -237,11 +226,9 @@ def _cgroup_files(proc: Path, cgroup: Path) -> list[Path]:
 
 
 def _read_count(file: Path) -> int | None:
-    try:
+    with suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 return int(count)
-    except (OSError, ValueError):
-        return None
     return None

@@ -18,7 +18,7 @@ import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 LAYOUT_FILE = "sums-{layout}.json"
 """Name of a file beside the error file that says what is summed."""
@@ -33,15 +33,17 @@ HEADER = struct.Struct("=qqqqq")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 
 
-class _Entry:
+class _Entry(NamedTuple):
     """Something that is summed.
 
     `kind` is parameter, buffer, renewed (a buffer that DDP makes alike before it is used), state, or batch; `groups`
     are the ranks that hold the same, None where that is to be learned.
     """
 
-    def __init__(self, name: str, kind: str, groups: list[list[int]] | None, tensor: Any = None) -> None:
-        self.name, self.kind, self.groups, self.tensor = name, kind, groups, tensor
+    name: str
+    kind: str
+    groups: list[list[int]] | None
+    tensor: Any = None
 
 
 class _Watched:
@@ -146,7 +148,7 @@ class ReplicaSums:
         named = [*entries, _Entry("", "batch", [list(one) for one in dict.fromkeys(map(tuple, groups))])]
         path = os.path.join(self.folder, LAYOUT_FILE.format(layout=self._num_layouts))  # noqa: PTH118
         with open(path, "w") as file:  # noqa: PTH123
-            json.dump([[entry.name, entry.kind, entry.groups] for entry in named], file)
+            json.dump([entry[:3] for entry in named], file)
         self._num_layouts += 1
         return self._num_layouts - 1
 
@@ -224,11 +226,8 @@ class ReplicaSums:
 def sum_is_known(tensor: Any) -> bool:
     """Whether a tensor has bits in memory that can be added up: not those of a kind of its own."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return (
-        not hasattr(type(local), "__tensor_flatten__")
-        and not local.is_meta
-        and local.layout.__str__() == "torch.strided"
-    )
+    has_own_memory = not hasattr(type(local), "__tensor_flatten__") and not local.is_meta
+    return has_own_memory and str(local.layout) == "torch.strided"
 
 
 def sum_of_bits(tensor: Any) -> Any:

@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
-_STDERR = 2
 _LEAVING_S = 0.3  # for what ends by itself when its rank has ended, as workers do
 _MOST_TOLD, _MOST_COMMAND = 8, 60
 _COPIER_S = 5.0  # a console that takes nothing, such as a paused pager, must not keep a job from ending
@@ -159,7 +158,13 @@ class Spawner:
                 return started
             pids[rank["local_rank"]] = started
             self.ranks.running[started] = rank["local_rank"]
-        self._start_copier(copies)
+        if copies:
+            from paraplan.launch.ranks.copier import serve_copies
+
+            self.ranks.copier = os.fork()
+            if self.ranks.copier == 0:
+                serve_copies(copies, close=[self._channel.fileno(), self._wake_read, self._wake_write])
+            self._close(copy.source for copy in copies)
         self._send(event="started", pids=pids, spares=took_spares)
         return self._fill_spares(message)
 
@@ -205,9 +210,8 @@ class Spawner:
 
         `passed` are descriptors that it gets beside its streams, `others` those that are not for it.
         """
-        environment = message["environment"] | rank["environment"]
+        environment, parent = message["environment"] | rank["environment"], os.getpid()
         if message["fork"]:
-            parent = os.getpid()
             signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # one for the rank waits until it can end by it
             pid = os.fork()
             if pid == 0:
@@ -215,7 +219,17 @@ class Spawner:
                 _keep_on(rank["cpus"])
                 return RankStart(tuple(rank["command"]), environment, message["num_threads"])
             return pid
-        return self._open_program(rank, environment, streams, passed)
+        program = subprocess.Popen(
+            rank["command"],
+            env=environment,
+            pass_fds=passed,
+            stdout=streams[0],
+            stderr=streams[1],
+            start_new_session=True,
+            preexec_fn=lambda: (die_with(parent), _keep_on(rank["cpus"])),  # type: ignore[func-returns-value]  # safe: this process has one thread
+        )
+        self.ranks.programs[program.pid] = program
+        return program.pid
 
     def _open_stream(self, number: int, path: str, copy_path: str, copies: list[Any]) -> int | None:
         """Return the descriptor that a rank has as stream `number`: a file, what is copied to one, or None: ours."""
@@ -228,17 +242,6 @@ class Spawner:
         copy, sink = open_copy(number, copy_path)
         copies.append(copy)
         return sink
-
-    def _start_copier(self, copies: list[Any]) -> None:
-        if not copies:
-            return
-        from paraplan.launch.ranks.copier import serve_copies
-
-        pid = os.fork()
-        if pid == 0:
-            serve_copies(copies, close=[self._channel.fileno(), self._wake_read, self._wake_write])
-        self.ranks.copier = pid
-        self._close(copy.source for copy in copies)
 
     def _wait_for_copier(self, timeout_s: float) -> None:
         """Wait until what the ranks have written is copied: the copier ends with the last writer."""
@@ -267,22 +270,6 @@ class Spawner:
         self._channel.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
-
-    def _open_program(
-        self, rank: dict[str, Any], environment: dict[str, str], streams: list[int | None], passed: tuple[int, ...]
-    ) -> int:
-        parent = os.getpid()
-        program = subprocess.Popen(
-            rank["command"],
-            env=environment,
-            pass_fds=passed,
-            stdout=streams[0],
-            stderr=streams[1],
-            start_new_session=True,
-            preexec_fn=lambda: (die_with(parent), _keep_on(rank["cpus"])),  # type: ignore[func-returns-value]  # safe: this process has one thread
-        )
-        self.ranks.programs[program.pid] = program
-        return program.pid
 
     def _reap(self) -> None:
         while True:

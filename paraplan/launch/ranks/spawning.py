@@ -165,7 +165,7 @@ class SpawnerHandle:
     def _send(self, **message: Any) -> None:
         try:
             self._channel.sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionError):
+        except ConnectionError:
             raise SpawnerLostError("the process that started the ranks was killed") from None
 
     def _wait_for(self, events: set[str], *, timeout_s: float) -> dict[str, Any]:

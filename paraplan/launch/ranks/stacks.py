@@ -41,15 +41,8 @@ def describe_place(stack: Sequence[Frame]) -> str:
     """Return the innermost call, and the line of the user's own code that led there."""
     if not stack:
         return "native code, or it does not answer"
-    own = own_frame(stack)
-    if own is None or own == stack[0]:
-        return stack[0].describe()
-    return f"{stack[0].describe()}, called from {own.describe()}"
-
-
-def own_frame(stack: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's own code, None where there is none."""
-    return next((frame for frame in stack if not is_library(frame.path)), None)
+    own = next((frame for frame in stack if not is_library(frame.path)), stack[0])
+    return stack[0].describe() + (f", called from {own.describe()}" if own != stack[0] else "")
 
 
 def is_library(text: str) -> bool:

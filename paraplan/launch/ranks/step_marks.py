@@ -108,7 +108,10 @@ class StepMarks:
         self._load_profiling = load_profiling
         self.thread = threading.main_thread().ident
         """The thread whose time is kept."""
-        self._queue_file = self._open_queue_file()
+        self._queue_file: int | None = None
+        with suppress(OSError):
+            path_of_queue = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+            self._queue_file = os.open(path_of_queue, os.O_RDONLY | os.O_CLOEXEC)
         with open(path, "w+b") as file:  # noqa: PTH123 (pathlib costs every rank an import)
             os.posix_fallocate(file.fileno(), 0, SIZE)  # to write where a full disk has no block is a SIGBUS
             self._ring = mmap.mmap(file.fileno(), SIZE)
@@ -139,12 +142,6 @@ class StepMarks:
 
     def _stop(self) -> None:
         self.is_on = self.is_noting = False
-
-    @staticmethod
-    def _open_queue_file() -> int | None:
-        with suppress(OSError):
-            return os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        return None
 
     def is_here(self) -> bool:
         """Whether the calling thread is the one whose time is kept, outside of what is kept already."""
@@ -226,7 +223,7 @@ class StepMarks:
         self._num_steps += 1  # one begins here
         is_next = self._is_noted(self._num_steps)
         if self.is_noting or is_next:
-            now_s, kernel = time.perf_counter(), self._read_kernel()
+            now_s, kernel = time.perf_counter(), (time.thread_time(), self._read_queue())
             if self.is_noting:
                 self._write(now_s, kernel)
                 is_next = self._is_noted(self._num_steps)
@@ -265,10 +262,6 @@ class StepMarks:
         if self._num_records >= _SETTLED and not self._stride / 2 < wanted <= self._stride:
             # powers of two: where ranks differ by one, they still have steps in common
             self._stride = min(_MOST_STRIDE, 1 << max(0, math.ceil(math.log2(wanted))))
-
-    def _read_kernel(self) -> tuple[float, float]:
-        """Return the CPU time of the main thread and its time in the run queue."""
-        return time.thread_time(), self._read_queue()
 
     def _read_queue(self) -> float:
         """Return how long the main thread has waited for a core so far."""
