@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -68,7 +68,9 @@ class StopRequest:
         """Ask the ranks to save and end; return whether they will. They do not if they were asked before."""
         page = self.page
         with self._lock:
-            if page is None or self.reason is not None or not _can_stop(page):
+            if page is None or self.reason is not None:
+                return False
+            if not all(page.get(rank, "can_stop") for rank in range(page.num_ranks)):
                 return False
             self.reason, self.sigval = reason, number
             kills_first = number == signal.SIGTERM and (self.kill_wait_s or math.inf) <= self.window_s
@@ -107,11 +109,9 @@ class StopRequest:
         A script may end with the same status for reasons of its own.
         """
         page = self.page
-        return (
-            page is not None
-            and bool(codes)
-            and all(code == PREEMPTED_EXIT_STATUS and page.get(rank, "stopped_at") for rank, code in codes.items())
-        )
+        if page is None or not codes:
+            return False
+        return all(code == PREEMPTED_EXIT_STATUS and page.get(rank, "stopped_at") for rank, code in codes.items())
 
     def check(self, codes: Mapping[int, int], *, num_running: int) -> PreemptedError | None:
         """Return the end of ranks that have saved, by the exit codes of local ranks; None while they have not.
@@ -127,10 +127,6 @@ class StopRequest:
             say(f"the ranks have not saved within {self.window_s:g} s")
             raise SignalException(self.reason, sigval=self.sigval)
         return None
-
-
-def _can_stop(page: StatusPage) -> bool:
-    return all(page.get(rank, "can_stop") for rank in range(page.num_ranks))
 
 
 def notice_reader(source: str) -> Callable[[], str | None]:
@@ -164,15 +160,11 @@ def _read_url(url: str) -> str | None:
     # 404 is the usual answer, and a service may be away
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return None
-    return None if _is_no_notice(text) else f"{url} says {one_line(text)[:80]}"
-
-
-def _is_no_notice(text: str) -> bool:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    return text.lower() in _NO_NOTICE or (isinstance(found, dict) and found.get("Events") == [])
+    value = None
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+    is_none = text.lower() in _NO_NOTICE or (isinstance(value, dict) and value.get("Events") == [])
+    return None if is_none else f"{url} says {one_line(text)[:80]}"
 
 
 def _run_command(command: str) -> str | None:
@@ -261,13 +253,9 @@ def kill_wait_s(text: str) -> float | None:
 def _scontrol(*words: str) -> tuple[str, str | None]:
     """Return what scontrol prints, and why it failed, None where it did not."""
     try:
+        program = shutil.which("scontrol") or "scontrol"
         ended = subprocess.run(
-            [shutil.which("scontrol") or "scontrol", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            errors="replace",
-            timeout=_SCONTROL_S,
+            [program, *words], capture_output=True, text=True, check=False, errors="replace", timeout=_SCONTROL_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", one_line(str(error))

@@ -17,6 +17,7 @@ FIRST_PORT, NUM_PORTS = 20_000, 12_000
 _DEFAULT_ADDRESS = "127.0.0.1"
 _NO_ID = "none"  # torchrun's --rdzv-id of a job without one
 _MAX_DIGITS = 9
+_NAME_THE_FIRST = "set MASTER_ADDR to the address of the node with rank 0"
 _LAST_PORT = 65_535
 _HOST = re.compile(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|\Z)")  # in SLURM's notation
 
@@ -40,8 +41,7 @@ class NodePlace:
 
 def find_place(environment: Mapping[str, str]) -> NodePlace | None:
     """Return this node's place; None where no batch system has started this process."""
-    places = (find(environment) for find in (_slurm_place, _mpi_place))
-    return next((place for place in places if place is not None), None)
+    return _slurm_place(environment) or _mpi_place(environment)
 
 
 def _slurm_place(environment: Mapping[str, str]) -> NodePlace | None:
@@ -51,15 +51,13 @@ def _slurm_place(environment: Mapping[str, str]) -> NodePlace | None:
     """
     if "SLURM_STEP_NUM_NODES" not in environment or "SLURM_NODEID" not in environment:
         return None
-    listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    first = first_host(listed)
     num_nodes = _number(environment, "SLURM_STEP_NUM_NODES")
     return NodePlace(
         system="srun",
         num_nodes=num_nodes,
         node_rank=_number(environment, "SLURM_NODEID"),
         num_tasks=_number(environment, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else num_nodes,
-        address=first,
+        address=first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")),
         job=f"slurm-{environment.get('SLURM_JOB_ID', '0')}.{environment.get('SLURM_STEP_ID', '0')}",
     )
 
@@ -77,7 +75,12 @@ def _mpi_place(environment: Mapping[str, str]) -> NodePlace | None:
     if names is None:
         return None
     size, rank, local_size = (_number(environment, name) for name in names)
-    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or _batch_job(environment)
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
+    # without a name of mpirun's, what tells this job from others of the same user
+    job = job or "-".join(environment[name] for name in _JOB_VARIABLES if name in environment) or "mpirun"
+    port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None
+    if port is not None and port > _LAST_PORT:
+        raise ArgumentError(f"MASTER_PORT={port} is not a port", hint=f"give one up to {_LAST_PORT:,}, or unset it")
     return NodePlace(
         system="mpirun",
         num_nodes=-(-size // max(1, local_size)),  # nodes may have unlike numbers, which is refused later
@@ -85,23 +88,11 @@ def _mpi_place(environment: Mapping[str, str]) -> NodePlace | None:
         num_tasks=size,
         address=environment.get("MASTER_ADDR") or _first_of_node_file(environment),
         job=f"mpi-{job}",
-        port=_port(environment) if "MASTER_PORT" in environment else None,
+        port=port,
     )
 
 
-def _port(environment: Mapping[str, str]) -> int:
-    port = _number(environment, "MASTER_PORT")
-    if port > _LAST_PORT:
-        raise ArgumentError(f"MASTER_PORT={port} is not a port", hint=f"give one up to {_LAST_PORT:,}, or unset it")
-    return port
-
-
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "PMI_KVS", "HYDRA_JOBID")
-
-
-def _batch_job(environment: Mapping[str, str]) -> str:
-    """Return what tells this job from others of the same user where mpirun has no name for it."""
-    return "-".join(environment[name] for name in _JOB_VARIABLES if name in environment) or "mpirun"
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -124,15 +115,11 @@ def _first_of_node_file(environment: Mapping[str, str]) -> str | None:
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a text"
-            shown = one_line(environment[name])[:60]
-            raise ArgumentError(
-                f"{name}={shown} cannot be read: {reason}",
-                hint="set MASTER_ADDR to the address of the node with rank 0",
-            ) from None
+            unreadable = f"{name}={one_line(environment[name])[:60]} cannot be read: {reason}"
+            raise ArgumentError(unreadable, hint=_NAME_THE_FIRST) from None
         if words:
             return words[0]
-    words = environment.get("LSB_HOSTS", "").split()
-    return words[0] if words else None
+    return next(iter(environment.get("LSB_HOSTS", "").split()), None)
 
 
 def first_host(text: str) -> str | None:
@@ -170,29 +157,22 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
     )
     if says_where:
         return spec, None
+    started = f"{place.system} started {place.num_tasks} launchers on"
+    one = "srun --ntasks-per-node=1" if place.system == "srun" else "start one process on each node"
     if place.num_nodes == 1:
         alone = replace(spec, nodes=spec.nodes or ONE_NODE)  # of a plan for more nodes, too
-        if place.num_tasks == 1:
-            return alone, None
-        one = "srun --ntasks-per-node=1" if place.system == "srun" else "one process on each node"
-        line = f"{place.system} started {place.num_tasks} launchers on this node, and each runs a job of its own"
-        return alone, f"{line}; for one job: {one}"
+        line = f"{started} this node, and each runs a job of its own; for one job: {one}"
+        return alone, None if place.num_tasks == 1 else line
     if place.num_tasks != place.num_nodes:
-        raise ArgumentError(
-            f"{place.system} started {place.num_tasks} launchers on {place.num_nodes} nodes; each starts all ranks of "
-            "its node",
-            hint="srun --ntasks-per-node=1" if place.system == "srun" else "start one process on each node",
-        )
+        raise ArgumentError(f"{started} {place.num_nodes} nodes; each starts all ranks of its node", hint=one)
     if place.node_rank >= place.num_nodes:
         raise ArgumentError(
             f"{place.system} says that this is node {place.node_rank}, counted from 0, of {place.num_nodes} nodes",
             hint="its variables are of another job: unset them, and give --nnodes and --rdzv-endpoint",
         )
     if place.address is None:
-        raise ArgumentError(
-            f"{place.system} does not say which of the {place.num_nodes} nodes is the first",
-            hint="set MASTER_ADDR to the address of the node with rank 0",
-        )
+        unknown = f"{place.system} does not say which of the {place.num_nodes} nodes is the first"
+        raise ArgumentError(unknown, hint=_NAME_THE_FIRST)
     nodes = spec.nodes or NodeRange(place.num_nodes, place.num_nodes)
     port = place.port or job_port(environment, job=place.job, first=FIRST_PORT, count=NUM_PORTS)
     if nodes.min != nodes.max:

@@ -26,8 +26,6 @@ from paraplan.errors import UsageError
 from paraplan.launch.torch_private.texts import PORT_TAKEN
 
 ResultT = TypeVar("ResultT")
-_Answers = SimpleQueue[tuple[Any, BaseException | None]]
-_Calls = SimpleQueue[tuple[Callable[[], Any], _Answers] | None]
 
 WAIT_S = 10.0
 """How long an answer may take before it is said that it is waited for."""
@@ -47,78 +45,36 @@ _BACKLOG = 4096
 _LOOPBACK = "127.0.0.1"
 
 
-class CallThreads:
-    """Threads that make calls which stay in C, where a signal cannot reach them: it ends the wait for an answer.
-
-    One thread serves all calls that follow each other; there are as many as have ever been made at the same time.
-    """
-
-    def __init__(self) -> None:
-        self._idle: list[_Calls] = []
-
-    def run(
-        self, call: Callable[[], ResultT], *, timeout_s: float | None = None, on_wait: Callable[[], None] | None = None
-    ) -> ResultT:
-        """Return what `call` returns.
-
-        `on_wait` is called once when that takes `WAIT_S`, and `timeout_s` counts from there. Raises TimeoutError after
-        `timeout_s` (None: never); `call` then goes on, and nobody waits for it.
-        """
-        try:
-            calls = self._idle.pop()
-        except IndexError:
-            calls = self._begin()
-        answers: _Answers = SimpleQueue()
-        calls.put((call, answers))
-        try:
-            try:
-                result, error = answers.get(timeout=timeout_s if on_wait is None else WAIT_S)
-            except Empty:
-                if on_wait is None:
-                    raise
-                on_wait()
-                result, error = answers.get(timeout=timeout_s)
-        except BaseException as end:  # nobody waits any more: the thread ends when the call does
-            calls.put(None)
-            if isinstance(end, Empty):
-                raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-            raise
-        self._idle.append(calls)
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]  # what `call` has returned
-
-    @staticmethod
-    def _begin() -> _Calls:
-        calls: _Calls = SimpleQueue()
-
-        def serve() -> None:
-            while (one := calls.get()) is not None:
-                call, answers = one
-                try:
-                    answers.put((call(), None))
-                except BaseException as error:  # raised again where it is waited for
-                    answers.put((None, error))
-                del one, call, answers
-
-        threading.Thread(target=serve, daemon=True, name="paraplan-calls").start()
-        return calls
-
-    def close(self) -> None:
-        """End the threads that have nothing to do."""
-        while self._idle:
-            self._idle.pop().put(None)
-
-
 def run_interruptibly(
     call: Callable[[], ResultT], *, timeout_s: float | None = None, on_wait: Callable[[], None] | None = None
 ) -> ResultT:
-    """Return what a single `call` returns, as `CallThreads.run` does."""
-    threads = CallThreads()
+    """Return what `call` returns, made in a thread: it may stay in C, where no signal reaches it and ends the wait.
+
+    `on_wait` is called once when that takes `WAIT_S`, and `timeout_s` counts from there. Raises TimeoutError after
+    `timeout_s` (None: never); `call` then goes on, and nobody waits for it.
+    """
+    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:  # raised again where it is waited for
+            answers.put((None, error))
+
+    threading.Thread(target=answer, daemon=True, name="paraplan-call").start()
     try:
-        return threads.run(call, timeout_s=timeout_s, on_wait=on_wait)
-    finally:
-        threads.close()
+        try:
+            result, error = answers.get(timeout=timeout_s if on_wait is None else WAIT_S)
+        except Empty:
+            if on_wait is None:
+                raise
+            on_wait()
+            result, error = answers.get(timeout=timeout_s)
+    except Empty:
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]  # what `call` has returned
 
 
 def interface_towards(host: str) -> str | None:
@@ -128,10 +84,7 @@ def interface_towards(host: str) -> str | None:
         return None
     if ":" in address:
         return _interface_of_ipv6(address)
-    for _, name in socket.if_nameindex():
-        if _address_of(name) == address:
-            return name
-    return None
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
 
 
 def address_towards(host: str) -> str | None:
@@ -200,13 +153,11 @@ def interface_variables(
     name = interface_towards(host)
     if name is None:
         return {}
-    chosen = {}
-    if "GLOO_SOCKET_IFNAME" not in environment:
-        chosen["GLOO_SOCKET_IFNAME"] = name
     has_file = any(path.is_file() and "NCCL_SOCKET_IFNAME" in path.read_text(errors="replace") for path in nccl_files)
-    if has_gpus and "NCCL_SOCKET_IFNAME" not in environment and not has_file:
+    chosen = {"GLOO_SOCKET_IFNAME": name}
+    if has_gpus and not has_file:
         chosen["NCCL_SOCKET_IFNAME"] = f"={name}"  # exactly this one, not all that begin like it
-    return chosen
+    return {variable: value for variable, value in chosen.items() if variable not in environment}
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,8 @@ from paraplan.launch.spec import END_WITH_STDIN, ArgumentError
 
 # starts of the names of variables that the launchers on other hosts get from this one
 _PASSED_ON = (
-    "CUDA_",
-    "GLOO_",
-    "HF_",
-    "KMP_",
-    "MKL_",
-    "NCCL_",
-    "OMP_",
-    "PARAPLAN_",
-    "PET_",
-    "PYTHON",
-    "PYTORCH_",
-    "TORCH",
+    *("CUDA_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PARAPLAN_", "PET_"),
+    *("PYTHON", "PYTORCH_", "TORCH"),
 )
 # start of the names of variables that Python reads before it runs anything: these stand in the command line
 _FOR_THE_INTERPRETER = "PYTHON"
@@ -86,16 +76,10 @@ def read_host_file(path: Path) -> list[Host]:
 
 
 def host_variables(
-    host: Host,
-    *,
-    node_rank: int,
-    hosts: Sequence[Host],
-    port: int,
-    environment: Mapping[str, str],
+    host: Host, *, node_rank: int, hosts: Sequence[Host], port: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables that the launcher on `host` gets through its standard input."""
-    variables = {name: value for name, value in environment.items() if name in carried_variables(environment)}
-    variables |= {
+    variables = {name: environment[name] for name in carried_variables(environment)} | {
         "PET_NNODES": str(len(hosts)),
         "PET_NODE_RANK": str(node_rank),
         "PET_MASTER_ADDR": hosts[0].address,
@@ -138,8 +122,7 @@ def launch_on_hosts(path: Path, *, words: Sequence[str], port: int | None, envir
     if len(hosts) > 1 and hosts[0].name in ("localhost", "127.0.0.1", "[::1]"):
         raise ArgumentError(f"{path}: other hosts cannot reach {hosts[0].name}", hint="give its name in the network")
     token = {TOKEN_VARIABLE: environment.get(TOKEN_VARIABLE) or random_token().hex()}
-    job = _HostJob(hosts, port=port or _free_port(hosts[0]), words=words, environment={**environment, **token})
-    return job.run()
+    return _HostJob(hosts).run(port=port or _free_port(hosts[0]), words=words, environment={**environment, **token})
 
 
 def _free_port(host: Host) -> int:
@@ -175,28 +158,22 @@ def take_variables(environment: MutableMapping[str, str]) -> None:
 
 
 class _HostJob:
-    def __init__(
-        self, hosts: Sequence[Host], *, port: int, words: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = hosts
-        self._commands = [host_command(host, words=words, environment=environment) for host in hosts]
-        self._variables = [
-            host_variables(host, node_rank=rank, hosts=hosts, port=port, environment=environment)
-            for rank, host in enumerate(hosts)
-        ]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stop_signal: int | None = None
         self._status = 0
 
-    def run(self) -> int:
-        previous = {
-            number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+    def run(self, *, port: int, words: Sequence[str], environment: Mapping[str, str]) -> int:
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, self._stop) for number in handled}
         try:
-            for command, variables in zip(self._commands, self._variables, strict=True):
+            for rank, host in enumerate(self._hosts):
+                command = host_command(host, words=words, environment=environment)
                 # a session of its own: a Ctrl-C of the terminal is this process's to act on
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
                 self._processes.append(process)
+                variables = host_variables(host, node_rank=rank, hosts=self._hosts, port=port, environment=environment)
                 with contextlib.suppress(BrokenPipeError):  # it has ended already, and `_wait` sees how
                     assert process.stdin is not None
                     process.stdin.write(json.dumps(variables).encode() + b"\n")

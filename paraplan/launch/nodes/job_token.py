@@ -72,10 +72,9 @@ def _make_secret(path: Path) -> None:
     """Write a new secret; of two nodes that do so at once, both keep the first one's."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = path.with_name(f"secret-{secrets.token_hex(8)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    partial.touch(mode=0o600, exist_ok=False)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_hex(_BYTES).encode())
+        partial.write_text(secrets.token_hex(_BYTES))
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)
     finally:
@@ -97,9 +96,7 @@ def job_seal(spec: LaunchSpec, nodes: NodeRange, environment: Mapping[str, str])
 
     A job of one node has a token of its own.
     """
-    if nodes.max == 1:
-        return Seal(random_token())
-    return Seal(job_token(environment, job=spec.rdzv_id))
+    return Seal(random_token() if nodes.max == 1 else job_token(environment, job=spec.rdzv_id))
 
 
 def job_port(environment: Mapping[str, str], *, job: str, first: int, count: int) -> int:

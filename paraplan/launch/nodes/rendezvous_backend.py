@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from paraplan.launch.faults.report import say
-from paraplan.launch.nodes.endpoint import WAIT_S, CallThreads
+from paraplan.launch.nodes.endpoint import WAIT_S, run_interruptibly
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.rendezvous import require_same_nnodes
 from paraplan.launch.nodes.sealed_values import SealedValues
@@ -49,7 +49,6 @@ class SealedBackend(StoreBackend):
         Raises `NoRendezvousError` for contradictory `nodes`.
         """
         self._waits_for_ended = waits_for_ended
-        self._threads = CallThreads()
         super().__init__(store, run_id)
         require_same_nnodes(SealedValues(store, seal), nodes, endpoint=endpoint)
         self._seal = seal
@@ -86,7 +85,7 @@ class SealedBackend(StoreBackend):
     def call_store(self, operation: str, *arguments: Any, **options: Any) -> Any:
         """Return what the store answers; say so where that takes long."""
         try:
-            answer = self._threads.run(
+            answer = run_interruptibly(
                 lambda: super(SealedBackend, self).call_store(operation, *arguments, **options),
                 timeout_s=_SILENCE_S,
                 on_wait=self._say_cut_off,

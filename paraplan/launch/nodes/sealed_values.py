@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]  # re-exported from C++ unmarked
 
-from paraplan.launch.nodes.endpoint import CallThreads
+from paraplan.launch.nodes.endpoint import run_interruptibly
 from paraplan.launch.nodes.job_token import Seal
 
 ResultT = TypeVar("ResultT")
@@ -21,10 +21,10 @@ _MOST_READ = 4096  # at once: who knows no token can write a number, if nothing 
 
 
 class SealedValues:
-    """Values under names in a store, signed with the job's token. One thread makes the calls that stay in C."""
+    """Values under names in a store, signed with the job's token."""
 
     def __init__(self, store: Store, seal: Seal) -> None:
-        self._store, self._seal, self._threads = store, seal, CallThreads()
+        self._store, self._seal = store, seal
 
     def set(self, name: str, value: object) -> None:
         """Write a value."""
@@ -34,10 +34,8 @@ class SealedValues:
     def get(self, names: Sequence[str]) -> list[Any]:
         """Return the values of these names; waits for those that are not there."""
         keys = [f"{_PREFIX}/{name}" for name in names]
-        if not keys:
-            return []
         if self._store.has_extended_api():  # type: ignore[attr-defined]  # torch's text of types lacks it
-            texts = self._run(lambda: self._store.multi_get(keys))
+            texts = self._run(lambda: self._store.multi_get(keys)) if keys else []
         else:  # etcd's store
             texts = [self._run(partial(self._store.get, key)) for key in keys]
         return [self._seal.open(name, text) for name, text in zip(names, texts, strict=True)]
@@ -70,7 +68,7 @@ class SealedValues:
 
     def _run(self, call: Callable[[], ResultT]) -> ResultT:
         try:
-            return self._threads.run(call, timeout_s=_SILENCE_S)
+            return run_interruptibly(call, timeout_s=_SILENCE_S)
         except TimeoutError as error:
             raise DistNetworkError(f"the store says nothing: {error}") from error
 
@@ -94,10 +92,8 @@ class ValueLog:
         last = min(self._values.add(self._name, 0), self._num_seen + _MOST_READ)
         numbers = [*self._unwritten, *range(self._num_seen + 1, last + 1)]
         self._num_seen = max(self._num_seen, last)
-        if not numbers:
-            return []
         names = {number: f"{self._name}/{number}" for number in numbers}
-        if not self._values.has(*names.values()):
+        if names and not self._values.has(*names.values()):
             names = {number: name for number, name in names.items() if self._values.has(name)}
         self._unwritten = [number for number in numbers if number not in names][:_MOST_READ]
-        return [*zip(names, self._values.get([*names.values()]), strict=True)] if names else []
+        return [*zip(names, self._values.get([*names.values()]), strict=True)]

@@ -41,9 +41,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         elif self._store is None:
             patience = max(self.timeout, _OWN_STORE) if self.rank == 0 else self.timeout
             store = open_store(self.master_addr, self.master_port, is_master=self.rank == 0, timeout=patience)
-            arrival = Arrival(
-                store, Endpoint(self.master_addr, self.master_port), num_nodes=self.world_size, seal=self._seal
-            )
+            endpoint = Endpoint(self.master_addr, self.master_port)
+            arrival = Arrival(store, endpoint, num_nodes=self.world_size, seal=self._seal)
             arrival.come(self.rank)
             arrival.wait_for_all(self.timeout.total_seconds())
             self._store = store
