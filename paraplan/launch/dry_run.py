@@ -10,9 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paraplan.errors import CheckFailedError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
+from paraplan.hardware.cluster import Cluster
 from paraplan.launch.accelerate import accelerate_variables, drives_accelerate
 from paraplan.launch.nodes.hosts import Host, carried_variables, read_host_file
 from paraplan.launch.planning import make_plan
@@ -74,10 +76,8 @@ class DryRun:
     def to_json(self) -> str:
         """Return the dry run as JSON text."""
         ranks = [asdict(rank) for rank in self.ranks]
-        values = {"plan": self.plan, "ranks": ranks, "problems": self.problems}
-        if self.carried:
-            values["carried_variables"] = self.carried
-        return json.dumps(values, indent=2)
+        carried = {"carried_variables": self.carried} if self.carried else {}
+        return json.dumps({"plan": self.plan, "ranks": ranks, "problems": self.problems} | carried, indent=2)
 
     def render(self) -> str:
         """Return the dry run as text: the environment that all ranks share once, then what differs."""
@@ -112,10 +112,10 @@ def plan_launch(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTa
     num_nodes = request.nodes.max
     grid = RankGrid.of_plan(request.plan) if request.plan else None
     gpus = _gpu_names(request, target)
+    axes = [axis for axis in grid.axes if grid.size(axis) > 1] if grid else []
     ranks = []
     for rank in range(num_nodes * ranks_per_node):
         node, local_rank = divmod(rank, ranks_per_node)
-        axes = [axis for axis in grid.axes if grid.size(axis) > 1] if grid else []
         ranks.append(
             PlannedRank(
                 rank=rank,
@@ -175,10 +175,8 @@ def _command(spec: LaunchSpec) -> list[str]:
 
 
 def _problems(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarget) -> list[str]:
-    problems = []
-    reason = training_reason(request.file.training, request.plan) if request.file is not None else None
-    if reason is None and request.plan is not None:
-        reason = unsupported_reason(request.plan)
+    file, problems = request.file, []
+    reason = None if file is None else training_reason(file.training, file.plan) or unsupported_reason(file.plan)
     if reason is not None:
         problems.append(f"paraplan.runtime cannot execute this plan: {reason}")
     num_gpus = len(_gpu_names(request, target))
@@ -194,19 +192,22 @@ def _problems(request: LaunchRequest, *, ranks_per_node: int, target: LaunchTarg
 
 def show_dry_run(spec: LaunchSpec) -> int:
     """Print what would be started, on stdout; return the exit status. Raises `CheckFailedError` if it could not run."""
-    if spec.profile is None:
+    cluster = None if spec.profile is None else cluster_from_profile(spec.profile)
+    if cluster is None:
         import torch
 
         num_gpus = count_gpus()
         memory = min((torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus)), default=None)
-        target = LaunchTarget(host=socket.gethostname(), num_gpus=num_gpus, gpu_memory_bytes=memory)
+        target = LaunchTarget(socket.gethostname(), num_gpus, memory)
+    elif cluster.gpu.vendor == "cpu":
+        target = LaunchTarget(cluster.name, 0, num_cores=None)
     else:
-        target = _profile_target(spec.profile)
+        target = LaunchTarget(cluster.name, cluster.gpus_per_node, cluster.gpu_memory_bytes, num_cores=None)
     if spec.hostfile is not None:
         hosts = read_host_file(Path(spec.hostfile))
         target = replace(target, hosts=tuple(host.name for host in hosts))
         spec = _with_hosts(spec, hosts)
-    request = _dry_request(spec, target)
+    request = _dry_request(spec, target, cluster)
     words = request.nproc_per_node
     if words in ("gpu", "auto") and target.num_gpus:
         ranks = target.num_gpus if request.gpus is None else len(request.gpus)
@@ -216,7 +217,10 @@ def show_dry_run(spec: LaunchSpec) -> int:
         from torch.distributed.run import determine_local_world_size
 
         ranks = determine_local_world_size(words)
-    request = _with_made_plan(request, ranks=ranks)
+    if request.planner is not None:  # as the start of the job would
+        num_nodes, environment = request.nodes.max, dict(os.environ)
+        text = make_plan(request.planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=environment)
+        request = replace(request, file=PlanFile.from_json(text, source="plan"), plan_path=CHOSEN_AT_START)
     plan = plan_launch(request, ranks_per_node=ranks, target=target)
     if spec.hostfile is not None:
         plan = replace(plan, carried=carried_variables(os.environ))
@@ -241,31 +245,9 @@ def _with_hosts(spec: LaunchSpec, hosts: Sequence[Host]) -> LaunchSpec:
     )
 
 
-def _with_made_plan(request: LaunchRequest, *, ranks: int) -> LaunchRequest:
-    """Return the request with the plan that its planner makes, as the start of the job would."""
-    if request.planner is None:
-        return request
-    num_nodes = request.nodes.max
-    text = make_plan(request.planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=dict(os.environ))
-    return replace(request, file=PlanFile.from_json(text, source="plan"), plan_path=CHOSEN_AT_START)
-
-
-def _dry_request(spec: LaunchSpec, target: LaunchTarget) -> LaunchRequest:
-    profile = spec.profile
-    if profile is None:
-        return check_request(spec, num_gpus=target.num_gpus, current_folder=Path.cwd())
-    return check_request(
-        spec,
-        num_gpus=target.num_gpus,
-        current_folder=Path.cwd(),
-        read_gpus=lambda: cluster_from_profile(profile).node.gpus,
-        environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # a profile's GPUs have no UUIDs, only their numbers
-    )
-
-
-def _profile_target(name: str) -> LaunchTarget:
-    cluster = cluster_from_profile(name)
-    if cluster.gpu.vendor == "cpu":
-        return LaunchTarget(host=cluster.name, num_gpus=0, num_cores=None)
-    memory = cluster.gpu_memory_bytes
-    return LaunchTarget(host=cluster.name, num_gpus=cluster.gpus_per_node, gpu_memory_bytes=memory, num_cores=None)
+def _dry_request(spec: LaunchSpec, target: LaunchTarget, cluster: Cluster | None) -> LaunchRequest:
+    of_profile: dict[str, Any] = {}
+    if cluster is not None:  # a profile's GPUs have no UUIDs, only their numbers
+        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        of_profile = {"read_gpus": lambda: cluster.node.gpus, "environment": order}
+    return check_request(spec, num_gpus=target.num_gpus, current_folder=Path.cwd(), **of_profile)

@@ -29,11 +29,6 @@ class Attempt:
     told: Mapping[RankField, float]
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether at least one step was done."""
-        return self.told["last_ended"] > 0
-
-    @property
     def num_steps(self) -> int:
         """Steps done."""
         return int(self.told["last_step"] - self.told["first_step"])
@@ -43,8 +38,7 @@ class Attempt:
         """From its first step to its last, without checkpoints and evaluation."""
         told = self.told
         # what was read or evaluated before the first step lies outside, and hardly ever is more than this
-        inside = told["last_ended"] - told["first_began"] - told["save_s"] - told["evaluation_s"]
-        return max(inside, 0.0)
+        return max(told["last_ended"] - told["first_began"] - told["save_s"] - told["evaluation_s"], 0.0)
 
 
 @dataclass(frozen=True)
@@ -94,14 +88,13 @@ class Goodput:
         shown = sorted((loss for loss in losses if loss[0] > self.wall_s / 1000), reverse=True)
         if shown:
             lines.append("the rest: " + ", ".join(f"{words} {format_seconds(seconds)}" for seconds, words in shown))
-        advice = self._advice()
-        return lines if advice is None else [*lines, advice]
+        return lines + self._advice()
 
-    def _advice(self) -> str | None:
-        """Return how often to write a checkpoint for failures as often as here; None where too little is known."""
+    def _advice(self) -> list[str]:
+        """Return how often to write a checkpoint for failures as often as here; nothing where too little is known."""
         costs = self.costs
         if not self.num_restarts or costs["save_s"] is None or not self.num_steps:
-            return None
+            return []
         from paraplan.plan.goodput import FailureCosts, best_interval, estimate_goodput  # pydantic, for this line alone
 
         mtbf_s = self.wall_s / self.num_restarts
@@ -109,10 +102,8 @@ class Goodput:
         step_s = (self.useful_s + self.done_again_s) / (self.num_steps + self.steps_done_again)
         interval_s = best_interval(mtbf_s, known, step_s=step_s)
         expected = estimate_goodput(mtbf_s, known, interval_s=interval_s).goodput
-        return (
-            f"with a failure every {format_seconds(mtbf_s)} as here, a checkpoint every "
-            f"{max(1, round(interval_s / step_s)):,} steps is best: expected goodput {expected:.1%}"
-        )
+        every = f"a checkpoint every {max(1, round(interval_s / step_s)):,} steps is best"
+        return [f"with a failure every {format_seconds(mtbf_s)} as here, {every}: expected goodput {expected:.1%}"]
 
 
 @dataclass
@@ -142,7 +133,7 @@ class JobClock:
     def measure(self, page: StatusPage | None, *, is_done: bool) -> Goodput | None:
         """Return where the time went; None without a step. Unless `is_done` only steps that were saved count."""
         self.end_attempt(page)
-        stepped = [attempt for attempt in self.attempts if attempt.has_stepped]
+        stepped = [attempt for attempt in self.attempts if attempt.told["last_ended"] > 0]
         if not stepped:
             return None
         wall_s = time.time() - self.began

@@ -58,7 +58,7 @@ class SumsReader:
 
     def read(self) -> list[Look]:
         """Return the looks since the last call; where there were many, the last ones."""
-        found = []
+        found: list[Look] = []
         for slot in range(self._next, self._next + NUM_SLOTS):
             try:
                 data = (self._folder / SUMS_FILE.format(slot=slot % NUM_SLOTS)).read_bytes()
@@ -72,10 +72,8 @@ class SumsReader:
                 self._layouts[layout] = tuple(map(_entry_of, rows))
             sums = array("q", data[HEADER.size : HEADER.size + 8 * count])
             found.append(Look(number, optimizer, step, self._layouts[layout], sums))
-        found.sort(key=lambda look: look.number)
-        if found:
-            self._next = found[-1].number + 1
-        return found
+        self._next = max((look.number + 1 for look in found), default=self._next)
+        return sorted(found, key=lambda look: look.number)
 
 
 def _entry_of(row: Sequence[Any]) -> Entry:
@@ -170,8 +168,7 @@ class Judge:
         for rank, look in sorted(looks.items()):
             for entry, number in zip(look.entries, look.sums, strict=True):
                 by_name.setdefault(entry[0], {})[rank] = (number, entry)
-        unlike: dict[str, tuple[int, ...]] = {}
-        kinds: dict[str, str] = {}
+        unlike: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, held in by_name.items():
             kind = next(iter(held.values()))[1][1]
             sums = {rank: number for rank, (number, _) in held.items()}
@@ -190,21 +187,18 @@ class Judge:
                 if learned.apart and kind not in self._noted:
                     self._note_apart(name, kind, learned.apart)
             if odd:
-                unlike[name], kinds[name] = odd, kind
-        return self._verdict(unlike, kinds, looks, step, optimizer) if unlike else None
+                unlike[name] = kind, odd
+        return self._verdict(unlike, looks) if unlike else None
 
     def _note_apart(self, name: str, kind: str, ranks: Sequence[int]) -> None:
         self._noted.add(kind)
+        who = ranks_in_words(ranks)
+        what = f"{name} begins alike on {who} and is another on each after the first update: a part of its own on each "
+        what += "rank, or a gradient that is never reduced"
         if kind == "buffer":
-            self.say(
-                f"the buffer {name} is another on each of {ranks_in_words(ranks)}: each takes statistics of its own "
-                "batches, and a checkpoint holds one rank's (SyncBatchNorm takes those of all); it is not compared"
-            )
-        else:
-            self.say(
-                f"{name} begins alike on {ranks_in_words(ranks)} and is another on each after the first update: a part "
-                "of its own on each rank, or a gradient that is never reduced; it is not compared"
-            )
+            what = f"the buffer {name} is another on each of {who}: each takes statistics of its own batches, and a "
+            what += "checkpoint holds one rank's (SyncBatchNorm takes those of all)"
+        self.say(f"{what}; it is not compared")
 
     def _same_batches(
         self, held: Mapping[int, tuple[int, Entry]], sums: Mapping[int, int], step: int
@@ -223,31 +217,23 @@ class Judge:
                     return GuardVerdict(text, largest, hint)
         return None
 
-    def _verdict(
-        self,
-        unlike: Mapping[str, tuple[int, ...]],
-        kinds: Mapping[str, str],
-        looks: Mapping[int, Look],
-        step: int,
-        optimizer: int,
-    ) -> GuardVerdict:
-        name, odd = next(iter(unlike.items()))
-        last = self._equal_at.get(optimizer, 0)
-        num_alike = sum(kind == kinds[name] for kind in kinds.values())
-        total = sum(entry[1] == kinds[name] for entry in looks[odd[0]].entries)
-        what = f"{kinds[name]} " if kinds[name] in ("buffer", "parameter") else ""
+    def _verdict(self, unlike: Mapping[str, tuple[str, tuple[int, ...]]], looks: Mapping[int, Look]) -> GuardVerdict:
+        """Return who is apart: `unlike` has the kind and the odd ranks of each tensor in which some are."""
+        name, (kind, odd) = next(iter(unlike.items()))
+        step, last = looks[odd[0]].step, self._equal_at.get(looks[odd[0]].optimizer, 0)
+        num_alike = sum(one == kind for one, _ in unlike.values())
+        total = sum(entry[1] == kind for entry in looks[odd[0]].entries)
+        what = f"{kind} " if kind in ("buffer", "parameter") else ""
         what += name + (f" and {num_alike - 1} of {total - 1} others" if num_alike > 1 else "")
-        verb = "has" if len(odd) == 1 else "have"
-        where = f"{verb} another {what} than other replicas"
+        where = f"{'has' if len(odd) == 1 else 'have'} another {what} than other replicas"
         values = {looks[rank].sums[[entry[0] for entry in looks[rank].entries].index(name)] for rank in odd}
         if len(values) > 1:
             where = f"have unlike values of the {what}"
         since = f"after step {step}, alike after step {last}" if step else "before the first step"
         text = f"{ranks_in_words(odd)} {where} {since}"
+        hint = "a reduction that a rank did not take part in (no_sync, a branch of its own), or steps of its own"
         if num_alike == 1 and total > 1:
             hint = "one tensor alone: its memory or a kernel went wrong on that rank, or code wrote it there"
-        else:
-            hint = "a reduction that a rank did not take part in (no_sync, a branch of its own), or steps of its own"
         return GuardVerdict(text, odd, f"{hint}; go on from a checkpoint of step {last} or before")
 
 
@@ -298,7 +284,10 @@ class GuardWatch:
         for rank, looks in new.items():
             self._recent[rank] = (self._recent[rank] + looks)[-2:]
         if self._store is not None and (self._store.node == 0 or any(new.values())):
-            mine = {str(rank): [_row_of(look) for look in looks] for rank, looks in self._recent.items()}
+            mine = {
+                str(rank): [[look.number, look.optimizer, look.step, look.entries, [*look.sums]] for look in looks]
+                for rank, looks in self._recent.items()
+            }
             notes = self._store.gather("sums", mine if self._store.node else {})
             for key, rows in (item for note in notes.values() for item in note.items()):
                 rank, told_looks = int(key), [_look_of(row) for row in rows]
@@ -311,10 +300,6 @@ class GuardWatch:
             if verdict is not None:
                 return verdict
         return None
-
-
-def _row_of(look: Look) -> list[Any]:
-    return [look.number, look.optimizer, look.step, look.entries, list(look.sums)]
 
 
 def _look_of(row: Sequence[Any]) -> Look:

@@ -10,9 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import TYPE_CHECKING
 
 import paraplan
@@ -23,9 +24,6 @@ if TYPE_CHECKING:  # pydantic: a tenth of a second for launches without a plan
 
 CPU_PROFILE = "cpu"
 """The hardware profile that plans are made for where there is no GPU."""
-
-RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
-"""`subprocess.run` for commands of Python, or what does the same."""
 
 _PATIENCE_S = 600.0  # a model given as code imports torch and is traced
 
@@ -65,7 +63,6 @@ def make_plan(
     num_nodes: int,
     ranks_per_node: int,
     environment: dict[str, str],
-    run: RunPython = subprocess.run,
 ) -> str:
     """Return the text of a plan file for `num_nodes` machines like this one with `ranks_per_node` GPUs each.
 
@@ -73,15 +70,8 @@ def make_plan(
     """
     machines = {"profile": request.profile, "num_nodes": num_nodes, "gpus_per_node": ranks_per_node}
     try:
-        done = run(
-            [sys.executable, "-P", "-m", "paraplan.api"],
-            env=environment | search_path(environment),
-            input=json.dumps({**request.training, "model": request.model, **machines}),
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_S,
-            check=False,
-        )
+        question = json.dumps({**request.training, "model": request.model, **machines})
+        done = run_python("paraplan.api", environment=environment, question=question)
     except subprocess.TimeoutExpired:
         raise PlanError(f"no plan was found within {_PATIENCE_S:.0f} s", hint="give a plan file") from None
     num_ranks = num_nodes * ranks_per_node
@@ -95,6 +85,20 @@ def make_plan(
         fault = answer["error"]
         raise _no_plan(num_ranks, fault["message"], hint=fault["hint"], status=fault["exit_status"])
     return json.dumps(answer["plan_file"], indent=2) + "\n"
+
+
+def run_python(module: str, *words: str, environment: Mapping[str, str], question: str = "") -> CompletedProcess[str]:
+    """Run a module of this package in a Python of its own, with `question` as its input. Raises TimeoutExpired."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", module, *words],
+        env={**environment, **search_path(environment)},
+        input=question,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_PATIENCE_S,
+        check=False,
+    )
 
 
 def planned_layout(file: PlanFile) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.run import determine_local_world_size
 
-from paraplan.errors import CheckFailedError
+from paraplan.errors import CheckFailedError, NoGpuError
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.rendezvous import rendezvous_warnings
 from paraplan.launch.ranks.limits import Limits, machine_cores, raise_open_files, threads_per_rank, usable_cores
@@ -66,20 +67,17 @@ def check_cores(num_ranks: int, *, num_cores: int, of_machine: int, system: str 
 def check_gpus(gpus: Sequence[Gpu], needs: Needs) -> Findings:
     """Return what is wrong with the GPUs that the ranks of this node will use, in the order of the ranks."""
     problems, warnings = [], []
-    used = list(gpus[: needs.num_ranks])
+    used, needed = list(gpus[: needs.num_ranks]), format_bytes(needs.peak_bytes or 0)
     for gpu in used:
         total, taken = gpu.memory_total_bytes, gpu.memory_used_bytes
         if needs.peak_bytes is not None and total is not None and needs.peak_bytes > total:
-            problems.append(
-                f"the plan needs {format_bytes(needs.peak_bytes)} on a GPU, and GPU {gpu.index} has "
-                f"{format_bytes(total)}"
-            )
+            problems.append(f"the plan needs {needed} on a GPU, and GPU {gpu.index} has {format_bytes(total)}")
             break
         if taken is None or taken < _TAKEN_BYTES:
             continue
         text = f"GPU {gpu.index} is in use: {format_bytes(taken)} of its memory are used"
         if needs.peak_bytes is not None and total is not None and needs.peak_bytes > total - taken:
-            problems.append(f"{text}, and the plan needs {format_bytes(needs.peak_bytes)}")
+            problems.append(f"{text}, and the plan needs {needed}")
         else:
             warnings.append(text)
     most: dict[str | None, int] = {}
@@ -97,24 +95,19 @@ def check_cuda(node: NodeTopology, *, torch_version: str, torch_cuda: str | None
     """Return why torch sees no GPU on a machine that has some; nothing where it sees them."""
     if is_available or not node.gpus:
         return Findings()
-    count = f"{len(node.gpus)} GPUs" if len(node.gpus) > 1 else "a GPU"
+    has = f"this machine has {len(node.gpus)} GPUs" if len(node.gpus) > 1 else "this machine has a GPU"
     if torch_cuda is None:
-        return Findings(warnings=(f"this machine has {count}, but torch {torch_version} is built without CUDA",))
+        return Findings(warnings=(f"{has}, but torch {torch_version} is built without CUDA",))
     if node.cuda_version is not None and _numbers(node.cuda_version) < _numbers(torch_cuda):
-        return Findings(
-            warnings=(
-                f"torch {torch_version} needs CUDA {torch_cuda}, and driver {node.driver_version} gives "
-                f"{node.cuda_version}: training would run on the CPU",
-            )
-        )
-    return Findings(warnings=(f"this machine has {count}, and torch {torch_version} can use none of them",))
+        gives = f"driver {node.driver_version} gives {node.cuda_version}: training would run on the CPU"
+        return Findings(warnings=(f"torch {torch_version} needs CUDA {torch_cuda}, and {gives}",))
+    return Findings(warnings=(f"{has}, and torch {torch_version} can use none of them",))
 
 
 def check_disks(needs: Needs, *, folder: Path, shm: Path = Path("/dev/shm")) -> Findings:  # noqa: S108
     """Return whether `folder` is short of space for logs and checkpoints, and shared memory for ranks."""
     warnings = []
-    free = _free_bytes(folder)
-    wanted = _SMALL_DISK_BYTES
+    free, size, wanted = _disk_bytes(folder, "free"), _disk_bytes(shm, "total"), _SMALL_DISK_BYTES
     if needs.num_parameters is not None:
         from paraplan.plan.goodput import CHECKPOINT_BYTES_PER_PARAMETER  # pydantic, which a plan has imported
 
@@ -122,7 +115,6 @@ def check_disks(needs: Needs, *, folder: Path, shm: Path = Path("/dev/shm")) -> 
     if free is not None and free < wanted:
         reason = "a checkpoint needs" if wanted > _SMALL_DISK_BYTES else "less than"
         warnings.append(f"{format_bytes(free)} are free in {folder}, {reason} {format_bytes(wanted)}")
-    size = _free_bytes(shm, total=True)
     if needs.num_ranks > 1 and size is not None and size <= _SMALL_SHM_BYTES:
         warnings.append(f"{shm} holds {format_bytes(size)}: data loaders and NCCL may fail; docker run --shm-size=8g")
     return Findings(warnings=tuple(warnings))
@@ -165,19 +157,13 @@ def check_limits(
             f"{of_world}; {way_out}"
         )
     locked = limits.locked_bytes
-    if locked is not None and locked.is_below(_ENOUGH_LOCKED_BYTES) and _has_any(infiniband) and world_size > num_ranks:
+    is_short = locked is not None and locked.is_below(_ENOUGH_LOCKED_BYTES) and world_size > num_ranks
+    if locked is not None and is_short and any(infiniband.glob("*")):
         warnings.append(
             f"{format_bytes(locked.soft or 0)} may be locked in memory (ulimit -l), where InfiniBand has what NCCL "
             f"sends: it may fail with 'Cannot allocate memory'; {locked.way_out('-l', 'memlock', None)}"
         )
     return Findings(warnings=tuple(warnings))
-
-
-def _has_any(folder: Path) -> bool:
-    try:
-        return any(folder.iterdir())
-    except OSError:
-        return False
 
 
 def gpus_of_ranks(node: NodeTopology, environment: Mapping[str, str]) -> list[Gpu]:
@@ -193,12 +179,10 @@ def has_driver(root: Path = Path("/")) -> bool:
     return any((root / name).exists() for name in ("dev/nvidiactl", "dev/dxg", "proc/driver/nvidia"))
 
 
-def _free_bytes(folder: Path, *, total: bool = False) -> int | None:
-    try:
-        usage = shutil.disk_usage(folder)
-    except OSError:
-        return None
-    return usage.total if total else usage.free
+def _disk_bytes(folder: Path, which: str) -> int | None:
+    with suppress(OSError):
+        return int(getattr(shutil.disk_usage(folder), which))
+    return None
 
 
 def _numbers(version: str) -> list[int]:
@@ -207,26 +191,19 @@ def _numbers(version: str) -> list[int]:
 
 def read_node() -> NodeTopology | None:
     """Return this machine's GPUs as NVML tells them, None without a driver."""
-    if not has_driver(Path(os.sep)):
-        return None
-    from paraplan.errors import NoGpuError
-    from paraplan.hardware.probe.nvml import read_this_machine
+    if has_driver():
+        from paraplan.hardware.probe.nvml import read_this_machine
 
-    try:
-        return read_this_machine()
-    except NoGpuError:
-        return None
+        with suppress(NoGpuError):
+            return read_this_machine()
+    return None
 
 
 def run_preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
     """Say what may go wrong on this node; raise `CheckFailedError` for what will."""
     ranks = determine_local_world_size(request.nproc_per_node)
     model = request.file.model if request.file is not None else None
-    needs = Needs(
-        num_ranks=ranks,
-        peak_bytes=request.predicted_peak_bytes,
-        num_parameters=model.num_parameters if model is not None else None,
-    )
+    needs = Needs(ranks, request.predicted_peak_bytes, model.num_parameters if model is not None else None)
     system = "slurm" if "SLURM_JOB_ID" in os.environ else None
     found = [
         check_cores(ranks, num_cores=usable_cores(), of_machine=machine_cores(), system=system),
@@ -236,8 +213,7 @@ def run_preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
     ]
     if node is not None:
         view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
-        is_available = torch.cuda.is_available()
-        version = str(torch.__version__)
+        is_available, version = torch.cuda.is_available(), str(torch.__version__)
         found.append(check_cuda(node, torch_version=version, torch_cuda=torch.version.cuda, is_available=is_available))
         if is_available:
             found.append(check_gpus(gpus_of_ranks(node, view), needs))

@@ -260,8 +260,9 @@ def _check_local_world(nproc_per_node: str, *, num_gpus: int) -> None:
         raise ArgumentError("--nproc-per-node gpu, but no GPU is visible here", hint=hint)
     # a name is that of a device type; torch knows which there are
     if not nproc_per_node.isidentifier() and not re.fullmatch("0*[1-9][0-9]*", nproc_per_node):
+        what = "starts no rank" if re.fullmatch("-?[0-9]+", nproc_per_node) else "is not a number of ranks"
         hint = "use a number above 0, auto, cpu, gpu or xpu"
-        raise ArgumentError(f"--nproc-per-node {nproc_per_node} is not a number of ranks", hint=hint)
+        raise ArgumentError(f"--nproc-per-node {nproc_per_node} {what}", hint=hint)
 
 
 def forks_ranks(spec: LaunchSpec) -> bool:

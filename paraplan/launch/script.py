@@ -7,6 +7,7 @@ import importlib.machinery
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,13 +106,10 @@ def own_interpreters_reason(traits: ScriptTraits, environment: Mapping[str, str]
 
 def shadowed_modules(folder: Path | None, modules: Mapping[str, object]) -> list[str]:
     """Return the modules in `folder` that a script there would import, were others of their names not in `modules`."""
-    if folder is None:
-        return []
     imported = {name.partition(".")[0] for name in modules} - _AT_START - set(sys.builtin_module_names)
-    try:
-        entries = list(folder.iterdir())
-    except OSError:
-        return []
+    entries: list[Path] = []
+    with suppress(OSError):
+        entries = [] if folder is None else list(folder.iterdir())
     found = []
     for entry in entries:
         name = entry.name.partition(".")[0]
@@ -125,12 +123,9 @@ def shadowed_modules(folder: Path | None, modules: Mapping[str, object]) -> list
 
 
 def _parsed(path: Path) -> ast.Module | None:
-    if not path.is_file():  # a pipe, as /dev/stdin, is the rank's to read
-        return None
-    try:
-        return ast.parse(path.read_bytes())
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
+    with suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return ast.parse(path.read_bytes()) if path.is_file() else None  # a pipe, as /dev/stdin, is the rank's to read
+    return None
 
 
 def _imported_trees(tree: ast.Module, folder: Path) -> Iterator[ast.Module]:
@@ -192,9 +187,7 @@ def _variables_set(node: ast.AST) -> list[str]:
 
 
 def _is_environment(node: ast.expr) -> bool:
-    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
-        isinstance(node, ast.Name) and node.id == "environ"
-    )
+    return "environ" in (getattr(node, "attr", None), getattr(node, "id", None))  # of an attribute, or a name
 
 
 def _texts(nodes: list[ast.expr]) -> list[str]:

@@ -10,16 +10,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.cluster import Cluster
-from paraplan.launch.fake.report import FakeLaunchReport, StageEstimate, estimate_stages, render_report
+from paraplan.launch.fake.report import FakeLaunchReport, estimate_stages, render_report
 from paraplan.launch.faults.report import say
-from paraplan.launch.planning import RunPython, make_plan, search_path
+from paraplan.launch.planning import make_plan, search_path
 from paraplan.launch.ranks.limits import usable_cores
 from paraplan.launch.ranks.spawning import unwound_by_sigterm
 from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
@@ -29,12 +29,10 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.support import check_supported
-from paraplan.units import printable
+from paraplan.units import printable, ranks_in_words
 
 _MOST_STAGES = 4
 _GPUS_OF_NODE, _GPU_BYTES = 8, 80 * 2**30  # what torch.cuda says where no profile does
-
-StartRanks = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
 
 class FakeRankError(ParaplanError):
@@ -43,37 +41,25 @@ class FakeRankError(ParaplanError):
     exit_status = 1
 
 
-def start_python(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run `paraplan.runtime.fake.script` with `words` in a Python of its own, to its end."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "paraplan.runtime.fake.script", *words],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-
-
-def show_fake_launch(spec: LaunchSpec, *, start: StartRanks = start_python, run: RunPython = subprocess.run) -> int:
+def show_fake_launch(spec: LaunchSpec) -> int:
     """Run the ranks that `spec` name without GPUs and print what they found; return the exit status.
 
-    `start` runs the ranks, and `run` what plans and estimates for them. The status is 1 where a rank needs more than
-    the memory of the profile's GPU. Raises `ArgumentError`, `PlanError` and `FakeRankError`.
+    The status is 1 where a rank needs more than the memory of the profile's GPU. Raises `ArgumentError`, `PlanError`
+    and `FakeRankError`.
     """
     num_ranks = _checked_size(spec)
     cluster = None if spec.profile is None else cluster_from_profile(spec.profile)
     with unwound_by_sigterm(), tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
-        path = _plan_path(spec, Path(folder), num_ranks, run)
+        path = _plan_path(spec, Path(folder), num_ranks)
         file = None if path is None else _checked_plan(path, spec, num_ranks)
         plan = file.plan if file is not None else ParallelPlan(dp=num_ranks)
         ranks = _ranks(spec, plan)
         planned = "" if file is None else f": {plan.describe()}"
-        say(f"running {_counted(ranks)} of {num_ranks} without a GPU{planned}")
+        say(f"running {ranks_in_words(ranks)} of {num_ranks} without a GPU{planned}")
         plan_path = None if path is None else str(path.resolve())
-        estimates = pool.submit(_estimates, file, plan_path, spec.profile, run)  # made beside the ranks
-        reports = _run(spec, ranks, plan_path, Path(folder), cluster, start)
+        # made beside the ranks
+        estimates = pool.submit(estimate_stages, file, plan_path=plan_path, profile=spec.profile)
+        reports = _run(spec, ranks, plan_path, Path(folder), cluster)
         stages, reason = estimates.result()
         if file is not None and any(one.plan != plan for one in reports):
             stages, reason = (), "the script does without paraplan.runtime, so the plan is not what it runs"
@@ -103,23 +89,19 @@ def _checked_size(spec: LaunchSpec) -> int:
         "--no-python": spec.no_python,
         "--run-path": spec.run_path,
     }
-    given = [option for option, value in contradicting.items() if value]
-    if given:
-        raise ArgumentError(
-            f"--fake {num_ranks} and {given[0]} contradict each other: no rank is started",
-            hint="leave one of them out",
-        )
+    for option in (option for option, value in contradicting.items() if value):
+        said = f"--fake {num_ranks} and {option} contradict each other: no rank is started"
+        raise ArgumentError(said, hint="leave one of them out")
     if spec.fake_rank is not None and not 0 <= spec.fake_rank < num_ranks:
         raise ArgumentError(f"--fake-rank {spec.fake_rank} is outside a world of {num_ranks} ranks", hint="from 0 on")
     check_script(spec, Path.cwd())
     if spec.plan == AUTO and spec.model is None:
-        raise ArgumentError(
-            "--fake --plan auto needs --model, to make a plan for", hint="name the model, or a plan file"
-        )
+        hint = "name the model, or a plan file"
+        raise ArgumentError("--fake --plan auto needs --model, to make a plan for", hint=hint)
     return num_ranks
 
 
-def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int, run: RunPython) -> Path | None:
+def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int) -> Path | None:
     """Return the plan file that is asked for, None for none; with --model it is made in `folder`."""
     planner = planner_request(spec, num_gpus=0)
     if planner is None:
@@ -132,10 +114,8 @@ def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int, run: RunPython) -
             f"--fake {num_ranks} is not a multiple of the {per_node} GPUs of a {planner.profile}",
             hint=f"use --fake {num_ranks // per_node * per_node}",
         )
-    path = folder / "plan.json"
-    text = make_plan(
-        planner, num_nodes=num_ranks // per_node, ranks_per_node=per_node, environment=dict(os.environ), run=run
-    )
+    path, num_nodes = folder / "plan.json", num_ranks // per_node
+    text = make_plan(planner, num_nodes=num_nodes, ranks_per_node=per_node, environment=dict(os.environ))
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -164,32 +144,26 @@ def _ranks(spec: LaunchSpec, plan: ParallelPlan) -> list[int]:
     return [grid.rank(pp=stage) for stage in stages]
 
 
-def _counted(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
 def _run(
-    spec: LaunchSpec,
-    ranks: Sequence[int],
-    plan_path: str | None,
-    folder: Path,
-    cluster: Cluster | None,
-    start: StartRanks,
+    spec: LaunchSpec, ranks: Sequence[int], plan_path: str | None, folder: Path, cluster: Cluster | None
 ) -> list[FakeRankReport]:
     """Run the script as each of `ranks`, as many at once as there are cores; return their reports, left in `folder`."""
     assert spec.fake is not None
-    numbers = ",".join(map(str, ranks))
-    words = [
-        str(folder),
-        str(max(1, usable_cores())),
-        numbers,
-        str(min(spec.fake, _GPUS_OF_NODE if cluster is None else cluster.gpus_per_node)),
-        str(_GPU_BYTES if cluster is None else cluster.gpu_memory_bytes),
-    ]
+    num_gpus = min(spec.fake, _GPUS_OF_NODE if cluster is None else cluster.gpus_per_node)
+    memory = _GPU_BYTES if cluster is None else cluster.gpu_memory_bytes
+    words = [str(folder), str(max(1, usable_cores())), ",".join(map(str, ranks)), str(num_gpus), str(memory)]
     words += [*(["-m"] if spec.module else []), spec.training_script, *spec.training_script_args]
     environment = _environment(os.environ, size=spec.fake, plan_path=plan_path)
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it on import
-    done = start(words, environment)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "paraplan.runtime.fake.script", *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     return [_report(rank, folder, done) for rank in ranks]
 
 
@@ -229,14 +203,3 @@ def _rank_error(rank: int, status: int, said: str) -> ParaplanError:
     error = FakeRankError(f"rank {rank}: {message}", hint=hint)
     error.exit_status = status if 0 < status < 128 else 1
     return error
-
-
-def _estimates(
-    file: PlanFile | None, plan_path: str | None, profile: str | None, run: RunPython
-) -> tuple[Sequence[StageEstimate], str | None]:
-    """Return the estimate of each stage; none, and the reason, where the model is not known."""
-    if file is None or plan_path is None:
-        return (), "the launch has neither --model nor --plan, whose file names the model"
-    if file.model is None:
-        return (), "the plan file names no model"
-    return estimate_stages(file.model.source or file.model.name, plan_path=plan_path, profile=profile, run=run)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
+from subprocess import TimeoutExpired
 
-from paraplan.launch.planning import CPU_PROFILE, RunPython, search_path
+from paraplan.launch.planning import CPU_PROFILE, run_python
 from paraplan.plan.fake import CountedCollective, FakeRankReport
+from paraplan.plan.files import PlanFile
 from paraplan.plan.memory_record import MemoryParts
 from paraplan.records import Record
 from paraplan.units import format_bytes, format_count
@@ -112,9 +112,6 @@ def _collective_lines(collectives: tuple[CountedCollective, ...]) -> list[str]:
     return lines
 
 
-_PATIENCE_S = 600.0  # a model given as code imports torch and is traced
-
-
 class StageEstimate(MemoryParts):
     """The predicted peak of one pipeline stage by parts, in bytes, and what offload puts in the host's memory."""
 
@@ -122,27 +119,23 @@ class StageEstimate(MemoryParts):
 
 
 def estimate_stages(
-    model: str, *, plan_path: str, profile: str | None, run: RunPython = subprocess.run
+    file: PlanFile | None, *, plan_path: str | None, profile: str | None
 ) -> tuple[Sequence[StageEstimate], str | None]:
     """Return the estimate of each pipeline stage of the plan, or none and the reason.
 
     Without `profile` it is made for CPUs, on which no CUDA library keeps workspaces; the parts of the model do not
     depend on the machine.
     """
-    command = [sys.executable, "-P", "-m", "paraplan", "estimate", model, "--plan", plan_path, "--json"]
-    command += ["--profile", profile or CPU_PROFILE]
+    if file is None or plan_path is None:
+        return (), "the launch has neither --model nor --plan, whose file names the model"
+    if file.model is None:
+        return (), "the plan file names no model"
+    model = file.model.source or file.model.name
+    command = ["estimate", model, "--plan", plan_path, "--json", "--profile", profile or CPU_PROFILE]
     try:
-        done = run(
-            command,
-            env=dict(os.environ) | search_path(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return (), f"paraplan estimate {model} was not done after {_PATIENCE_S:.0f} s"
+        done = run_python("paraplan", *command, environment=os.environ)
+    except TimeoutExpired as error:
+        return (), f"paraplan estimate {model} was not done after {error.timeout:.0f} s"
     try:
         rows = json.loads(done.stdout)["memory"]
     except (ValueError, KeyError):

@@ -79,7 +79,7 @@ def describe(case: Lateness, cause: Cause | None, *, places: Mapping[int, str], 
         named = f"between {hosts[0]} and {hosts[1]}" if len(hosts) == 2 else "between the hosts"
         reason = f" ({again})" if again else ""
         return f"transfers {named} take {case.slower + 1:.1f} times as long {since}{reason}; {costs}"
-    host = case.host or _host_of(case, places)
+    host = case.host or places.get(case.ranks[0], "").partition(",")[0]
     reasons = states[host].describe() if host in states else []
     reason = f" ({', '.join(reasons)})" if reasons else ""
     who = f"host {host} ({ranks_in_words(case.ranks)})" if case.kind == "host" else _named(case.ranks[0], places)
@@ -92,10 +92,6 @@ def name_of(case: Lateness, places: Mapping[int, str]) -> str:
     if case.kind in ("jitter", "link"):
         return {"jitter": "the ranks", "link": "the transfers"}[case.kind]
     return f"host {case.host}" if case.kind == "host" else _named(case.ranks[0], places)
-
-
-def _host_of(case: Lateness, places: Mapping[int, str]) -> str:
-    return places.get(case.ranks[0], "").partition(",")[0]
 
 
 def _named(rank: int, places: Mapping[int, str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 MIN_STEAL = 0.05
@@ -43,10 +43,6 @@ class HostState:
         if self.swapped_in >= MIN_SWAPPED_PAGES:
             found.append("memory is swapped")
         return found
-
-    def to_json(self) -> dict[str, float]:
-        """Return the counters by name."""
-        return asdict(self)
 
     @classmethod
     def of_json(cls, values: dict[str, float]) -> HostState:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,23 +78,16 @@ class StepReader:
 
     def read(self) -> list[Step]:
         """Return the steps since the last time; those that the ring has lost are left out."""
-        try:
+        data = b""
+        with suppress(OSError):  # it has not begun
             data = self._path.read_bytes()
-        except OSError:  # it has not begun
+        if len(data) != SIZE or not data.startswith(MAGIC):
             return []
-        if len(data) != SIZE:
-            return []
-        magic, _, count = HEADER.unpack_from(data)
-        if magic != MAGIC:
-            return []
-        first = max(self._num_read, count - CAPACITY + 1)  # the oldest may be overwritten as it is read
+        count = HEADER.unpack_from(data)[2]
+        numbers = range(max(self._num_read, count - CAPACITY + 1), count)  # the oldest may be overwritten as it is read
         self._num_read = max(self._num_read, count)
-        found = (RECORD.unpack_from(data, RECORDS_AT + index % CAPACITY * RECORD.size) for index in range(first, count))
-        return [
-            _step(record[1:])
-            for index, record in zip(range(first, count), found, strict=True)
-            if record[0] == index + 1
-        ]
+        records = (RECORD.unpack_from(data, RECORDS_AT + index % CAPACITY * RECORD.size) for index in numbers)
+        return [_step(one[1:]) for index, one in zip(numbers, records, strict=True) if one[0] == index + 1]
 
 
 def last_step(folder: Path) -> tuple[int, float]:
@@ -150,13 +145,8 @@ def ask_for_profile(folder: Path, *, number: int, seconds: float, begin_by_s: fl
 
 def read_profile(folder: Path, *, number: int) -> tuple[str, str]:
     """Return how far a rank is with a request, "" where it has not begun, and why where it failed."""
-    try:
-        data = (folder / MARKS_FILE).read_bytes()[ANSWER_AT : ANSWER_AT + ANSWER.size]
-    except OSError:
-        return "", ""
-    if len(data) != ANSWER.size:
-        return "", ""
-    answered, state, text = ANSWER.unpack(data)
-    if answered != number or not 0 < state < len(STATES):
-        return "", ""
-    return STATES[state], bytes(text).rstrip(b"\0").decode(errors="replace")
+    with suppress(OSError, struct.error):
+        answered, state, text = ANSWER.unpack_from((folder / MARKS_FILE).read_bytes(), ANSWER_AT)
+        if answered == number and 0 < state < len(STATES):
+            return STATES[state], bytes(text).rstrip(b"\0").decode(errors="replace")
+    return "", ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,6 @@ class Case:
         }
 
 
-@dataclass
-class _Node:
-    """The last news of one node."""
-
-    host: str
-    ranks: tuple[int, ...]
-    state: HostState
-
-
 class StragglerWatch:
     """Looks at the ranks of this node, whose rings are in `folders` by global rank.
 
@@ -103,7 +94,8 @@ class StragglerWatch:
         self._open: dict[tuple[str, tuple[int, ...]], Case] = {}
         self._say, self._read_state, self._clock = say, read_state, clock
         self._judge: Judge | None = None
-        self._nodes: dict[int, _Node] = {}
+        self._hosts: dict[int, str] = {}
+        self._states: dict[str, HostState] = {}
         self._places: dict[int, str] = {}
         self._seen: dict[int, int] = {}
         self._recent: dict[int, list[Step]] = {rank: [] for rank in folders}
@@ -121,10 +113,10 @@ class StragglerWatch:
         for rank, steps in new.items():
             self._recent[rank] = (self._recent[rank] + steps)[-_TOLD_STEPS:]
         if self._store is None:
-            self._take(0, self._note(new))
+            self._take(self._note(new))
         elif any(new.values()):
-            for node, note in self._store.gather("steps", self._note(self._recent)).items():
-                self._take(node, note)
+            for note in self._store.gather("steps", self._note(self._recent)).values():
+                self._take(note)
         if self._judge is not None and any(new.values()):
             self._judge_now(self._judge)
         took_s = self._clock() - now_s
@@ -134,7 +126,7 @@ class StragglerWatch:
         return {
             "host": self._host,
             "gpus": {str(rank): name for rank, name in self._gpus.items()},
-            "state": self._recent_state().to_json(),
+            "state": asdict(self._recent_state()),
             "steps": {str(rank): as_rows(found) for rank, found in steps.items()},
         }
 
@@ -145,17 +137,15 @@ class StragglerWatch:
             self._state_s = self._clock()
         return self._read_state().since(self._state_before)
 
-    def _take(self, node: int, note: Mapping[str, Any]) -> None:
+    def _take(self, note: Mapping[str, Any]) -> None:
         """Take what a node says of its ranks; those steps that are known already are left out."""
-        ranks = tuple(sorted(int(rank) for rank in note["steps"]))
-        host = str(note["host"])
-        self._nodes[node] = _Node(host, ranks, HostState.of_json(note["state"]))
+        ranks, host = sorted(int(rank) for rank in note["steps"]), str(note["host"])
+        self._states[host] = HostState.of_json(note["state"])
         for rank in ranks:
             gpu = note["gpus"].get(str(rank), "")
-            self._places[rank] = f"{host}, {gpu}" if gpu else host
-        hosts = {rank: known.host for known in self._nodes.values() for rank in known.ranks}
-        if self._judge is None and len(hosts) == self._num_ranks:
-            self._judge = Judge(hosts, self._peers)
+            self._hosts[rank], self._places[rank] = host, f"{host}, {gpu}" if gpu else host
+        if self._judge is None and len(self._hosts) == self._num_ranks:
+            self._judge = Judge(self._hosts, self._peers)
         for rank in ranks if self._judge is not None else ():
             new = [step for step in of_rows(note["steps"][str(rank)]) if step.step > self._seen.get(rank, 0)]
             if new and self._judge is not None:
@@ -190,8 +180,7 @@ class StragglerWatch:
             peers = next((group for group in self._peers if set(late.ranks) <= set(group)), range(self._num_ranks))
             rows = [row for row in judge.rows if next(iter(row.values())).step >= late.since_step]
             case.cause = find_cause(late, rows or list(judge.rows)[-1:], peers)
-        states = {node.host: node.state for node in self._nodes.values()}
-        case.text = describe(late, case.cause, places=self._places, states=states)
+        case.text = describe(late, case.cause, places=self._places, states=self._states)
         case.host = late.host or (self._places[late.ranks[0]].partition(",")[0] if late.ranks else "")
         self.cases.append(case)
         self._say(case.text)
