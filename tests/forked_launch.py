@@ -91,16 +91,19 @@ def _launch_fake(words: Sequence[str]) -> int:
     from paraplan.launch.parser import parse_arguments
 
     try:
-        return show_fake_launch(parse_arguments([*words], os.environ), start=_start_forked, run=run_forked)
+        return show_fake_launch(parse_arguments([*words], os.environ), run=_run_forked)
     except ParaplanError as error:
         write_report(render_error(error))
         return error.exit_status
 
 
-def _start_forked(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Be for a fake launch what starts its ranks: a fork in place of a new Python."""
+def _run_forked(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Be for a fake launch what starts its ranks, and plans for them: a fork in place of a new Python."""
     from paraplan.runtime.fake import script
 
+    if script.__name__ not in command:
+        return run_forked(command, **options)
+    words, environment = command[command.index(script.__name__) + 1 :], options["env"]
     process = os.fork()
     if not process:
         status = 1

@@ -10,17 +10,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import CompletedProcess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import paraplan
 from paraplan.errors import PlanError
 
 if TYPE_CHECKING:  # pydantic: a tenth of a second for launches without a plan
     from paraplan.plan.files import PlanFile
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+"""`subprocess.run` for commands of Python, or what does the same."""
 
 CPU_PROFILE = "cpu"
 """The hardware profile that plans are made for where there is no GPU."""
@@ -63,6 +65,7 @@ def make_plan(
     num_nodes: int,
     ranks_per_node: int,
     environment: dict[str, str],
+    run: RunPython = subprocess.run,
 ) -> str:
     """Return the text of a plan file for `num_nodes` machines like this one with `ranks_per_node` GPUs each.
 
@@ -71,7 +74,7 @@ def make_plan(
     machines = {"profile": request.profile, "num_nodes": num_nodes, "gpus_per_node": ranks_per_node}
     try:
         question = json.dumps({**request.training, "model": request.model, **machines})
-        done = run_python("paraplan.api", environment=environment, question=question)
+        done = run_python("paraplan.api", environment=environment, question=question, run=run)
     except subprocess.TimeoutExpired:
         raise PlanError(f"no plan was found within {_PATIENCE_S:.0f} s", hint="give a plan file") from None
     num_ranks = num_nodes * ranks_per_node
@@ -87,18 +90,18 @@ def make_plan(
     return json.dumps(answer["plan_file"], indent=2) + "\n"
 
 
-def run_python(module: str, *words: str, environment: Mapping[str, str], question: str = "") -> CompletedProcess[str]:
+def run_python(
+    module: str,
+    *words: str,
+    environment: Mapping[str, str],
+    question: str = "",
+    patience_s: float | None = _PATIENCE_S,
+    run: RunPython = subprocess.run,
+) -> subprocess.CompletedProcess[str]:
     """Run a module of this package in a Python of its own, with `question` as its input. Raises TimeoutExpired."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", module, *words],
-        env={**environment, **search_path(environment)},
-        input=question,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_PATIENCE_S,
-        check=False,
-    )
+    command, env = [sys.executable, "-P", "-m", module, *words], {**environment, **search_path(environment)}
+    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "check": False}
+    return run(command, env=env, input=question, timeout=patience_s, **how)
 
 
 def planned_layout(file: PlanFile) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.cluster import Cluster
 from paraplan.launch.fake.report import FakeLaunchReport, estimate_stages, render_report
 from paraplan.launch.faults.report import say
-from paraplan.launch.planning import make_plan, search_path
+from paraplan.launch.planning import RunPython, make_plan, run_python
 from paraplan.launch.ranks.limits import usable_cores
 from paraplan.launch.ranks.spawning import unwound_by_sigterm
 from paraplan.launch.request import PLAN_VARIABLE, check_script, planner_request, read_plan_file
@@ -41,16 +41,16 @@ class FakeRankError(ParaplanError):
     exit_status = 1
 
 
-def show_fake_launch(spec: LaunchSpec) -> int:
+def show_fake_launch(spec: LaunchSpec, *, run: RunPython = subprocess.run) -> int:
     """Run the ranks that `spec` name without GPUs and print what they found; return the exit status.
 
-    The status is 1 where a rank needs more than the memory of the profile's GPU. Raises `ArgumentError`, `PlanError`
-    and `FakeRankError`.
+    `run` runs them, and what plans and estimates for them. The status is 1 where a rank needs more than the memory of
+    the profile's GPU. Raises `ArgumentError`, `PlanError` and `FakeRankError`.
     """
     num_ranks = _checked_size(spec)
     cluster = None if spec.profile is None else cluster_from_profile(spec.profile)
     with unwound_by_sigterm(), tempfile.TemporaryDirectory(prefix="pp_") as folder, ThreadPoolExecutor(1) as pool:
-        path = _plan_path(spec, Path(folder), num_ranks)
+        path = _plan_path(spec, Path(folder), num_ranks, run)
         file = None if path is None else _checked_plan(path, spec, num_ranks)
         plan = file.plan if file is not None else ParallelPlan(dp=num_ranks)
         ranks = _ranks(spec, plan)
@@ -58,8 +58,9 @@ def show_fake_launch(spec: LaunchSpec) -> int:
         say(f"running {ranks_in_words(ranks)} of {num_ranks} without a GPU{planned}")
         plan_path = None if path is None else str(path.resolve())
         # made beside the ranks
-        estimates = pool.submit(estimate_stages, file, plan_path=plan_path, profile=spec.profile)
-        reports = _run(spec, ranks, plan_path, Path(folder), cluster)
+        estimates = pool.submit(estimate_stages, file, plan_path=plan_path, profile=spec.profile, run=run)
+        done = _run(spec, ranks, plan_path, Path(folder), cluster, run)
+        reports = [_report(rank, Path(folder), done) for rank in ranks]
         stages, reason = estimates.result()
         if file is not None and any(one.plan != plan for one in reports):
             stages, reason = (), "the script does without paraplan.runtime, so the plan is not what it runs"
@@ -101,7 +102,7 @@ def _checked_size(spec: LaunchSpec) -> int:
     return num_ranks
 
 
-def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int) -> Path | None:
+def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int, run: RunPython) -> Path | None:
     """Return the plan file that is asked for, None for none; with --model it is made in `folder`."""
     planner = planner_request(spec, num_gpus=0)
     if planner is None:
@@ -115,7 +116,7 @@ def _plan_path(spec: LaunchSpec, folder: Path, num_ranks: int) -> Path | None:
             hint=f"use --fake {num_ranks // per_node * per_node}",
         )
     path, num_nodes = folder / "plan.json", num_ranks // per_node
-    text = make_plan(planner, num_nodes=num_nodes, ranks_per_node=per_node, environment=dict(os.environ))
+    text = make_plan(planner, num_nodes=num_nodes, ranks_per_node=per_node, environment=dict(os.environ), run=run)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -145,9 +146,9 @@ def _ranks(spec: LaunchSpec, plan: ParallelPlan) -> list[int]:
 
 
 def _run(
-    spec: LaunchSpec, ranks: Sequence[int], plan_path: str | None, folder: Path, cluster: Cluster | None
-) -> list[FakeRankReport]:
-    """Run the script as each of `ranks`, as many at once as there are cores; return their reports, left in `folder`."""
+    spec: LaunchSpec, ranks: Sequence[int], plan_path: str | None, folder: Path, cluster: Cluster | None, run: RunPython
+) -> subprocess.CompletedProcess[str]:
+    """Run the script as each of `ranks`, as many at once as there are cores, which leave reports in `folder`."""
     assert spec.fake is not None
     num_gpus = min(spec.fake, _GPUS_OF_NODE if cluster is None else cluster.gpus_per_node)
     memory = _GPU_BYTES if cluster is None else cluster.gpu_memory_bytes
@@ -155,16 +156,7 @@ def _run(
     words += [*(["-m"] if spec.module else []), spec.training_script, *spec.training_script_args]
     environment = _environment(os.environ, size=spec.fake, plan_path=plan_path)
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it on import
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "paraplan.runtime.fake.script", *words],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    return [_report(rank, folder, done) for rank in ranks]
+    return run_python("paraplan.runtime.fake.script", *words, environment=environment, patience_s=None, run=run)
 
 
 def _report(rank: int, folder: Path, done: subprocess.CompletedProcess[str]) -> FakeRankReport:
@@ -186,7 +178,6 @@ def _environment(outer: Mapping[str, str], *, size: int, plan_path: str | None) 
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONWARNINGS": "ignore",
     }
-    found |= search_path(outer)
     found.setdefault("OMP_NUM_THREADS", "1")
     # transformers would load weights to the GPU by threads of its own, to which the modes of a fake GPU do not reach.
     found.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")

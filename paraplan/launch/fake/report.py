@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from subprocess import TimeoutExpired
 
-from paraplan.launch.planning import CPU_PROFILE, run_python
+from paraplan.launch.planning import CPU_PROFILE, RunPython, run_python
 from paraplan.plan.fake import CountedCollective, FakeRankReport
 from paraplan.plan.files import PlanFile
 from paraplan.plan.memory_record import MemoryParts
@@ -119,7 +119,7 @@ class StageEstimate(MemoryParts):
 
 
 def estimate_stages(
-    file: PlanFile | None, *, plan_path: str | None, profile: str | None
+    file: PlanFile | None, *, plan_path: str | None, profile: str | None, run: RunPython
 ) -> tuple[Sequence[StageEstimate], str | None]:
     """Return the estimate of each pipeline stage of the plan, or none and the reason.
 
@@ -133,7 +133,7 @@ def estimate_stages(
     model = file.model.source or file.model.name
     command = ["estimate", model, "--plan", plan_path, "--json", "--profile", profile or CPU_PROFILE]
     try:
-        done = run_python("paraplan", *command, environment=os.environ)
+        done = run_python("paraplan", *command, environment=os.environ, run=run)
     except TimeoutExpired as error:
         return (), f"paraplan estimate {model} was not done after {error.timeout:.0f} s"
     try:

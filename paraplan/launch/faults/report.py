@@ -33,6 +33,13 @@ _MAX_PLACES = 3
 _FULL_BYTES = 1 << 20  # for each rank
 _TIMED_OUT = "a collective timed out"
 _ERROR_WORDS = ("error: ", "hint: ")
+_SIGNALS_IN_WORDS = {
+    **dict.fromkeys(("SIGSEGV", "SIGFPE"), "a crash in native code"),
+    **dict.fromkeys(("SIGKILL", "SIGTERM"), "from outside, or by itself"),
+    "SIGBUS": "a crash in native code, or a full /dev/shm",
+    "SIGILL": "an instruction that this CPU does not have",
+    "SIGABRT": "it aborted itself",
+}
 
 
 @dataclass(frozen=True)
@@ -189,11 +196,8 @@ def _killed_alike(first: RankFailure, failures: Sequence[RankFailure]) -> list[R
     """Return the ranks that the same signal has killed as the first: neither is the cause of the other's end."""
     if first.record is not None or first.exit.code >= 0 or first.cause is not Cause.OWN_ERROR:
         return [first]
-    return [
-        failure
-        for failure in failures
-        if failure.record is None and (failure.cause, failure.exit.code) == (first.cause, first.exit.code)
-    ]
+    alike = (None, first.cause, first.exit.code)
+    return [failure for failure in failures if (failure.record, failure.cause, failure.exit.code) == alike]
 
 
 def _describe_ended(first: RankFailure, context: ReportContext) -> str:
@@ -243,16 +247,7 @@ def describe_exit(code: int) -> str:
     """Return a rank's exit in words: `exit code 3`, `killed by SIGSEGV (a crash in native code)`."""
     if code >= 0:
         return f"exit code {code}"
-    meanings = {
-        signal.SIGSEGV: "a crash in native code",
-        signal.SIGBUS: "a crash in native code, or a full /dev/shm",
-        signal.SIGFPE: "a crash in native code",
-        signal.SIGILL: "an instruction that this CPU does not have",
-        signal.SIGABRT: "it aborted itself",
-        signal.SIGKILL: "from outside, or by itself",
-        signal.SIGTERM: "from outside, or by itself",
-    }
-    meaning = meanings.get(signal.Signals(-code)) if -code in set(signal.Signals) else None
+    meaning = _SIGNALS_IN_WORDS.get(signal_name(-code))
     return f"killed by {signal_name(-code)}" + (f" ({meaning})" if meaning else "")
 
 
@@ -291,17 +286,14 @@ def _where(failure: RankFailure, context: ReportContext) -> str:
 
 
 def _memory_advice(message: str, context: ReportContext) -> list[str]:
-    numbers = OUT_OF_GPU_MEMORY.search(message)
-    lines = []
+    numbers, lines = OUT_OF_GPU_MEMORY.search(message), []
+    hint = "hint: paraplan recommend MODEL finds plans that fit this GPU"
     if numbers is not None:
         lines.append(f"it asked for {numbers['tried']}; {numbers['free']} of {numbers['total']} were free")
     if context.predicted_peak_bytes is not None:
         lines.append(f"the plan expected at most {format_bytes(context.predicted_peak_bytes)} on a GPU")
-    if context.smaller_plan is not None:
-        return [*lines, f"hint: a plan that needs less: {context.smaller_plan}"]
-    if context.predicted_peak_bytes is None:
-        return [*lines, "hint: paraplan recommend MODEL finds plans that fit this GPU"]
-    return [*lines, "hint: a smaller micro-batch or recompute full needs less"]
+        hint = "hint: a smaller micro-batch or recompute full needs less"
+    return [*lines, f"hint: a plan that needs less: {context.smaller_plan}" if context.smaller_plan else hint]
 
 
 def _evidence(failure: RankFailure, room: int) -> list[str]:
@@ -346,24 +338,25 @@ def _traceback_lines(text: str) -> list[str]:
     return lines
 
 
+_CONSEQUENCES = {
+    Cause.OWN_ERROR: "with an error of its own",
+    Cause.ABORT: "by aborting",
+    Cause.COMMUNICATION: "because a connection was lost",
+    Cause.STOPPED: "because the launcher stopped {}",
+}
+
+
 def _consequence(others: Sequence[RankFailure]) -> str:
     by_cause: dict[str, list[int]] = {}
     for failure in others:
-        became = {
-            Cause.OWN_ERROR: describe_exit(failure.exit.code).partition(" (")[0]
-            if failure.record is None and failure.exit.code < 0
-            else "with an error of its own",
-            Cause.ABORT: "by aborting",
-            Cause.COMMUNICATION: "because a connection was lost",
-            Cause.STOPPED: "because the launcher stopped {}",
-        }[failure.cause]
+        became = _CONSEQUENCES[failure.cause]
+        if failure.cause is Cause.OWN_ERROR and failure.record is None and failure.exit.code < 0:
+            became = describe_exit(failure.exit.code).partition(" (")[0]
         if failure.cause in (Cause.ABORT, Cause.COMMUNICATION) and find_timeout(failure) is not None:
             became = f"because {_TIMED_OUT}"
         by_cause.setdefault(became, []).append(failure.global_rank)
-    parts = [
-        f"{ranks_in_words(ranks)} {became.format('it' if len(ranks) == 1 else 'them')}"
-        for became, ranks in by_cause.items()
-    ]
+    them = {became: "it" if len(ranks) == 1 else "them" for became, ranks in by_cause.items()}
+    parts = [f"{ranks_in_words(ranks)} {became.format(them[became])}" for became, ranks in by_cause.items()]
     return "then ended: " + "; ".join(parts)
 
 

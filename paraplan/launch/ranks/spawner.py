@@ -48,6 +48,25 @@ class RankStart:
     modules: tuple[str, ...] = ()
 
 
+class Channel:
+    """Messages over a Unix socket, a line of JSON each. Sending and receiving raise ConnectionError at its end."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.socket, self._received = channel, b""
+
+    def send(self, **message: Any) -> None:
+        """Send one message."""
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have come whole, once something has come."""
+        data = self.socket.recv(1 << 20)
+        if not data:
+            raise ConnectionError
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
 @dataclass
 class Ranks:
     """The ranks of one attempt by process id; processes that were started here and not reaped yet.
@@ -83,8 +102,7 @@ class Spawner:
     """The loop of the spawner process. `serve` returns only in a forked rank."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._received = b""
+        self._channel = Channel(channel)
         self.ranks = Ranks()
         self._owned_paths: list[str] = []
         self._wake_read, self._wake_write = os.pipe()
@@ -106,11 +124,11 @@ class Spawner:
             "end": lambda _: self._end(0),
         }
         while True:
-            ready = select.select([self._channel.fileno(), self._wake_read], [], [])[0]
+            ready = select.select([self._channel.socket.fileno(), self._wake_read], [], [])[0]
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
             self._reap()
-            if self._channel.fileno() in ready:
+            if self._channel.socket.fileno() in ready:
                 for message in self._receive():
                     start = actions[message["do"]](message)
                     if start is not None:
@@ -118,18 +136,14 @@ class Spawner:
 
     def _receive(self) -> list[dict[str, Any]]:
         try:
-            data = self._channel.recv(1 << 20)
+            return self._channel.receive()
         except ConnectionError:
-            data = b""
-        if not data:
             self._end(1)
-        *lines, self._received = (self._received + data).split(b"\n")
-        return [json.loads(line) for line in lines]
 
     def _send(self, **message: Any) -> None:
         try:
-            self._channel.sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionError):
+            self._channel.send(**message)
+        except ConnectionError:
             self._end(1)
 
     def _start(self, message: dict[str, Any]) -> RankStart | None:
@@ -163,7 +177,7 @@ class Spawner:
 
             self.ranks.copier = os.fork()
             if self.ranks.copier == 0:
-                serve_copies(copies, close=[self._channel.fileno(), self._wake_read, self._wake_write])
+                serve_copies(copies, close=[self._channel.socket.fileno(), self._wake_read, self._wake_write])
             self._close(copy.source for copy in copies)
         self._send(event="started", pids=pids, spares=took_spares)
         return self._fill_spares(message)
@@ -265,11 +279,9 @@ class Spawner:
             if descriptor is not None:
                 os.dup2(descriptor, stream)
         self._close(others)
-        for place in self.ranks.spares.values():
+        for place in (*self.ranks.spares.values(), self._channel.socket):
             place.close()
-        self._channel.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._close([self._wake_read, self._wake_write])
 
     def _reap(self) -> None:
         while True:

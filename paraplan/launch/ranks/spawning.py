@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -73,10 +72,7 @@ class SpawnerHandle:
     """A running spawner. One attempt of ranks at a time; `close` ends it, and leaves nothing behind."""
 
     def __init__(self, channel: socket.socket, *, pid: int, program: subprocess.Popen[bytes] | None = None) -> None:
-        self._channel = channel
-        self._pid = pid
-        self._program = program
-        self._received = b""
+        self._channel, self._pid, self._program = spawner.Channel(channel), pid, program
         self._exits: list[RankExit] = []
         self.took_spares: frozenset[int] = frozenset()
         """Local ranks that the last start has put into spare processes."""
@@ -156,7 +152,7 @@ class SpawnerHandle:
         """End the spawner; ranks that still run are killed."""
         with contextlib.suppress(SpawnerLostError):
             self._send(do="end")
-        self._channel.close()
+        self._channel.socket.close()
         if self._program is not None:
             self._program.wait()
         else:
@@ -164,7 +160,7 @@ class SpawnerHandle:
 
     def _send(self, **message: Any) -> None:
         try:
-            self._channel.sendall(json.dumps(message).encode() + b"\n")
+            self._channel.send(**message)
         except ConnectionError:
             raise SpawnerLostError("the process that started the ranks was killed") from None
 
@@ -177,31 +173,23 @@ class SpawnerHandle:
         raise SpawnerLostError(f"the process that starts the ranks did not answer within {timeout_s:.0f} s")
 
     def _receive(self, timeout_s: float) -> list[dict[str, Any]]:
-        ready, _, _ = select.select([self._channel], [], [], max(0.0, timeout_s))
-        if not ready:
+        if not select.select([self._channel.socket], [], [], max(0.0, timeout_s))[0]:
             return []
         try:
-            data = self._channel.recv(1 << 20)
+            messages = self._channel.receive()
         except ConnectionError:
-            data = b""
-        if not data:
-            raise SpawnerLostError("the process that started the ranks was killed")
-        *lines, self._received = (self._received + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
+            raise SpawnerLostError("the process that started the ranks was killed") from None
         self._exits += [RankExit(**message["end"]) for message in messages if message["event"] == "exit"]
         return messages
 
 
 def close_all_but(kept: int) -> None:
     """Close what this process has inherited beside its standard streams: ranks are not to get it either."""
-    try:
-        numbers = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
-    except OSError:
-        return
-    for number in numbers:
-        if number > _STDERR and number != kept:
-            with contextlib.suppress(OSError):  # the folder's own, which is closed by now
-                os.close(number)
+    with contextlib.suppress(OSError):
+        for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+            if number > _STDERR and number != kept:
+                with contextlib.suppress(OSError):  # the folder's own, which is closed by now
+                    os.close(number)
 
 
 def fork_spawner() -> SpawnerHandle | spawner.RankStart:
@@ -248,7 +236,4 @@ def unwound_by_sigterm() -> Iterator[None]:
 
 def signal_name(number: int) -> str:
     """Return the name of a signal, `signal 99` for one without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
