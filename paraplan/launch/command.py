@@ -14,20 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paraplan.errors import ParaplanError
+from paraplan.launch import script
 from paraplan.launch.faults.report import render_error, say, write_report
 from paraplan.launch.nodes.batch_systems import find_place, take_place
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
 from paraplan.launch.ranks.spawner import RankStart
 from paraplan.launch.request import check_script, forks_ranks, likely_ranks_per_node
-from paraplan.launch.script import (
-    ScriptTraits,
-    imported_names,
-    own_interpreters_reason,
-    read_traits,
-    script_file,
-    shadowed_modules,
-)
+from paraplan.launch.script import ScriptTraits, own_interpreters_reason, read_traits, shadowed_modules
 from paraplan.launch.spec import END_WITH_STDIN, ArgumentError, LaunchSpec
 from paraplan.launch.torch_private.texts import IMPORTED_BY_FIRST_STEP
 
@@ -112,7 +106,7 @@ def _require_folder() -> None:
 
 def _start(spec: LaunchSpec, line: str | None, *, ends_with_stdin: bool) -> int:
     """Fork the spawner and run the job; say `line` before it."""
-    file = script_file(spec.training_script, is_module=spec.module)
+    file = script.script_file(spec.training_script, is_module=spec.module)
     traits = read_traits(file, folder=Path.cwd() if spec.module else None)
     own = own_interpreters_reason(traits, os.environ) if forks_ranks(spec) else None
     fork = forks_ranks(spec) and own is None
@@ -177,7 +171,7 @@ def _imported_by_ranks(spec: LaunchSpec, traits: ScriptTraits) -> list[str]:
     if spec.module and spec.training_script.startswith("paraplan."):
         found = importlib.util.find_spec(spec.training_script)
         if found is not None and found.origin is not None:
-            names += [*imported_names(Path(found.origin)), IMPORTED_BY_FIRST_STEP]
+            names += [*script.imported_names(Path(found.origin)), IMPORTED_BY_FIRST_STEP]
     return names
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from paraplan.errors import CheckFailedError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
-from paraplan.hardware.cluster import Cluster
 from paraplan.launch.accelerate import accelerate_variables, drives_accelerate
 from paraplan.launch.nodes.hosts import Host, carried_variables, read_host_file
 from paraplan.launch.planning import make_plan
@@ -207,7 +206,11 @@ def show_dry_run(spec: LaunchSpec) -> int:
         hosts = read_host_file(Path(spec.hostfile))
         target = replace(target, hosts=tuple(host.name for host in hosts))
         spec = _with_hosts(spec, hosts)
-    request = _dry_request(spec, target, cluster)
+    of_profile: dict[str, Any] = {}
+    if cluster is not None:  # a profile's GPUs have no UUIDs, only their numbers
+        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        of_profile = {"read_gpus": lambda: cluster.node.gpus, "environment": order}
+    request = check_request(spec, num_gpus=target.num_gpus, current_folder=Path.cwd(), **of_profile)
     words = request.nproc_per_node
     if words in ("gpu", "auto") and target.num_gpus:
         ranks = target.num_gpus if request.gpus is None else len(request.gpus)
@@ -243,11 +246,3 @@ def _with_hosts(spec: LaunchSpec, hosts: Sequence[Host]) -> LaunchSpec:
         nproc_per_node=spec.nproc_per_node or (str(hosts[0].slots) if hosts[0].slots else None),
         master_addr=hosts[0].address,
     )
-
-
-def _dry_request(spec: LaunchSpec, target: LaunchTarget, cluster: Cluster | None) -> LaunchRequest:
-    of_profile: dict[str, Any] = {}
-    if cluster is not None:  # a profile's GPUs have no UUIDs, only their numbers
-        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        of_profile = {"read_gpus": lambda: cluster.node.gpus, "environment": order}
-    return check_request(spec, num_gpus=target.num_gpus, current_folder=Path.cwd(), **of_profile)

@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from paraplan import shared_memory
 from paraplan.errors import PREEMPTED_EXIT_STATUS, ParaplanError
+from paraplan.launch import job_failure
 from paraplan.launch.accelerate import drives_accelerate
 from paraplan.launch.elastic.ending import FailedElsewhereError
 from paraplan.launch.elastic.health import LeftOutError
@@ -30,14 +31,6 @@ from paraplan.launch.elastic.launch import make_config, run_agent
 from paraplan.launch.elastic.preparation import Round, RoundPreparation
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.faults.report import say
-from paraplan.launch.job_failure import (
-    is_about_arguments,
-    refusal,
-    report_apart,
-    report_elsewhere,
-    report_failure,
-    torchs_failures,
-)
 from paraplan.launch.live.server import LiveServer
 from paraplan.launch.measured import MEASURED_FILE, MEASURED_VARIABLE, Noted, note_measured
 from paraplan.launch.nodes.job_token import TOKEN_VARIABLE, ForgedTextError, job_seal
@@ -144,10 +137,10 @@ def _run(launch: Launch) -> int:
             run_preflight(request, launch.node)
         launch.run()
     except ChildFailedError as error:
-        job.failures = job.failures or torchs_failures(error)
-        return report_failure(request, job)
+        job.failures = job.failures or job_failure.torchs_failures(error)
+        return job_failure.report_failure(request, job)
     except FailedElsewhereError as error:
-        return report_elsewhere(error, job)
+        return job_failure.report_elsewhere(error, job)
     except LeftOutError as left:
         say(f"this host is left out: {left.text}")
         return 1
@@ -169,10 +162,10 @@ def _run(launch: Launch) -> int:
         has_begun = job.attempts > 0
         raise rendezvous_error(said, request.spec, request.nodes, came=came, has_begun=has_begun) from error
     except (ValueError, AssertionError, OSError) as error:
-        if job.attempts or isinstance(error, ParaplanError) or not is_about_arguments(error):
+        if job.attempts or isinstance(error, ParaplanError) or not job_failure.is_about_arguments(error):
             raise
-        raise refusal(str(error), request.spec) from error
-    return 0 if job.apart is None else report_apart(job.apart, job)  # seen after all had ended
+        raise job_failure.refusal(str(error), request.spec) from error
+    return 0 if job.apart is None else job_failure.report_apart(job.apart, job)  # seen after all had ended
 
 
 @dataclass
@@ -291,7 +284,7 @@ class Launch:
             self.request.spec,
             self.spawner,
             fork=self.fork,
-            num_threads=self._threads_to_set() if self.fork else None,
+            num_threads=self._threads_to_set(),
             extra_environment=self.environment,
             keeps_logs=self.keeps_logs,
             cpus=self._cpus_of_ranks(num_ranks),
@@ -301,12 +294,9 @@ class Launch:
 
     def _threads_to_set(self) -> int | None:
         """Return the threads that a forked rank must set because torch was imported with another number."""
-        wanted = os.environ.get(_THREADS_VARIABLE)
-        if wanted == self.imported_threads:
-            return None
-        if wanted is None:
-            return usable_cores()
-        return int(wanted) if wanted.isdigit() else None
+        wanted = os.environ.get(_THREADS_VARIABLE, str(usable_cores()))
+        is_as_imported = os.environ.get(_THREADS_VARIABLE) == self.imported_threads
+        return int(wanted) if self.fork and not is_as_imported and wanted.isdigit() else None
 
     def _cpus_of_ranks(self, num_ranks: int) -> dict[int, tuple[int, ...]]:
         """Return the CPUs that a plan keeps each local rank on; none where the user has bound them."""

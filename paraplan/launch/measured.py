@@ -90,15 +90,9 @@ def _keep(measured: MeasuredRun, file: PlanFile, plain: PlainPrediction, folder:
 
     # rank 0 has one stage of a pipeline, and the fullest was predicted
     peak = measured.peak_memory_bytes if file.plan.pp == 1 else None
-    run = KeptRun(
-        predicted=plain,
-        step_time_s=measured.step_time_s,
-        peak_memory_bytes=peak,
-        name=shortened(str(file)),
-        source=shortened(str(folder)),
-        host=shortened(socket.gethostname()),
-        day=time.strftime("%Y-%m-%d"),
-    )
+    where = {"name": str(file), "source": str(folder), "host": socket.gethostname(), "day": time.strftime("%Y-%m-%d")}
+    texts = {name: shortened(text) for name, text in where.items()}
+    run = KeptRun(predicted=plain, step_time_s=measured.step_time_s, peak_memory_bytes=peak, **texts)
     try:
         keep_runs(kept_runs_path(), [run])
     except ParaplanError as error:

@@ -207,10 +207,13 @@ def run_preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
     system = "slurm" if "SLURM_JOB_ID" in os.environ else None
     found = [
         check_cores(ranks, num_cores=usable_cores(), of_machine=machine_cores(), system=system),
-        _check_limits(ranks, ranks * request.nodes.min),
+        check_limits(
+            Limits.read(), num_ranks=ranks, world_size=ranks * request.nodes.min, num_threads=_threads_of_rank(ranks)
+        ),
         check_disks(needs, folder=Path.cwd()),
         Findings(warnings=rendezvous_warnings(request.spec) if request.nodes.max > 1 else ()),
     ]
+    raise_open_files(num_files(ranks * request.nodes.min))
     if node is not None:
         view = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(request.gpus)} if request.gpus else {})
         is_available, version = torch.cuda.is_available(), str(torch.__version__)
@@ -225,11 +228,6 @@ def run_preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
             raise CheckFailedError(problem, hint=f"{finding.hint}; --skip-preflight tries it anyway")
 
 
-def _check_limits(num_ranks: int, world_size: int) -> Findings:
-    """Return which limits of this process end the job; have it open as many files as it needs where it may."""
+def _threads_of_rank(num_ranks: int) -> int:
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    cores = usable_cores()
-    num_threads = int(threads) if threads.isdigit() else threads_per_rank(num_cores=cores, ranks_per_node=num_ranks)
-    found = check_limits(Limits.read(), num_ranks=num_ranks, world_size=world_size, num_threads=num_threads)
-    raise_open_files(num_files(world_size))
-    return found
+    return int(threads) if threads.isdigit() else threads_per_rank(num_cores=usable_cores(), ranks_per_node=num_ranks)

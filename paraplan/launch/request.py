@@ -75,24 +75,17 @@ def count_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def gpus_of_this_machine() -> Sequence[Gpu]:
-    """Return this machine's GPUs as its driver lists them. Raises `NoGpuError` where there is none."""
-    from paraplan.hardware.probe.nvml import read_this_machine  # only --gpus needs the driver's list
-
-    return read_this_machine().gpus
-
-
 def check_request(
     spec: LaunchSpec,
     *,
     num_gpus: int,
     current_folder: Path,
-    read_gpus: Callable[[], Sequence[Gpu]] = gpus_of_this_machine,
+    read_gpus: Callable[[], Sequence[Gpu]] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchRequest:
     """Return the launch that `spec` asks for.
 
-    `num_gpus` is the number of GPUs of this node, for the default number of ranks.
+    `num_gpus` is the number of GPUs of this node, for the default number of ranks, `read_gpus` lists others than its.
     Raises `ArgumentError` and `PlanError`; nothing has been started then.
     """
     planner = planner_request(spec, num_gpus=num_gpus)
@@ -157,15 +150,16 @@ def planner_request(spec: LaunchSpec, *, num_gpus: int) -> PlannerRequest | None
 
 
 def _chosen_gpus(
-    words: str | None, *, read_gpus: Callable[[], Sequence[Gpu]], environment: Mapping[str, str]
+    words: str | None, *, read_gpus: Callable[[], Sequence[Gpu]] | None, environment: Mapping[str, str]
 ) -> tuple[str, ...] | None:
     """Return the devices of `--gpus` as CUDA_VISIBLE_DEVICES names them, chosen as `paraplan topo --gpus` chooses."""
     if words is None:
         return None
     from paraplan.hardware.probe.cuda_devices import cuda_view, select_gpus, visible_devices
+    from paraplan.hardware.probe.nvml import read_this_machine  # only --gpus needs the driver's list
 
     try:
-        gpus = read_gpus()
+        gpus = read_this_machine().gpus if read_gpus is None else read_gpus()
     except NoGpuError as error:
         raise ArgumentError(f"--gpus {words}: {error.message}", hint="leave it out to train on the CPU") from None
     devices = select_gpus(gpus, words, environment)

@@ -48,12 +48,8 @@ class RunFolder:
             "folder": str(Path.cwd()),
             "host": socket.gethostname(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": {
-                "paraplan": paraplan.__version__,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-                "cuda": torch.version.cuda,
-            },
+            "versions": {"paraplan": paraplan.__version__, "torch": str(torch.__version__)}
+            | {"python": platform.python_version(), "cuda": torch.version.cuda},
             "environment": environment,
         }
         self.note("run.json", json.dumps(start, indent=2))

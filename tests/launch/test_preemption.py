@@ -219,7 +219,7 @@ def test_requeue_belongs_to_slurm(launch_forked: ForkedLaunch, script: WriteScri
     assert ended.returncode == 2
     assert "no job of Slurm" in ended.stderr
     ended = launch_forked("--preempt-window", "-1", script("pass"))
-    assert (ended.returncode, "no time to save in" in ended.stderr) == (2, True)
+    assert (ended.returncode, "is not a time to wait" in ended.stderr) == (2, True)
 
 
 @pytest.mark.ranks

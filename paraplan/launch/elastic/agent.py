@@ -9,19 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import DistStoreError
-from torch.distributed.elastic.agent.server.api import (
-    DEFAULT_ROLE,
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.elastic.ending import Heartbeat, await_other_nodes, end_without_restart, require_all_nodes
+from paraplan.launch.elastic.ending import FailedElsewhereError, Heartbeat, await_other_nodes, require_all_nodes
 from paraplan.launch.elastic.preparation import Round
 from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.report import describe_failures, say, write_report
@@ -31,21 +24,15 @@ from paraplan.launch.nodes.sealed_values import SealedValues
 from paraplan.launch.nodes.static_rendezvous import StaticRendezvous
 from paraplan.launch.nodes.store import NodeEndedError, NodeLostError, NodeStore
 from paraplan.launch.spec import NodeRange
-from paraplan.launch.torch_private.elastic import (
-    ElasticAgent,
-    forget_store_of_ranks,
-    has_spares,
-    is_spare,
-    participants,
-    store_of,
-)
+from paraplan.launch.torch_private import elastic as torchs
+from paraplan.launch.torch_private.elastic import participants
 
 _LOOK_INTERVAL_S = 1.0
 _LOST_MEANWHILE = "a node is lost before the ranks have started: meeting again"
 _NO_RESTART = "ranks of another node have ended well, and cannot start again: no restart"
 
 
-class NodeAgent(ElasticAgent):
+class NodeAgent(torchs.ElasticAgent):
     """torch's local agent that calls `before_start` after each rendezvous, before the ranks start."""
 
     def __init__(
@@ -58,7 +45,6 @@ class NodeAgent(ElasticAgent):
         endpoint: str,
         **options: Any,
     ) -> None:
-        """Take torch's arguments, `before_start`, the record of the job, and how nodes meet."""
         super().__init__(*arguments, **options)
         self._before_start = before_start
         self._job = job
@@ -71,20 +57,22 @@ class NodeAgent(ElasticAgent):
         self._heartbeat: Heartbeat | None = None
         self._looks_at = 0.0
 
-    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+    def run(self, *role: str) -> RunResult:
         """Run the ranks to their end. torch returns nothing for a node that the job has never needed."""
         result: RunResult | None
         try:
-            result = super().run(role)
+            result = super().run(*role)
         except NodeEndedError:  # which had not said so yet when this node began to wait for it
             say(_NO_RESTART)
-            if self._failed is None:
-                assert self._store_of_nodes is not None
-                raise end_without_restart(self._store_of_nodes) from None
-            result = self._failed
+            result, store = self._failed, self._store_of_nodes
+            if result is None and store is not None:  # healthy ranks were stopped for a restart that cannot be
+                failures = store.failures_of_others()
+                store.note_stop("a restart without those that had ended well")
+                said, became = "ranks of another node had ended well", "had been stopped to start again"
+                raise FailedElsewhereError(said, failures, became=became) from None
         if result is None or not result.is_failed():  # after a failure the nodes have to tell each other still
             self._stop_heartbeat()
-        self._job.has_spares = has_spares(self._handler)
+        self._job.has_spares = torchs.has_spares(self._handler)
         if result is None:
             say("the job has ended, and this node was not needed")
             return RunResult(WorkerState.SUCCEEDED)
@@ -187,10 +175,8 @@ class NodeAgent(ElasticAgent):
         try:
             self._meet(group)
             while (group.group_world_size or 0) < self._nodes.min:
-                say(
-                    f"{group.group_world_size} of {self._nodes.min} nodes are left at the end of the rendezvous: "
-                    "waiting for the others again"
-                )
+                left = f"{group.group_world_size} of {self._nodes.min} nodes are left at the end of the rendezvous"
+                say(f"{left}: waiting for the others again")
                 self._meet(group)
         except RendezvousError as error:
             for address in participants(self._handler) or ():
@@ -208,7 +194,7 @@ class NodeAgent(ElasticAgent):
     def _meet(self, group: WorkerGroup) -> None:
         """Wait for the other nodes; again where one of them is lost before all have said that they are here."""
         while True:
-            forget_store_of_ranks(self._handler)
+            torchs.forget_store_of_ranks(self._handler)
             try:
                 super().rendezvous(group)
                 if isinstance(self._handler, StaticRendezvous):
@@ -254,7 +240,7 @@ class NodeAgent(ElasticAgent):
         """Say once who has come, if the rendezvous takes a while, and whether a node was sent away."""
         if is_over.wait(SAY_AFTER_S):
             return
-        if is_spare(self._handler):
+        if torchs.is_spare(self._handler):
             self._is_spare = True
             say(f"the job has its {self._nodes.max} nodes: this one waits, and takes the place of one that is lost")
             return
@@ -262,7 +248,7 @@ class NodeAgent(ElasticAgent):
         say(describe_wait(here, self._nodes, self._endpoint))
         while not is_over.wait(SAY_AFTER_S):
             with contextlib.suppress(RuntimeError, ParaplanError):
-                contradiction = find_contradiction(SealedValues(store_of(self._handler), self._seal))
+                contradiction = find_contradiction(SealedValues(torchs.store_of(self._handler), self._seal))
                 if contradiction is not None:
                     say(contradiction)
                     return

@@ -15,7 +15,6 @@ from paraplan.launch.nodes.store import NodeEndedError, NodeStore
 
 _LOOK_S = (0.05, 1.0)  # at first, and later
 _OTHER_NODES_S = 15.0
-_FAILURES_S = 5.0
 _LEAVE_S = 30.0
 _MOST_NAMED = 4
 
@@ -27,14 +26,6 @@ class FailedElsewhereError(Exception):
         """Take a sentence, how ranks failed, where nodes have said so, and what became of the ranks of this node."""
         super().__init__(reason)
         self.reason, self.failures, self.became = reason, list(failures), became
-
-
-def end_without_restart(store: NodeStore) -> FailedElsewhereError:
-    """Return how the job ends for a node that has stopped healthy ranks for a restart which cannot be."""
-    failures = store.failures_of_others(timeout_s=_FAILURES_S)
-    store.note_stop("a restart without those that had ended well")
-    became = "had been stopped to start again"
-    return FailedElsewhereError("ranks of another node had ended well", failures, became=became)
 
 
 def require_all_nodes(stores: Sequence[NodeStore]) -> None:
@@ -49,7 +40,7 @@ def require_all_nodes(stores: Sequence[NodeStore]) -> None:
         store.new_stops()
         if store.lacks_node():
             reason = "; ".join(store.stops.values()) or "ranks of another node have failed"
-            failures = [] if store.stops else store.failures_of_others(timeout_s=_FAILURES_S)
+            failures = [] if store.stops else store.failures_of_others()
             raise FailedElsewhereError(reason, failures, became="wait to start")
 
 

@@ -167,9 +167,7 @@ class RankProcesses(ProcessContext):
 
     def _log_file(self, rank: int, name: str) -> str:
         """Return the file that a rank's stream is copied to, where torchrun has it with --redirects; '' for none."""
-        if not self._settings.keeps_logs or not self._spawner.can_fork_ranks:
-            return ""
-        return str(Path(self.error_files[rank]).with_name(name))
+        return str(Path(self.error_files[rank]).with_name(name)) if self._settings.keeps_logs else ""
 
     def pids(self) -> dict[int, int]:
         """Return the process ids of the ranks by local rank."""

@@ -72,7 +72,11 @@ def _memory_lines(rank: FakeRankReport, estimate: StageEstimate | None, report: 
         if estimate is not None:
             line += _compared(getattr(estimate, f"{part}_bytes"), traced)
         lines.append(line)
-    lines.append(f"  fullest in {_PHASES.get(rank.phase, rank.phase)}{_capacity(rank, report)}")
+    fullest, memory = _PHASES.get(rank.phase, rank.phase), report.gpu_memory_bytes
+    if memory is not None:
+        fullest += "; within the " if rank.total_bytes < memory else "; MORE than the "
+        fullest += f"{format_bytes(memory)} of a GPU of {report.profile}"
+    lines.append(f"  fullest in {fullest}")
     if rank.host is not None and rank.plan is not None and rank.plan.offload != "none":
         line = f"  {_ON_HOST:<42}{format_bytes(rank.host.total_bytes):>10}"
         line += _compared(estimate.host_bytes, rank.host.total_bytes) if estimate else ""
@@ -92,13 +96,6 @@ def _in_parts(memory: MemoryParts) -> str:
 def _compared(estimated: int, traced: int) -> str:
     difference = f"{estimated / traced - 1:+.1%}" if traced else "?" if estimated else ""
     return f"{format_bytes(estimated):>12}{difference:>12}"
-
-
-def _capacity(rank: FakeRankReport, report: FakeLaunchReport) -> str:
-    if report.gpu_memory_bytes is None:
-        return ""
-    memory = f"{format_bytes(report.gpu_memory_bytes)} of a GPU of {report.profile}"
-    return f"; within the {memory}" if rank.total_bytes < report.gpu_memory_bytes else f"; MORE than the {memory}"
 
 
 def _collective_lines(collectives: tuple[CountedCollective, ...]) -> list[str]:

@@ -19,14 +19,7 @@ from typing import Any
 from paraplan.launch.faults.failures import Cause, RankFailure
 from paraplan.launch.ranks.bootstrap import CALLS_FILE, CALLS_REQUEST
 from paraplan.launch.ranks.stacks import Stack, describe_place
-from paraplan.launch.torch_private.texts import (
-    COLLECTIVES_FILE,
-    FRAME,
-    GLOO_TIMEOUT,
-    NCCL_TIMEOUT,
-    PIPELINING_FOLDER,
-    POINT_TO_POINT,
-)
+from paraplan.launch.torch_private import texts
 from paraplan.units import ranks_in_words
 
 DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -211,19 +204,19 @@ def find_timeout(failure: RankFailure) -> TimedOut | None:
     record = failure.record
     traceback = record.traceback if record else ""
     text = "\n".join([*failure.log_tail, record.message if record else "", traceback])
-    nccl = NCCL_TIMEOUT.search(text)
+    nccl = texts.NCCL_TIMEOUT.search(text)
     if nccl is not None:
         return TimedOut(nccl["name"].lower(), int(nccl["timeout_ms"]) / 1000, int(nccl["number"]))
-    gloo = GLOO_TIMEOUT.search(text)
+    gloo = texts.GLOO_TIMEOUT.search(text)
     if gloo is None:
         return None
     timeout_s = int(gloo["timeout_ms"]) / 1000
-    raised = GLOO_TIMEOUT.search(traceback)  # what was made of gloo's error comes after it
-    for frame in reversed(list(FRAME.finditer(traceback[: raised.start()] if raised is not None else traceback))):
-        if PIPELINING_FOLDER in frame["path"]:
+    raised = texts.GLOO_TIMEOUT.search(traceback)  # what was made of gloo's error comes after it
+    for frame in reversed(list(texts.FRAME.finditer(traceback[: raised.start()] if raised is not None else traceback))):
+        if texts.PIPELINING_FOLDER in frame["path"]:
             return TimedOut("a send or receive", timeout_s, axis="pp", is_recorded=False)
-        if frame["path"].endswith(COLLECTIVES_FILE) and frame["name"] != "wrapper":
-            return TimedOut(frame["name"], timeout_s, is_recorded=frame["name"] not in POINT_TO_POINT)
+        if frame["path"].endswith(texts.COLLECTIVES_FILE) and frame["name"] != "wrapper":
+            return TimedOut(frame["name"], timeout_s, is_recorded=frame["name"] not in texts.POINT_TO_POINT)
         if "/torch/" not in frame["path"]:
             break
     return TimedOut("a collective", timeout_s)

@@ -10,13 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from paraplan.errors import ParaplanError
-from paraplan.launch.faults.collectives import (
-    RankCalls,
-    describe_call,
-    describe_places,
-    describe_timeouts,
-    find_timeout,
-)
+from paraplan.launch.faults import collectives
+from paraplan.launch.faults.collectives import RankCalls, describe_places, find_timeout
 from paraplan.launch.faults.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.faults.gpu_errors import abort_reason, advice
 from paraplan.launch.ranks import bootstrap
@@ -120,7 +115,7 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     first = first_failure(failures)
     if first.cause is Cause.STOPPED and context.stops:  # before a rank noticed that those of another node are gone
         return _render([f"the job ends: {'; '.join(context.stops)}", *_ends_here(failures, context)])
-    is_elsewhere = _is_elsewhere(first, num_nodes=context.num_nodes)
+    is_elsewhere = _is_elsewhere(first, context)
     timeouts = _describe_timeouts(first, failures, context)
     head = [_headline(first, failures, context)]
     if timeouts is not None:
@@ -152,16 +147,12 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
 
 
 def _full_disk(first: RankFailure, context: ReportContext, *, num_ranks: int) -> list[str]:
-    """Return that the disk of the logs is full where a rank that writes to it ended by an error it could not record.
-
-    Some room is free again by then: each rank's marks of steps are removed.
-    """
-    is_full = context.free_bytes is not None and context.free_bytes < num_ranks * _FULL_BYTES
-    if not is_full or first.record is not None or first.exit.code <= 0:
+    """Return that the disk of the logs is full where a rank that writes to it ended by an error it could not record."""
+    left = context.free_bytes  # some room is free again by now: each rank's marks of steps are removed
+    if left is None or left >= num_ranks * _FULL_BYTES or first.record is not None or first.exit.code <= 0:
         return []
     where = context.log_folder or "the temporary folder"
-    left = format_bytes(context.free_bytes or 0)
-    return [f"hint: the disk of {where}, to which ranks write, is full or nearly so: {left} left"]
+    return [f"hint: the disk of {where}, to which ranks write, is full or nearly so: {format_bytes(left)} left"]
 
 
 def _render(lines: Sequence[str]) -> str:
@@ -183,7 +174,7 @@ def describe_failures(failures: Sequence[RankFailure], *, num_nodes: int) -> str
 
 
 def _headline(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str:
-    is_elsewhere = _is_elsewhere(first, num_nodes=context.num_nodes)
+    is_elsewhere = _is_elsewhere(first, context)
     verb = "lost a connection" if is_elsewhere else "failed first" if len(failures) > 1 else "failed"
     alike = _killed_alike(first, failures)
     if len(alike) > 1:
@@ -204,17 +195,18 @@ def _describe_ended(first: RankFailure, context: ReportContext) -> str:
     """Return which ranks had ended well, and the collective in which one waited for them."""
     calls = context.calls.get(first.global_rank)
     call = calls and calls.waits_in(has_failed=True)
-    which = f" with {describe_call(call, calls.groups.get(call.group, ()))}" if calls and call else ""
+    which = f" with {collectives.describe_call(call, calls.groups.get(call.group, ()))}" if calls and call else ""
     return f"{ranks_in_words(context.ended)} had ended with exit code 0, and rank {first.global_rank} went on{which}"
 
 
-def _is_elsewhere(first: RankFailure, *, num_nodes: int) -> bool:
+def _is_elsewhere(first: RankFailure, context: ReportContext) -> bool:
     """Whether the rank that failed first here did so because of a rank of another node."""
-    return num_nodes > 1 and first.cause is Cause.COMMUNICATION
+    return context.num_nodes > 1 and first.cause is Cause.COMMUNICATION
 
 
 def _describe_timeouts(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str | None:
-    timeouts = describe_timeouts(failures, context.calls) if first.cause is not Cause.OWN_ERROR else None
+    is_own = first.cause is Cause.OWN_ERROR
+    timeouts = None if is_own else collectives.describe_timeouts(failures, context.calls)
     return None if timeouts is None else f"{_TIMED_OUT}: {timeouts}"
 
 

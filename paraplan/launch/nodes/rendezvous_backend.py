@@ -34,23 +34,20 @@ class SealedBackend(StoreBackend):
 
     def __init__(
         self,
-        store: Any,
-        run_id: str,
-        *,
+        *torchs: Any,
         seal: Seal,
         nodes: NodeRange,
         endpoint: str,
         waits_for_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Take torch's arguments, and what signs the state.
+        """Take torch's arguments, and what signs the state. Raises `NoRendezvousError` for contradictory `nodes`.
 
         A call raises RendezvousConnectionError where the store says nothing for a minute. It raises NodeEndedError
         where this node waits for one whose ranks have ended well (`waits_for_ended`).
-        Raises `NoRendezvousError` for contradictory `nodes`.
         """
         self._waits_for_ended = waits_for_ended
-        super().__init__(store, run_id)
-        require_same_nnodes(SealedValues(store, seal), nodes, endpoint=endpoint)
+        super().__init__(*torchs)
+        require_same_nnodes(SealedValues(torchs[0], seal), nodes, endpoint=endpoint)
         self._seal = seal
         self._translator = StateTranslator(nodes.max)
 

@@ -23,6 +23,7 @@ from paraplan.launch.nodes.job_token import Seal
 from paraplan.launch.nodes.sealed_values import SealedValues, ValueLog
 
 _POLL_S = 0.05
+_FAILURES_S = 5.0
 _TIMEOUT_S = 900.0  # longer than a planner may take
 _SLICE = timedelta(seconds=1)
 _STOP_S = 1.0  # a launcher that is to end does not wait longer for the network
@@ -168,7 +169,7 @@ class NodeStore:
         self._wait(lambda: readers <= told.get("read", {}).keys(), timeout_s)
         return [mine, *others]
 
-    def failures_of_others(self, *, timeout_s: float) -> list[NodeFailure]:
+    def failures_of_others(self, *, timeout_s: float = _FAILURES_S) -> list[NodeFailure]:
         """Return how ranks failed on other nodes that say so within `timeout_s`."""
         self._wait(lambda: all(map(self.has_ended, self._others)), timeout_s)
         self.new_stops()

@@ -104,22 +104,20 @@ def _follow_sizes(copies: Mapping[int, Copy]) -> None:
 
 def _copy_chunk(copy: Copy) -> bool:
     """Copy what is there; return False at the end of the stream."""
-    try:
+    data = b""
+    with contextlib.suppress(OSError):  # a terminal whose last writer has closed it
         data = os.read(copy.source, _CHUNK_BYTES)
-    except OSError:  # a terminal whose last writer has closed it
-        return False
     if not data:
         return False
-    if copy.log is not None:
-        try:
-            _write_all(copy.log, data)
-        except OSError as error:
-            copy.log = None
-            _say_unwritable(copy.path, error)
-    if copy.console is None:
-        return True
     try:
-        _write_all(copy.console, data)
+        if copy.log is not None:
+            _write_all(copy.log, data)
+    except OSError as error:
+        copy.log = None
+        _say_unwritable(copy.path, error)
+    try:
+        if copy.console is not None:
+            _write_all(copy.console, data)
     except OSError as error:
         if error.errno not in _FULL:
             return False

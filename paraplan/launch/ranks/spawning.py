@@ -77,11 +77,6 @@ class SpawnerHandle:
         self.took_spares: frozenset[int] = frozenset()
         """Local ranks that the last start has put into spare processes."""
 
-    @property
-    def can_fork_ranks(self) -> bool:
-        """Whether ranks can be forked with torch imported: not by a spawner that is an interpreter of its own."""
-        return self._program is None
-
     def own(self, path: str) -> None:
         """Have `path`, a folder that this launch made, removed when the launch ends, however it ends."""
         self._send(do="own", path=path)

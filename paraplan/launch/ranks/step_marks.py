@@ -27,20 +27,9 @@ MARKS_FILE = "steps.ring"
 """Name of the file beside the error file that holds the ring."""
 
 FIELDS = (
-    "step",
-    "ended_s",
-    "period_s",
-    "wait_s",
-    "loader_s",
-    "backward_s",
-    "optimizer_s",
-    "cpu_s",
-    "loader_cpu_s",
-    "queue_s",
-    "gc_s",
-    "major_faults",
-    "num_waits",
-)
+    "step", "ended_s", "period_s", "wait_s", "loader_s", "backward_s", "optimizer_s", "cpu_s",
+    "loader_cpu_s", "queue_s", "gc_s", "major_faults", "num_waits",
+)  # fmt: skip
 """Fields of a record, one double each."""
 
 CAPACITY = 1024

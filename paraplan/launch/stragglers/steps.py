@@ -9,22 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paraplan.launch.ranks.step_marks import (
-    ANSWER,
-    ANSWER_AT,
-    CAPACITY,
-    FIELDS,
-    HEADER,
-    MAGIC,
-    MARKS_FILE,
-    RECORD,
-    RECORDS_AT,
-    REQUEST,
-    REQUEST_AT,
-    SIZE,
-    STATES,
-    trace_name,
-)
+from paraplan.launch.ranks import step_marks as ring
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,7 @@ class StepReader:
     """Reads the ring of one rank from where it was read last."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / MARKS_FILE
+        self._path = folder / ring.MARKS_FILE
         self._num_read = 0
 
     def read(self) -> list[Step]:
@@ -81,22 +66,23 @@ class StepReader:
         data = b""
         with suppress(OSError):  # it has not begun
             data = self._path.read_bytes()
-        if len(data) != SIZE or not data.startswith(MAGIC):
+        if len(data) != ring.SIZE or not data.startswith(ring.MAGIC):
             return []
-        count = HEADER.unpack_from(data)[2]
-        numbers = range(max(self._num_read, count - CAPACITY + 1), count)  # the oldest may be overwritten as it is read
+        count = ring.HEADER.unpack_from(data)[2]
+        oldest = count - ring.CAPACITY + 1  # those before may be overwritten as they are read
+        numbers = range(max(self._num_read, oldest), count)
         self._num_read = max(self._num_read, count)
-        records = (RECORD.unpack_from(data, RECORDS_AT + index % CAPACITY * RECORD.size) for index in numbers)
+        places = (ring.RECORDS_AT + index % ring.CAPACITY * ring.RECORD.size for index in numbers)
+        records = (ring.RECORD.unpack_from(data, place) for place in places)
         return [_step(one[1:]) for index, one in zip(numbers, records, strict=True) if one[0] == index + 1]
 
 
 def last_step(folder: Path) -> tuple[int, float]:
     """Return the number of the last step of the rank with its error file in `folder`, and when it ended (0: none)."""
-    try:
-        steps = StepReader(folder).read()
-    except (ValueError, OverflowError):  # the rank may write anything
-        return 0, 0.0
-    return (steps[-1].step, steps[-1].ended_s) if steps else (0, 0.0)
+    with suppress(ValueError, OverflowError, IndexError):  # the rank may write anything, or nothing
+        last = StepReader(folder).read()[-1]
+        return last.step, last.ended_s
+    return 0, 0.0
 
 
 def _step(values: Sequence[float]) -> Step:
@@ -105,12 +91,12 @@ def _step(values: Sequence[float]) -> Step:
 
 def as_rows(steps: Iterable[Step]) -> list[list[float]]:
     """Return steps as lists of numbers, for another node."""
-    return [[round(getattr(step, name), 6) for name in FIELDS] for step in steps]
+    return [[round(getattr(step, name), 6) for name in ring.FIELDS] for step in steps]
 
 
 def of_rows(rows: Iterable[Sequence[float]]) -> list[Step]:
     """Return the steps of `as_rows`; rows of another version are left out."""
-    return [_step([float(value) for value in row]) for row in rows if len(row) == len(FIELDS)]
+    return [_step([float(value) for value in row]) for row in rows if len(row) == len(ring.FIELDS)]
 
 
 LONGEST_S = 600.0
@@ -119,7 +105,7 @@ LONGEST_S = 600.0
 
 def trace_path(folder: Path, *, rank: int, number: int) -> Path:
     """Return the trace that a rank with its error file in `folder` writes for a request."""
-    return folder / trace_name(rank, number)
+    return folder / ring.trace_name(rank, number)
 
 
 def ask_for_profile(folder: Path, *, number: int, seconds: float, begin_by_s: float) -> bool:
@@ -128,25 +114,26 @@ def ask_for_profile(folder: Path, *, number: int, seconds: float, begin_by_s: fl
     A step that comes after `begin_by_s`, in seconds from the epoch, begins nothing.
     """
     try:
-        ring = os.open(folder / MARKS_FILE, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(folder / ring.MARKS_FILE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        if os.fstat(ring).st_size != SIZE or HEADER.unpack(os.pread(ring, HEADER.size, 0))[0] != MAGIC:
+        magic = os.pread(descriptor, len(ring.MAGIC), 0)
+        if os.fstat(descriptor).st_size != ring.SIZE or magic != ring.MAGIC:
             return False
         # the number last: the rank looks at it between two steps, whenever these are
-        details = REQUEST.pack(number, seconds, begin_by_s)
-        os.pwrite(ring, details[8:], REQUEST_AT + 8)
-        os.pwrite(ring, details[:8], REQUEST_AT)
+        details = ring.REQUEST.pack(number, seconds, begin_by_s)
+        os.pwrite(descriptor, details[8:], ring.REQUEST_AT + 8)
+        os.pwrite(descriptor, details[:8], ring.REQUEST_AT)
     finally:
-        os.close(ring)
+        os.close(descriptor)
     return True
 
 
 def read_profile(folder: Path, *, number: int) -> tuple[str, str]:
     """Return how far a rank is with a request, "" where it has not begun, and why where it failed."""
     with suppress(OSError, struct.error):
-        answered, state, text = ANSWER.unpack_from((folder / MARKS_FILE).read_bytes(), ANSWER_AT)
-        if answered == number and 0 < state < len(STATES):
-            return STATES[state], bytes(text).rstrip(b"\0").decode(errors="replace")
+        answered, state, text = ring.ANSWER.unpack_from((folder / ring.MARKS_FILE).read_bytes(), ring.ANSWER_AT)
+        if answered == number and 0 < state < len(ring.STATES):
+            return ring.STATES[state], bytes(text).rstrip(b"\0").decode(errors="replace")
     return "", ""

@@ -123,19 +123,16 @@ class StragglerWatch:
         self._next_s = now_s + max(interval_s, took_s / _SHARE_OF_LAUNCHER)
 
     def _note(self, steps: Mapping[int, Sequence[Step]]) -> dict[str, Any]:
-        return {
-            "host": self._host,
-            "gpus": {str(rank): name for rank, name in self._gpus.items()},
-            "state": asdict(self._recent_state()),
-            "steps": {str(rank): as_rows(found) for rank, found in steps.items()},
-        }
-
-    def _recent_state(self) -> HostState:
-        """Return what this machine's counters grew by in the last seconds."""
+        """Return the steps of this node's ranks, and what its counters grew by in the last seconds."""
         if self._clock() - self._state_s > _STATE_S:
             self._state_before, self._state_later = self._state_later, self._read_state()
             self._state_s = self._clock()
-        return self._read_state().since(self._state_before)
+        return {
+            "host": self._host,
+            "gpus": {str(rank): name for rank, name in self._gpus.items()},
+            "state": asdict(self._read_state().since(self._state_before)),
+            "steps": {str(rank): as_rows(found) for rank, found in steps.items()},
+        }
 
     def _take(self, note: Mapping[str, Any]) -> None:
         """Take what a node says of its ranks; those steps that are known already are left out."""
