@@ -40,11 +40,11 @@ def accelerate_variables(file: PlanFile, environment: Mapping[str, str]) -> dict
             chosen |= {
                 "ACCELERATE_USE_FSDP": "true",
                 "FSDP_VERSION": "2",
-                "FSDP_RESHARD_AFTER_FORWARD": _flag(plan.zero_stage == 3),
+                "FSDP_RESHARD_AFTER_FORWARD": str(plan.zero_stage == 3).lower(),
                 "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
                 "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-                "FSDP_ACTIVATION_CHECKPOINTING": _flag(plan.recompute == "full"),
-                "FSDP_OFFLOAD_PARAMS": _flag(plan.offload != "none"),
+                "FSDP_ACTIVATION_CHECKPOINTING": str(plan.recompute == "full").lower(),
+                "FSDP_OFFLOAD_PARAMS": str(plan.offload != "none").lower(),
             }
         if plan.tp > 1:
             chosen |= {
@@ -54,10 +54,6 @@ def accelerate_variables(file: PlanFile, environment: Mapping[str, str]) -> dict
                 "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
             }
     return {name: value for name, value in chosen.items() if name not in environment}
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def drives_accelerate(request: LaunchRequest) -> bool:

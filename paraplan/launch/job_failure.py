@@ -168,6 +168,6 @@ def is_about_arguments(error: BaseException) -> bool:
 def refusal(said: str, spec: LaunchSpec) -> ArgumentError:
     """Return what torch said against the arguments, before any rank was started."""
     if f"'{spec.rdzv_backend}' is not registered" in said:
-        unknown = f"there is no --rdzv-backend {spec.rdzv_backend}"
-        return ArgumentError(unknown, hint="torch has static, c10d, etcd and etcd-v2")
+        hint = "torch has static, c10d, etcd and etcd-v2"
+        return ArgumentError(f"there is no --rdzv-backend {spec.rdzv_backend}", hint=hint)
     return ArgumentError(said.rstrip("."), hint="paraplan launch --help lists the options")

@@ -283,10 +283,8 @@ class HeldSignals:
 
     def wrap_handlers(self, names: Sequence[str]) -> None:
         """Put this object before the Python handlers of the signals `names`."""
-        for name in names:
-            number = signal.Signals.__members__.get(name.strip())
-            if number is None:
-                continue  # torch has warned of it
+        known = signal.Signals.__members__  # torch has warned of other names
+        for number in (known[name.strip()] for name in names if name.strip() in known):
             handler = signal.getsignal(number)
             if callable(handler) and handler is not signal.default_int_handler:
                 signal.signal(number, self._holding(handler))

@@ -45,15 +45,6 @@ class Findings:
     """The remedy of the problems."""
 
 
-@dataclass(frozen=True)
-class Needs:
-    """The needs of a job on this node: ranks, what the plan expects a GPU to hold, and parameters; None for unknown."""
-
-    num_ranks: int
-    peak_bytes: int | None = None
-    num_parameters: int | None = None
-
-
 def check_cores(num_ranks: int, *, num_cores: int, of_machine: int, system: str | None) -> Findings:
     """Return whether the ranks of this node outnumber the cores that `system`, a batch system, or the user left."""
     if num_cores >= min(num_ranks, of_machine):
@@ -64,19 +55,18 @@ def check_cores(num_ranks: int, *, num_cores: int, of_machine: int, system: str 
     return Findings(warnings=(f"{num_ranks} ranks and what loads their data have {cores}: {way}",))
 
 
-def check_gpus(gpus: Sequence[Gpu], needs: Needs) -> Findings:
-    """Return what is wrong with the GPUs that the ranks of this node will use, in the order of the ranks."""
-    problems, warnings = [], []
-    used, needed = list(gpus[: needs.num_ranks]), format_bytes(needs.peak_bytes or 0)
+def check_gpus(used: Sequence[Gpu], *, peak_bytes: int | None = None) -> Findings:
+    """Return what is wrong with the GPUs that the ranks of this node will use, by what the plan expects one to hold."""
+    problems, warnings, needed = [], [], format_bytes(peak_bytes or 0)
     for gpu in used:
         total, taken = gpu.memory_total_bytes, gpu.memory_used_bytes
-        if needs.peak_bytes is not None and total is not None and needs.peak_bytes > total:
+        if peak_bytes is not None and total is not None and peak_bytes > total:
             problems.append(f"the plan needs {needed} on a GPU, and GPU {gpu.index} has {format_bytes(total)}")
             break
         if taken is None or taken < _TAKEN_BYTES:
             continue
         text = f"GPU {gpu.index} is in use: {format_bytes(taken)} of its memory are used"
-        if needs.peak_bytes is not None and total is not None and needs.peak_bytes > total - taken:
+        if peak_bytes is not None and total is not None and peak_bytes > total - taken:
             problems.append(f"{text}, and the plan needs {needed}")
         else:
             warnings.append(text)
@@ -104,18 +94,24 @@ def check_cuda(node: NodeTopology, *, torch_version: str, torch_cuda: str | None
     return Findings(warnings=(f"{has}, and torch {torch_version} can use none of them",))
 
 
-def check_disks(needs: Needs, *, folder: Path, shm: Path = Path("/dev/shm")) -> Findings:  # noqa: S108
+def check_disks(
+    folder: Path,
+    *,
+    num_ranks: int,
+    num_parameters: int | None = None,
+    shm: Path = Path("/dev/shm"),  # noqa: S108
+) -> Findings:
     """Return whether `folder` is short of space for logs and checkpoints, and shared memory for ranks."""
     warnings = []
     free, size, wanted = _disk_bytes(folder, "free"), _disk_bytes(shm, "total"), _SMALL_DISK_BYTES
-    if needs.num_parameters is not None:
+    if num_parameters is not None:
         from paraplan.plan.goodput import CHECKPOINT_BYTES_PER_PARAMETER  # pydantic, which a plan has imported
 
-        wanted = max(wanted, needs.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER)
+        wanted = max(wanted, num_parameters * CHECKPOINT_BYTES_PER_PARAMETER)
     if free is not None and free < wanted:
         reason = "a checkpoint needs" if wanted > _SMALL_DISK_BYTES else "less than"
         warnings.append(f"{format_bytes(free)} are free in {folder}, {reason} {format_bytes(wanted)}")
-    if needs.num_ranks > 1 and size is not None and size <= _SMALL_SHM_BYTES:
+    if num_ranks > 1 and size is not None and size <= _SMALL_SHM_BYTES:
         warnings.append(f"{shm} holds {format_bytes(size)}: data loaders and NCCL may fail; docker run --shm-size=8g")
     return Findings(warnings=tuple(warnings))
 
@@ -203,14 +199,13 @@ def run_preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
     """Say what may go wrong on this node; raise `CheckFailedError` for what will."""
     ranks = determine_local_world_size(request.nproc_per_node)
     model = request.file.model if request.file is not None else None
-    needs = Needs(ranks, request.predicted_peak_bytes, model.num_parameters if model is not None else None)
     system = "slurm" if "SLURM_JOB_ID" in os.environ else None
     found = [
         check_cores(ranks, num_cores=usable_cores(), of_machine=machine_cores(), system=system),
         check_limits(
             Limits.read(), num_ranks=ranks, world_size=ranks * request.nodes.min, num_threads=_threads_of_rank(ranks)
         ),
-        check_disks(needs, folder=Path.cwd()),
+        check_disks(Path.cwd(), num_ranks=ranks, num_parameters=model.num_parameters if model is not None else None),
         Findings(warnings=rendezvous_warnings(request.spec) if request.nodes.max > 1 else ()),
     ]
     raise_open_files(num_files(ranks * request.nodes.min))
@@ -219,7 +214,7 @@ def run_preflight(request: LaunchRequest, node: NodeTopology | None) -> None:
         is_available, version = torch.cuda.is_available(), str(torch.__version__)
         found.append(check_cuda(node, torch_version=version, torch_cuda=torch.version.cuda, is_available=is_available))
         if is_available:
-            found.append(check_gpus(gpus_of_ranks(node, view), needs))
+            found.append(check_gpus(gpus_of_ranks(node, view)[:ranks], peak_bytes=request.predicted_peak_bytes))
     for finding in found:
         for warning in finding.warnings:
             say(f"preflight: {warning}")

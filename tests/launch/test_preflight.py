@@ -6,7 +6,6 @@ import pytest
 
 from paraplan.hardware.topology import Gpu, NodeTopology
 from paraplan.launch.preflight import (
-    Needs,
     check_cuda,
     check_disks,
     check_gpus,
@@ -30,25 +29,25 @@ def gpu(index: int, **changes: object) -> Gpu:
 
 
 def test_free_gpus_with_all_links_up_are_fine() -> None:
-    found = check_gpus([gpu(0), gpu(1)], Needs(num_ranks=2, peak_bytes=70 * GIB))
+    found = check_gpus([gpu(0), gpu(1)], peak_bytes=70 * GIB)
     assert (found.problems, found.warnings) == ((), ())
 
 
 def test_a_gpu_in_use_is_named_and_is_a_problem_where_the_plan_no_longer_fits() -> None:
     gpus = [gpu(0), gpu(1, memory_used_bytes=30 * GIB)]
-    assert check_gpus(gpus, Needs(num_ranks=2)).warnings == ("GPU 1 is in use: 30.0 GiB of its memory are used",)
-    assert check_gpus(gpus, Needs(num_ranks=1)).warnings == ()  # no rank will use it
-    found = check_gpus(gpus, Needs(num_ranks=2, peak_bytes=60 * GIB))
+    assert check_gpus(gpus).warnings == ("GPU 1 is in use: 30.0 GiB of its memory are used",)
+    assert check_gpus(gpus[:1]).warnings == ()
+    found = check_gpus(gpus, peak_bytes=60 * GIB)
     assert found.problems == ("GPU 1 is in use: 30.0 GiB of its memory are used, and the plan needs 60.0 GiB",)
 
 
 def test_a_plan_for_larger_gpus_is_a_problem() -> None:
-    found = check_gpus([gpu(0)], Needs(num_ranks=1, peak_bytes=90 * GIB))
+    found = check_gpus([gpu(0)], peak_bytes=90 * GIB)
     assert found.problems == ("the plan needs 90.0 GiB on a GPU, and GPU 0 has 80.0 GiB",)
 
 
 def test_a_gpu_with_links_down_is_named() -> None:
-    found = check_gpus([gpu(0), gpu(1, nvlink_count=16)], Needs(num_ranks=2))
+    found = check_gpus([gpu(0), gpu(1, nvlink_count=16)])
     assert found.warnings == ("GPU 1 has 16 of 18 NVLinks up: it slows every collective",)
 
 
@@ -68,9 +67,9 @@ def test_torch_that_sees_no_gpu_is_explained(torch_cuda: str | None, cuda_versio
 
 
 def test_a_disk_too_small_for_a_checkpoint_and_a_small_shared_memory_are_named(tmp_path: Path) -> None:
-    found = check_disks(Needs(num_ranks=1, num_parameters=10**15), folder=tmp_path, shm=tmp_path / "none")
+    found = check_disks(tmp_path, num_ranks=1, num_parameters=10**15, shm=tmp_path / "none")
     assert "a checkpoint needs" in found.warnings[0]
-    assert check_disks(Needs(num_ranks=1), folder=tmp_path / "none", shm=tmp_path / "none").warnings == ()
+    assert check_disks(tmp_path / "none", num_ranks=1, shm=tmp_path / "none").warnings == ()
 
 
 def test_the_gpus_of_ranks_come_in_the_order_in_which_cuda_shows_them() -> None:

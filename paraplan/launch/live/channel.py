@@ -67,13 +67,11 @@ def ask(name: str, request: dict[str, Any], *, timeout_s: float) -> dict[str, An
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
     """Return the request of a command that has connected; None for what is none, and for another user's process."""
-    try:
-        if not is_own(connection):
-            return None
-        connection.settimeout(_REQUEST_S)
-        return _as_object(_receive_line(connection, _MAX_REQUEST_BYTES))
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        if is_own(connection):
+            connection.settimeout(_REQUEST_S)
+            return _as_object(_receive_line(connection, _MAX_REQUEST_BYTES))
+    return None
 
 
 def answer(connection: socket.socket, value: dict[str, Any]) -> None:
@@ -84,20 +82,16 @@ def answer(connection: socket.socket, value: dict[str, Any]) -> None:
 
 def _receive_line(connection: socket.socket, most_bytes: int) -> bytes:
     data = bytearray()
-    while not data.endswith(b"\n") and len(data) < most_bytes:
-        piece = connection.recv(1 << 16)
-        if not piece:
-            break
-        data += piece
+    while not data.endswith(b"\n") and len(data) < most_bytes and (more := connection.recv(1 << 16)):
+        data += more
     return bytes(data)
 
 
 def _as_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    value = None
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(line)
+    return value if isinstance(value, dict) else None
 
 
 MAX_BYTES = 1 << 16

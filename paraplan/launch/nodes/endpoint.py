@@ -116,30 +116,24 @@ def addresses_of(host: str) -> list[str]:
 
 def is_loopback(address: str) -> bool:
     """Whether only this node can reach `address`."""
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 def _address_of(name: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None
 
 
 def _interface_of_ipv6(address: str) -> str | None:
     """Return the interface that has an address of IPv6, by the kernel's table: address, four numbers, name a line."""
-    digits = ipaddress.ip_address(address).packed.hex()
+    digits, rows = ipaddress.ip_address(address).packed.hex(), list[list[str]]()
     with suppress(OSError):
-        for line in _IPV6_TABLE.read_text().splitlines():
-            words = line.split()
-            if words[0] == digits:
-                return words[-1]
-    return None
+        rows = [line.split() for line in _IPV6_TABLE.read_text().splitlines()]
+    return next((words[-1] for words in rows if words[0] == digits), None)
 
 
 def interface_variables(
@@ -210,13 +204,11 @@ def await_answer(
     is_given_up = threading.Event()
 
     def try_until_answered() -> OSError | None:
-        started = time.monotonic()
-        is_said = False
+        started, elapsed_s, is_said = time.monotonic(), 0.0, False
         while True:
-            elapsed_s = time.monotonic() - started
             try:
-                left_s = max(timeout_s - elapsed_s, 0.1)
-                socket.create_connection((endpoint.host, endpoint.port), timeout=min(_TRY_S, left_s)).close()
+                patience_s = min(_TRY_S, max(timeout_s - elapsed_s, 0.1))
+                socket.create_connection((endpoint.host, endpoint.port), timeout=patience_s).close()
             except OSError as error:
                 elapsed_s = time.monotonic() - started
                 if elapsed_s >= timeout_s or is_given_up.is_set():
@@ -225,11 +217,10 @@ def await_answer(
                     is_said = True
                     on_wait(describe_silence(error))
                 is_given_up.wait(min(_PAUSES_S[elapsed_s > 1], timeout_s - elapsed_s))
+                elapsed_s = time.monotonic() - started
             except UnicodeError as error:
-                raise UsageError(
-                    f"{endpoint.host!r} is not a host name: {error.__cause__ or error}",
-                    hint="give the first node's address",
-                ) from None
+                wrong = f"{endpoint.host!r} is not a host name: {error.__cause__ or error}"
+                raise UsageError(wrong, hint="give the first node's address") from None
             else:
                 return None
 
@@ -254,12 +245,11 @@ def describe_silence(error: OSError) -> str:
 def is_own_address(address: str) -> bool:
     """Whether `address` is one of this node's own."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:  # another's address, one that needs an interface beside it, or a kernel without IPv6
-        return False
-    return True
+    # not another's address, one that needs an interface beside it, nor one of IPv6 for a kernel without it
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def find_listener(port: int, *, proc: Path = Path("/proc")) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -142,12 +143,7 @@ def take_variables(environment: MutableMapping[str, str]) -> None:
 
     Raises `ArgumentError` where it is something else.
     """
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)  # what follows the line is not this function's to take
-        if not byte:
-            break
-        line += byte
+    line = io.FileIO(0, closefd=False).readline()  # unbuffered: what follows it is not this function's to take
     try:
         environment.update({str(name): str(value) for name, value in json.loads(line).items()})
     except (ValueError, AttributeError, RecursionError):

@@ -133,13 +133,10 @@ class NodeStore:
     def look(self) -> None:
         """Read what nodes have published since the last look."""
         with self._lock:
-            if self.is_lost:
-                return
             try:
-                news = self._news.read()
+                news = [] if self.is_lost else self._news.read()
             except RuntimeError:  # torch's errors of a broken connection
-                self.is_lost = True
-                return
+                self.is_lost, news = True, []
             for _, one in news:
                 told = self._told.setdefault(str(one["name"]), {})
                 if one["name"] != "stop" or not self.has_ended(int(one["node"])):
@@ -358,6 +355,10 @@ class RemoteError(ParaplanError):
 
 def differences(facts: list[NodeFacts]) -> list[str]:
     """Return a sentence for each fact in which the nodes differ: `torch is 2.13.0 on a, b and 2.12.0 on c`."""
+
+    def some(hosts: list[str]) -> str:
+        return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+
     sentences = []
     names = {"torch": "torch", "paraplan": "paraplan", "python": "Python", "script": "the script's text"}
     for field, title in names.items():
@@ -365,10 +366,6 @@ def differences(facts: list[NodeFacts]) -> list[str]:
         for fact in facts:
             hosts.setdefault(getattr(fact, field), []).append(fact.host)
         if len(hosts) > 1:
-            parts = [f"{value} on {_some(names_of)}" for value, names_of in hosts.items()]
+            parts = [f"{value} on {some(names_of)}" for value, names_of in hosts.items()]
             sentences.append(f"{title} is {' and '.join(parts)}")
     return sentences
-
-
-def _some(hosts: list[str]) -> str:
-    return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")

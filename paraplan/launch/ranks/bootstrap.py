@@ -35,6 +35,7 @@ PLAN_READ_VARIABLE = "PARAPLAN_PLAN_READ"
 """Names the file that a rank makes once it has taken its plan; `paraplan.runtime` makes it too."""
 
 _MAX_CALLS = 200
+_OWN_FOLDER = os.path.normpath(f"{os.path.dirname(os.path.abspath(__file__))}/..") + os.sep  # noqa: PTH100, PTH120
 
 MARKS_VARIABLE = "PARAPLAN_STEP_MARKS"
 """Environment variable of ranks that note the times of their steps, see `step_marks`: the module whose import says that
@@ -296,8 +297,26 @@ def _show_uncaught(error: BaseException, recorder: FailureRecorder) -> int:
     return exit_code
 
 
-def _without_own_frames(error: BaseException | None) -> Any:
-    return module_beside("own_frames.py").take_out_own_frames(error)
+def _without_own_frames(error: BaseException) -> TracebackType | None:
+    """Take the launcher's frames out of the tracebacks of `error` and of its causes; return the one of `error`."""
+    rest: list[BaseException | None] = [error]
+    seen = set[int]()
+    while rest:
+        one = rest.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = frame = _first_of_others(one.__traceback__)
+            while frame is not None:
+                frame.tb_next = later = _first_of_others(frame.tb_next)
+                frame = later
+            rest += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return error.__traceback__
+
+
+def _first_of_others(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _run_as_main(words: list[str], main: ModuleType) -> None:
