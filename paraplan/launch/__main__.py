@@ -23,6 +23,7 @@ if __name__ == "__main__":
         first = sys.path.pop(0)
         if current.joinpath(first).resolve() == own_folder or "paraplan" not in sys.modules:
             sys.path.insert(0, str(own_folder.parent.parent))
+            import paraplan  # noqa: F401 (this package is found here, installed or not, and nothing else)
 
             sys.path.remove(str(own_folder.parent.parent))
     from paraplan.launch.command import launch_here

@@ -14,7 +14,7 @@ from forked_launch import launch_forked
 from rank_harness import RankHarness
 
 from paraplan.errors import UsageError
-from paraplan.launch.handover import become_launcher
+from paraplan.launch.handover import ENTRY, become_launcher
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -37,6 +37,15 @@ def test_help_says_what_the_command_does_and_lists_both_kinds_of_options(tmp_pat
     assert done.stdout.startswith("usage: paraplan launch [options] train.py")
     for word in ("--plan PLAN.json", "--nproc-per-node", "--rdzv-backend", "recommend"):
         assert word in done.stdout
+
+
+def test_the_launchers_process_finds_the_package_that_is_not_installed(tmp_path: Path) -> None:
+    """Without site-packages: neither torch nor an installed paraplan is there."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", str(ENTRY), "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-2] == "ModuleNotFoundError: No module named 'torch'", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class RoundPreparation:
         """Prepare one start. Raises `PlanError` or `RemoteError` where no plan can be made for these nodes."""
         self.job.store = store = this_round.store
         if store is not None:
-            facts = store.exchange_facts(node_facts(self.job.script, first_node=this_round.master_addr))
+            facts = store.exchange_facts(_node_facts(self.job.script, first_node=this_round.master_addr))
             skew_s = -(store.clock_offset_s or 0.0)
             if abs(skew_s) > _LARGE_SKEW_S and self.num_rounds == 0:
                 words = "ahead of" if skew_s > 0 else "behind"
@@ -108,7 +108,7 @@ class RoundPreparation:
             say(f"plan: {self.job.plan.plan.describe()}{again}")
 
 
-def node_facts(script: str, *, first_node: str) -> NodeFacts:
+def _node_facts(script: str, *, first_node: str) -> NodeFacts:
     """Return the facts of this node; the digest of anything but a file is its name."""
     path = Path(script)
     return NodeFacts(

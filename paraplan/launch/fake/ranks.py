@@ -187,8 +187,8 @@ def _environment(outer: Mapping[str, str], *, size: int, plan_path: str | None) 
 def _rank_error(rank: int, status: int, said: str) -> ParaplanError:
     """Return what a rank said as an error of this launch: its own message and hint, or its traceback."""
     lines = said.strip().splitlines()
-    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    hint = next((line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")), None)
+    starts = ("error: ", "hint: ")
+    message, hint = (next((one.removeprefix(at) for one in lines if one.startswith(at)), None) for at in starts)
     if message is None:
         message, hint = "\n".join(["its script failed:", *lines]), None
     error = FakeRankError(f"rank {rank}: {message}", hint=hint)

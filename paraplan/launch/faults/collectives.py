@@ -54,10 +54,7 @@ class RankCalls:
     groups: Mapping[str, tuple[int, ...]]
 
     def waits_in(self, *, has_failed: bool) -> Call | None:
-        """Return the oldest call that is not done; of a rank `has_failed` in one, which then counts as done, the last.
-
-        None where it waits in none.
-        """
+        """Return the oldest call not done, None for none; of a rank that failed in one, since done, the last."""
         waiting = next((call for call in self.calls if not call.is_done), None)
         return self.calls[-1] if waiting is None and has_failed and self.calls else waiting
 

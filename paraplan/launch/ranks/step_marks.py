@@ -84,10 +84,7 @@ def trace_name(rank: int, number: int) -> str:
 
 
 class StepMarks:
-    """Takes the marks of the main thread of one process, and writes a record at the end of each step.
-
-    Children that the process forks write nothing.
-    """
+    """Takes the marks of the main thread of one process, no child's, and writes a record at the end of each step."""
 
     def __init__(self, path: str, *, load_profiling: Callable[[], Any] | None = None) -> None:
         """Make the file `path`. Raises OSError where it cannot be made.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -56,17 +57,17 @@ def read_host(root: Path = Path("/")) -> HostState:
 
     All are 0 where the kernel writes them otherwise.
     """
-    try:
+    with suppress(ValueError, IndexError):
         return _read_counters(root)
-    except (ValueError, IndexError):
-        return HostState()
+    return HostState()
 
 
 def _read_counters(root: Path) -> HostState:
     stat = _words(root / "proc/stat", "cpu ")
     ticks = [float(word) for word in stat[1:9]]  # proc(5): user nice system idle iowait irq softirq steal
     per_s = os.sysconf("SC_CLK_TCK")
-    tcp = _table(root / "proc/net/snmp", "Tcp:")
+    names_and_values = _lines(root / "proc/net/snmp", "Tcp:")  # a line of names, and one of values under it
+    tcp = dict(zip(*names_and_values[:2], strict=False)) if len(names_and_values) > 1 else {}
     group = _words(root / "sys/fs/cgroup/cpu.stat", "throttled_usec ")
     return HostState(
         steal_s=ticks[7] / per_s if len(ticks) > 7 else 0.0,
@@ -78,17 +79,10 @@ def _read_counters(root: Path) -> HostState:
 
 
 def _words(path: Path, start: str) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return next((line.split() for line in lines if line.startswith(start)), [])
+    return next(iter(_lines(path, start)), [])
 
 
-def _table(path: Path, name: str) -> dict[str, str]:
-    """Return what a line of values says under the line of names above it."""
-    try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(name)]
-    except OSError:
-        return {}
-    return dict(zip(*lines[:2], strict=False)) if len(lines) > 1 else {}
+def _lines(path: Path, start: str) -> list[list[str]]:
+    with suppress(OSError):
+        return [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(start)]
+    return []
