@@ -28,7 +28,7 @@ from paraplan.launch.nodes.rendezvous_backend import SealedBackend
 from paraplan.launch.nodes.static_rendezvous import StaticRendezvous
 from paraplan.launch.request import LaunchRequest
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, LaunchSpec, NodeRange
-from paraplan.launch.torch_private.elastic import bound_to_numa, has_own_agent, made_of, set_streams
+from paraplan.launch.torch_private.elastic import bound_to_numa, made_of, set_streams
 
 _LOOPBACK = "127.0.0.1"
 _READS_THE_END_S = 2.5  # torch's rendezvous reads the state of a job once a second
@@ -104,7 +104,7 @@ def run_agent(
         backend=partial(SealedBackend, waits_for_ended=lambda: job.waits_for_ended(), **here),
         start_processes=partial(_start_ranks, settings=settings, job=job),
         open_store_of_ranks=lambda address: host_store(address, 0, timeout=_STORE_PATIENCE),
-        agent=None if has_own_agent() else partial(NodeAgent, before_start=before_start, job=job, **here),
+        agent=partial(NodeAgent, before_start=before_start, job=job, **here),
     ):
         try:
             return launch_agent(config, program, program_arguments)

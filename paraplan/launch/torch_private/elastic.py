@@ -159,12 +159,6 @@ def bound_to_numa(command: tuple[str, ...], rank: int, numa_options: Any) -> tup
     return _maybe_wrap_command_args_with_numa_binding(command, gpu_index=rank, numa_options=numa_options)
 
 
-def has_own_agent() -> bool:
-    """Whether a program has put an agent of its own in the place of torch's, where torch's launcher looks for it."""
-    chosen = launcher_api.LocalElasticAgent  # type: ignore[attr-defined]  # torch's own import
-    return chosen is not local_agent.LocalElasticAgent
-
-
 @contextmanager
 def made_of(
     *,
@@ -173,9 +167,9 @@ def made_of(
     backend: Callable[..., Any],
     start_processes: Callable[..., PContext],
     open_store_of_ranks: Callable[[str], Any],
-    agent: Callable[..., Any] | None,
+    agent: Callable[..., Any],
 ) -> Iterator[None]:
-    """Have torch's launcher use these in this context; None for the agent that is there.
+    """Have torch's launcher use these in this context.
 
     `open_store_of_ranks` gets the name of this node, and returns something with the `port` at which ranks are to find
     their store there.
@@ -194,7 +188,7 @@ def made_of(
         ),
         _bound(dynamic_rendezvous, "get_method_name", name_of_method),
         _bound(local_agent, "start_processes", start_processes),
-        _bound(launcher_api, "LocalElasticAgent", agent or vars(launcher_api)["LocalElasticAgent"]),
+        _bound(launcher_api, "LocalElasticAgent", agent),
     ):
         yield
 
