@@ -18,7 +18,7 @@ from paraplan.launch.accelerate import accelerate_variables, drives_accelerate
 from paraplan.launch.nodes.hosts import Host, carried_variables, read_host_file
 from paraplan.launch.planning import make_plan
 from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
-from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request, count_gpus
+from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request, count_gpus, given_ranks
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, ArgumentError, LaunchSpec, NodeRange
 from paraplan.plan.files import PlanFile
 from paraplan.plan.ranks import RankGrid
@@ -211,15 +211,11 @@ def show_dry_run(spec: LaunchSpec) -> int:
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         of_profile = {"read_gpus": lambda: cluster.node.gpus, "environment": order}
     request = check_request(spec, num_gpus=target.num_gpus, current_folder=Path.cwd(), **of_profile)
-    words = request.nproc_per_node
-    if words in ("gpu", "auto") and target.num_gpus:
-        ranks = target.num_gpus if request.gpus is None else len(request.gpus)
-    elif words.isdigit():
-        ranks = int(words)
-    else:
+    ranks = given_ranks(request.nproc_per_node, target.num_gpus if request.gpus is None else len(request.gpus))
+    if ranks is None:  # the name of another type of device
         from torch.distributed.run import determine_local_world_size
 
-        ranks = determine_local_world_size(words)
+        ranks = determine_local_world_size(request.nproc_per_node)
     if request.planner is not None:  # as the start of the job would
         num_nodes, environment = request.nodes.max, dict(os.environ)
         text = make_plan(request.planner, num_nodes=num_nodes, ranks_per_node=ranks, environment=environment)

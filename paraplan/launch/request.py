@@ -104,7 +104,7 @@ def check_request(
     if file is not None and plan_path is not None and spec.plans_again:
         planner = planner_of(file, profile=None if num_gpus else CPU_PROFILE)
         planned_nodes, planned_ranks = planned_layout(file)
-        ranks = _given_ranks(spec.nproc_per_node, num_gpus) or num_gpus or planned_ranks
+        ranks = given_ranks(spec.nproc_per_node, num_gpus) or num_gpus or planned_ranks
         nodes, nproc_per_node = spec.nodes or NodeRange(planned_nodes, planned_nodes), str(ranks)
         why_again = why_planned_again(file, nodes=nodes.max, ranks=ranks, gpu=kind_of_gpu() if num_gpus else None)
         if why_again is not None:
@@ -298,12 +298,12 @@ def _has_module(name: str, folder: Path) -> bool:
 def _layout_of_plan(spec: LaunchSpec, file: PlanFile, *, num_gpus: int, plan_path: str) -> tuple[NodeRange, str]:
     """Return nodes and ranks per node: the given ones, else the plan's. Raises `PlanError` for another world size."""
     world_size = file.plan.world_size
-    given_ranks = _given_ranks(spec.nproc_per_node, num_gpus)
+    given = given_ranks(spec.nproc_per_node, num_gpus)
     nodes, ranks = planned_layout(file)
-    if spec.nodes is not None or given_ranks == world_size:
+    if spec.nodes is not None or given == world_size:
         nodes = spec.nodes.max if spec.nodes is not None else 1
-    if given_ranks is not None or world_size % nodes == 0:
-        ranks = given_ranks or world_size // nodes
+    if given is not None or world_size % nodes == 0:
+        ranks = given or world_size // nodes
     if nodes * ranks != world_size:
         raise PlanError(
             f"the plan {plan_path} ({file.plan.describe()}) is for {world_size} ranks, "
@@ -328,13 +328,10 @@ def likely_ranks_per_node(spec: LaunchSpec) -> int | None:
         return None
 
 
-def _given_ranks(nproc_per_node: str | None, num_gpus: int) -> int | None:
-    if nproc_per_node is None:
-        return None
-    if nproc_per_node.isdigit():
-        return int(nproc_per_node)
+def given_ranks(nproc_per_node: str | None, num_gpus: int) -> int | None:
+    """Return the ranks per node that --nproc-per-node says; None without it, and for a device that only torch knows."""
+    if nproc_per_node is None or nproc_per_node.isdigit():
+        return None if nproc_per_node is None else int(nproc_per_node)
     if nproc_per_node in ("gpu", "auto") and num_gpus > 0:
         return num_gpus
-    if nproc_per_node in ("cpu", "auto"):
-        return os.cpu_count() or 1
-    return None
+    return os.cpu_count() or 1 if nproc_per_node in ("cpu", "auto") else None
