@@ -39,9 +39,6 @@ from paraplan.launch.ranks.spawning import RankExit
 from paraplan.launch.request import LaunchRequest
 from paraplan.launch.spec import ArgumentError, LaunchSpec
 
-# how long a node whose ranks have failed waits to read how those of the other nodes fared; longer than these take
-_OTHER_NODES_S = 15.0
-
 
 def report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
     """Say why the job has failed though the ranks of this node have not; return the status."""
@@ -86,7 +83,7 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
     if job.store is not None:
         # by the clock of the node that hosts the rendezvous, as the other nodes' times are
         mine = replace(mine, time_ns=mine.time_ns + int((job.store.clock_offset_s or 0.0) * 1e9))
-        of_all = job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
+        of_all = job.store.exchange_failures(mine)
         if job.store.is_lost and len(of_all) == 1 and not job.store.stops and mine.cause is not Cause.OWN_ERROR:
             raise StoreLostError
         context = replace(context, is_host_gone=job.store.is_lost, stops=tuple(job.store.stops.values()))
@@ -115,7 +112,7 @@ def report_apart(verdict: GuardVerdict, job: JobRecord) -> int:
             exit_status=GUARD_EXIT_STATUS,
             what=verdict.text,
         )
-        job.store.exchange_failures(mine, timeout_s=_OTHER_NODES_S)
+        job.store.exchange_failures(mine)
     return GUARD_EXIT_STATUS
 
 

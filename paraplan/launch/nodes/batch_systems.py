@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from paraplan.launch.nodes.job_token import job_port
@@ -14,7 +14,7 @@ from paraplan.units import one_line
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """The range of ports that jobs choose from: below those that Linux gives to connections (32768 and up)."""
 
-_DEFAULT_ADDRESS = "127.0.0.1"
+_SAY_WHERE = ("standalone", "rdzv_endpoint", "master_port", "rdzv_backend", "master_addr", "node_rank")
 _NO_ID = "none"  # torchrun's --rdzv-id of a job without one
 _MAX_DIGITS = 9
 _NAME_THE_FIRST = "set MASTER_ADDR to the address of the node with rank 0"
@@ -146,16 +146,8 @@ def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str
     several launchers on it have a job each, of which the line is then. Raises `ArgumentError` for more than one
     launcher on one of several nodes, for a node beyond their number, and where no address is known.
     """
-    says_where = (
-        spec.standalone
-        or spec.rdzv_endpoint
-        or spec.master_port is not None
-        or spec.rdzv_backend != "static"
-        or spec.master_addr != _DEFAULT_ADDRESS
-        or spec.node_rank != 0
-        or spec.nodes == ONE_NODE
-    )
-    if says_where:
+    asked = {name: getattr(spec, name) for name in _SAY_WHERE}
+    if spec.nodes == ONE_NODE or any(asked[one.name] != one.default for one in fields(spec) if one.name in asked):
         return spec, None
     started = f"{place.system} started {place.num_tasks} launchers on"
     one = "srun --ntasks-per-node=1" if place.system == "srun" else "start one process on each node"

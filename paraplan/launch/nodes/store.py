@@ -24,6 +24,7 @@ from paraplan.launch.nodes.sealed_values import SealedValues, ValueLog
 
 _POLL_S = 0.05
 _FAILURES_S = 5.0
+_OTHER_NODES_S = 15.0  # how long a node whose ranks have failed waits for the words of others: longer than these take
 _TIMEOUT_S = 900.0  # longer than a planner may take
 _SLICE = timedelta(seconds=1)
 _STOP_S = 1.0  # a launcher that is to end does not wait longer for the network
@@ -154,7 +155,7 @@ class NodeStore:
         except RuntimeError:
             self.is_lost = True
 
-    def exchange_failures(self, mine: NodeFailure, *, timeout_s: float) -> list[NodeFailure]:
+    def exchange_failures(self, mine: NodeFailure, *, timeout_s: float = _OTHER_NODES_S) -> list[NodeFailure]:
         """Return how ranks failed on every node that says so within `timeout_s`, this node's own first.
 
         Nodes stay until the others have read, since one of them hosts the store. A store that is gone ends the wait.

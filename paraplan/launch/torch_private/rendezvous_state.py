@@ -32,10 +32,10 @@ class StateTranslator:
     def to_values(self, pickled: bytes) -> dict[str, Any]:
         """Return what is to be stored of a state of this node; never of bytes that came from another."""
         state = pickle.loads(pickled)  # noqa: S301 (as the docstring says)
-        beats = []
-        for node, seen in state.last_heartbeats.items():
-            count = self.beats.get(node, (0, 0.0))[0]
-            beats.append([*_words(node), count + (self.told.get(node) != seen)])  # torch sets the time of its own node
+        beats = [  # torch sets the time of its own node
+            [*_words(node), self.beats.get(node, (0, 0.0))[0] + (self.told.get(node) != seen)]
+            for node, seen in state.last_heartbeats.items()
+        ]
         return {
             "round": state.round,
             "is_complete": state.complete,
