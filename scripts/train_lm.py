@@ -13,8 +13,7 @@ import argparse
 import os
 import sys
 import sysconfig
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -24,14 +23,19 @@ from torch import nn
 
 from paraplan import runtime
 from paraplan.errors import ParaplanError, UsageError
+from paraplan.runtime.step.reports import StepReport
 
 VOCABULARY = 256
 MAX_SEQ_LENGTH = 1024
 DEFAULT_LAYERS, DEFAULT_HIDDEN, DEFAULT_HEADS = 4, 128, 4
 DEFAULT_BATCH, DEFAULT_SEQ_LENGTH = 16, 128
 TEXT_SUFFIXES = {".py", ".txt", ".md", ".rst", ".tex", ".html", ".json", ".csv", ".c", ".h", ".rs", ".js"}
+SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", ".git", ".venv"}
+"""Folders of packages and tests, which differ from machine to machine."""
 MAX_TEXT_BYTES = 8 * 2**20
-VALIDATION_SHARE = 0.05
+VALIDATION_EVERY = 20
+"""Of so many files one is kept for validation."""
+MANY_EPOCHS = 10**6
 
 
 class Block(nn.Module):
@@ -100,19 +104,24 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Windows:
-    """Consecutive windows of `seq_length` bytes, each with the bytes that follow as its targets."""
+    """Consecutive windows of `seq_length` tokens, each with the tokens that follow as its targets."""
 
-    def __init__(self, text: bytes, seq_length: int) -> None:
-        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(self, tokens: torch.Tensor, seq_length: int) -> None:
+        self._tokens = tokens
         self._seq_length = seq_length
 
     def __len__(self) -> int:
-        return (len(self._text) - 1) // self._seq_length
+        return (len(self._tokens) - 1) // self._seq_length
 
     def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
         start = index * self._seq_length
-        window = self._text[start : start + self._seq_length + 1].long()
+        window = self._tokens[start : start + self._seq_length + 1].long()
         return window[:-1], window[1:]
+
+
+def bytes_of(text: bytes) -> torch.Tensor:
+    """Return one token for each byte."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def read_text(folder: Path) -> tuple[bytes, bytes]:
@@ -122,60 +131,53 @@ def read_text(folder: Path) -> tuple[bytes, bytes]:
     """
     if not folder.is_dir():
         raise UsageError(f"--data {folder} is no folder", hint="name a folder of text files")
-    training: list[bytes] = []
-    validation: list[bytes] = []
+    texts: tuple[list[bytes], list[bytes]] = ([], [])
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix in TEXT_SUFFIXES and path.is_file() and not SKIPPED & set(path.relative_to(folder).parts)
+    )
     size_bytes = 0
-    every = round(1 / VALIDATION_SHARE)
-    files = sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES and _is_source(path, folder))
-    for number, path in enumerate(files):
-        text = path.read_bytes()
-        (validation if number % every == every - 1 else training).append(text)
-        size_bytes += len(text)
+    for number, path in enumerate(files, start=1):
+        texts[number % VALIDATION_EVERY == 0].append(path.read_bytes())
+        size_bytes += path.stat().st_size
         if size_bytes >= MAX_TEXT_BYTES:
             break
-    if not validation:
+    if not texts[1]:
         raise UsageError(
-            f"--data {folder} holds {len(files)} text files, and {every} are needed to keep one for validation",
+            f"--data {folder} holds {len(files)} text files, and {VALIDATION_EVERY} are needed to keep one for "
+            "validation",
             hint=f"give a folder with more files ending in {', '.join(sorted(TEXT_SUFFIXES))}",
         )
-    return b"\n".join(training), b"\n".join(validation)
+    return b"\n".join(texts[0]), b"\n".join(texts[1])
 
 
-def _is_source(path: Path, folder: Path) -> bool:
-    """Whether `path` belongs to the text: installed packages and the tests of Python differ from machine to machine."""
-    skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", ".git", ".venv"}
-    return path.is_file() and not skipped & set(path.relative_to(folder).parts)
+def batch_and_seq_length(job: runtime.Job, arguments: argparse.Namespace) -> tuple[int, int]:
+    """Return the global batch and the tokens of a sequence: those of the command line, else the plan's, else usual."""
+    planned = job.file.training if job.file is not None else None
+    batch_size = arguments.batch or (job.plan.global_batch_size if job.file is not None else DEFAULT_BATCH)
+    return batch_size, arguments.seq_len or (planned.seq_length if planned is not None else DEFAULT_SEQ_LENGTH)
 
 
-class Progress:
-    """What rank 0 prints of the steps: a line every `every` of them. On a terminal the engine draws a bar instead."""
+def show_steps(engine: runtime.Engine, num_steps: int, *, every: int) -> None:
+    """Print a line every so many steps. On a terminal the engine draws a bar instead."""
+    engine.expect(num_steps)
+    if sys.stderr.isatty():
+        return
 
-    def __init__(self, num_steps: int, every: int, *, done: int = 0, is_shown: bool) -> None:
-        self._num_steps = num_steps
-        self._every = every
-        self._done = done
-        self._is_shown = is_shown and not sys.stderr.isatty()
-        self._start_s = time.monotonic()
+    def show(step: StepReport) -> None:
+        speed = 1 / step.step_time_s
+        print(f"step {step.step}/{num_steps}  loss {step.loss:.3f}  {speed:.1f} steps/s", flush=True)
 
-    def wants(self, step: int) -> bool:
-        """Whether to read the loss of `step`, which waits for the step to end."""
-        return self._is_shown and (step % self._every == 0 or step in (self._done + 1, self._num_steps))
-
-    def show(self, step: int, loss: float) -> None:
-        """Show the loss of `step`, counted from 1."""
-        speed = (step - self._done) / (time.monotonic() - self._start_s)
-        print(f"step {step}/{self._num_steps}  loss {loss:.3f}  {speed:.1f} steps/s", flush=True)
+    engine.on_step(show, every=every)
 
 
 def train(arguments: argparse.Namespace) -> None:
     """Train under the plan of the launcher, and print the validation loss before and after."""
     job = runtime.init(strategy=arguments.strategy)
-    planned = job.file.training if job.file is not None else None
-    seq_length = arguments.seq_len or (planned.seq_length if planned is not None else DEFAULT_SEQ_LENGTH)
+    batch_size, seq_length = batch_and_seq_length(job, arguments)
     if not 0 < seq_length <= MAX_SEQ_LENGTH:
         raise UsageError(f"a sequence of {seq_length} bytes is outside 1..{MAX_SEQ_LENGTH}")
-    batch_size = arguments.batch or (job.plan.global_batch_size if job.file is not None else DEFAULT_BATCH)
-
     torch.manual_seed(arguments.seed)
     model = build_model(arguments.layers, arguments.hidden, arguments.heads)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -185,72 +187,71 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=arguments.lr, fused=torch.cuda.is_available()),
         max_grad_norm=1.0,
     )
-    training, validation = read_text(arguments.data)
     if arguments.checkpoint is not None:
         engine.resume(arguments.checkpoint)
-    batches = job.shard(
-        Windows(training, seq_length),
-        batch_size=batch_size,
-        seed=arguments.seed,
-        epochs=10**6,
-        skip=engine.num_steps,
-    )
-    held_out = job.shard(Windows(validation, seq_length), batch_size=batch_size, shuffle=False)
+    training, validation = (Windows(bytes_of(text), seq_length) for text in read_text(arguments.data))
+    batches = job.shard(training, batch_size=batch_size, seed=arguments.seed, epochs=MANY_EPOCHS, skip=engine.num_steps)
+    held_out = job.shard(validation, batch_size=batch_size, shuffle=False)
 
-    def validate() -> float:
+    def validate() -> None:
         losses = [engine.eval_step(inputs, targets) for inputs, targets in islice(held_out, arguments.eval_batches)]
-        return torch.stack(losses).mean().item()
+        loss = torch.stack(losses).mean().item()
+        if job.is_main:
+            print(f"validation loss {loss:.3f} nats per byte after {engine.num_steps} steps", flush=True)
 
     if job.is_main:
         # A plan made on the spot leaves the batch to the script.
         plan = job.plan if job.file is not None else job.plan.replace(micro_batch_size=batch_size // job.plan.dp)
-        print(f"{num_parameters:,} parameters, {len(training):,} bytes of text, plan: {plan.describe()}")
-    before = validate()
-    if job.is_main:
-        print(f"validation loss {before:.3f} nats per byte after {engine.num_steps} steps", flush=True)
-    progress = Progress(arguments.steps, arguments.log_every, done=engine.num_steps, is_shown=job.is_main)
-    engine.expect(arguments.steps)
-    steps: Iterator[tuple[torch.Tensor, torch.Tensor]] = islice(batches, max(0, arguments.steps - engine.num_steps))
-    for step, (inputs, targets) in enumerate(steps, start=engine.num_steps + 1):
-        loss = engine.step(inputs, targets)
-        if progress.wants(step):
-            progress.show(step, loss.item())
-        if arguments.checkpoint is not None and step % arguments.save_every == 0:
+        print(f"{num_parameters:,} parameters, {len(training):,} sequences of text, plan: {plan.describe()}")
+    validate()
+    show_steps(engine, arguments.steps, every=arguments.log_every)
+    for inputs, targets in islice(batches, max(0, arguments.steps - engine.num_steps)):
+        engine.step(inputs, targets)
+        if arguments.checkpoint is not None and engine.num_steps % arguments.save_every == 0:
             engine.save(arguments.checkpoint, wait=False)
     engine.finish()  # the bar, and how the steps compare with the plan
-    after = validate()
-    if job.is_main:
-        print(f"validation loss {after:.3f} nats per byte after {engine.num_steps} steps", flush=True)
+    validate()
     if arguments.checkpoint is not None:
         engine.save(arguments.checkpoint)
     job.close()
 
 
+def options_of_training(description: str, *, steps: int, lr: float, log_every: int) -> argparse.ArgumentParser:
+    """Return a parser of what every training is asked, with these defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder of text files")
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps, those before a checkpoint too")
+    parser.add_argument("--batch", type=int, help=f"global batch in sequences; None: the plan's, or {DEFAULT_BATCH}")
+    parser.add_argument("--seq-len", type=int, help=f"tokens in a sequence; None: the plan's, or {DEFAULT_SEQ_LENGTH}")
+    parser.add_argument("--lr", type=float, default=lr, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="of new weights and of the order of the data")
+    parser.add_argument("--log-every", type=int, default=log_every, help="steps between lines without a terminal")
+    return parser
+
+
 def parse_arguments() -> argparse.Namespace:
     """Return the arguments of the command line."""
-    parser = argparse.ArgumentParser(description="Train a byte-level language model on text.")
-    parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder of text files")
+    parser = options_of_training("Train a byte-level language model on text.", steps=200, lr=2e-3, log_every=20)
     parser.add_argument("--strategy", choices=["ddp", "dp"], default="ddp", help="dp: one process over all its GPUs")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps, those before a checkpoint too")
-    parser.add_argument("--batch", type=int, help="global batch in sequences (default: the plan's, or 16)")
-    parser.add_argument("--seq-len", type=int, help="bytes in a sequence (default: the plan's, or 128)")
-    parser.add_argument("--layers", type=int, default=DEFAULT_LAYERS)
-    parser.add_argument("--hidden", type=int, default=DEFAULT_HIDDEN)
-    parser.add_argument("--heads", type=int, default=DEFAULT_HEADS)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    parser.add_argument("--log-every", type=int, default=20, help="steps between lines where there is no terminal")
+    parser.add_argument("--layers", type=int, default=DEFAULT_LAYERS, help="blocks")
+    parser.add_argument("--hidden", type=int, default=DEFAULT_HIDDEN, help="width of the blocks")
+    parser.add_argument("--heads", type=int, default=DEFAULT_HEADS, help="of attention")
     parser.add_argument("--checkpoint", type=Path, help="a folder to go on from, if it exists, and to write")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--eval-batches", type=int, default=8, help="batches of each validation")
     return parser.parse_args()
 
 
-if __name__ == "__main__":
+def main(train: Callable[[argparse.Namespace], None], parse: Callable[[], argparse.Namespace]) -> None:
+    """Train as the command line says; without a launcher an error of the user is one line."""
     try:
-        train(parse_arguments())
+        train(parse())
     except ParaplanError as error:
         if "WORLD_SIZE" in os.environ:
             raise  # the launcher shows it, once for all ranks
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
+
+
+if __name__ == "__main__":
+    main(train, parse_arguments)

@@ -11,27 +11,34 @@ library. The model is peft's, untouched: what `--train lora:...` of the plan say
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import sysconfig
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from train_lm import Progress, read_text
+from train_hf import loss_fn
+from train_lm import (
+    MANY_EPOCHS,
+    VOCABULARY,
+    Windows,
+    batch_and_seq_length,
+    bytes_of,
+    main,
+    options_of_training,
+    read_text,
+    show_steps,
+)
 
 from paraplan import runtime
-from paraplan.errors import ModelError, ParaplanError, UsageError
+from paraplan.errors import ModelError, UsageError
 from paraplan.model.trainable import AdapterSpec
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
 
-BYTES = 256
 MOST_CHARACTERS = 2**20  # of the text: a tokenizer takes a second for so many
 B_RATE = 16.0  # of the B matrices beside that of A: LoRA+ (Hayou et al. 2024, section 5)
 
@@ -86,30 +93,9 @@ def tokens_of(text: bytes, folder: Path, vocabulary: int) -> torch.Tensor:
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return torch.tensor(tokenizer(text.decode(errors="replace")[:MOST_CHARACTERS])["input_ids"])
-    if vocabulary < BYTES:
-        raise ModelError(f"{folder}: vocab_size={vocabulary} has no room for {BYTES} bytes")
-    return torch.frombuffer(bytearray(text[:MOST_CHARACTERS]), dtype=torch.uint8).long()
-
-
-class Windows:
-    """Consecutive windows of `seq_length` tokens by keyword, each with the tokens that follow as its targets."""
-
-    def __init__(self, tokens: torch.Tensor, seq_length: int) -> None:
-        self._tokens = tokens
-        self._seq_length = seq_length
-
-    def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._seq_length
-
-    def __getitem__(self, index: int, /) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        start = index * self._seq_length
-        window = self._tokens[start : start + self._seq_length + 1]
-        return {"input_ids": window[:-1]}, window[1:]
-
-
-def loss_fn(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy in nats per token."""
-    return F.cross_entropy(outputs.logits.flatten(0, 1).float(), targets.flatten())
+    if vocabulary < VOCABULARY:
+        raise ModelError(f"{folder}: vocab_size={vocabulary} has no room for {VOCABULARY} bytes")
+    return bytes_of(text[:MOST_CHARACTERS])
 
 
 def make_optimizer(parameters: Any, rate: float) -> torch.optim.Optimizer:
@@ -124,40 +110,38 @@ def make_optimizer(parameters: Any, rate: float) -> torch.optim.Optimizer:
 
 def train(arguments: argparse.Namespace) -> None:
     """Train under the plan of the launcher, and print the validation loss before and after."""
+    if not (arguments.model / "config.json").is_file():
+        raise UsageError(f"--model {arguments.model} holds no config.json", hint="name a folder with a model")
     job = runtime.init()
-    planned = job.file.training if job.file is not None else None
-    seq_length = arguments.seq_len or (planned.seq_length if planned is not None else 128)
-    batch_size = arguments.batch or (job.plan.global_batch_size if job.file is not None else 16)
+    batch_size, seq_length = batch_and_seq_length(job, arguments)
     torch.manual_seed(arguments.seed)
-    model: Any = build_model(arguments.model, adapter_of(planned, arguments.rank), job.precision)
-    trains = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    adapter = adapter_of(job.file.training if job.file is not None else None, arguments.rank)
+    model: Any = build_model(arguments.model, adapter, job.precision)
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     texts = [tokens_of(text, arguments.model, model.config.vocab_size) for text in read_text(arguments.data)]
     engine = job.prepare(
         model,
         loss_fn=loss_fn,
         optimizer=lambda parameters: make_optimizer(parameters, arguments.lr),
         max_grad_norm=1.0,
-        example_inputs={"input_ids": torch.zeros(2, seq_length, dtype=torch.long)},
+        example_inputs=torch.zeros(2, seq_length, dtype=torch.long),
     )
     training, validation = (Windows(tokens, seq_length) for tokens in texts)
-    batches = job.shard(training, batch_size=batch_size, seed=arguments.seed, epochs=10**6)
+    batches = job.shard(training, batch_size=batch_size, seed=arguments.seed, epochs=MANY_EPOCHS)
     held_out = job.shard(validation, batch_size=batch_size, shuffle=False)
 
     def validate() -> None:
         losses = [engine.eval_step(*pair) for pair in islice(held_out, arguments.eval_batches)]
+        loss = torch.stack(losses).mean().item()
         if job.is_main:
-            loss = torch.stack(losses).mean().item()
             print(f"validation loss {loss:.4f} nats per token after {engine.num_steps} steps", flush=True)
 
     if job.is_main:
-        print(f"{trains:,} parameters train, plan: {job.plan.describe()}", flush=True)
+        print(f"{trained:,} parameters train, plan: {job.plan.describe()}", flush=True)
     validate()
-    progress = Progress(arguments.steps, arguments.log_every, is_shown=job.is_main)
-    engine.expect(arguments.steps)
-    for step, (inputs, targets) in enumerate(islice(batches, arguments.steps), start=1):
-        loss = engine.step(inputs, targets)
-        if progress.wants(step):
-            progress.show(step, loss.item())
+    show_steps(engine, arguments.steps, every=arguments.log_every)
+    for inputs, targets in islice(batches, arguments.steps):
+        engine.step(inputs, targets)
     engine.finish()
     validate()
     engine.export_adapters(arguments.output)
@@ -165,32 +149,14 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the arguments of the command line."""
-    parser = argparse.ArgumentParser(description="Fine-tune a causal language model by LoRA on text.")
+    """Return the arguments of the command line; the rate is that of the A matrices."""
+    parser = options_of_training("Fine-tune a causal language model by LoRA on text.", steps=100, lr=2e-4, log_every=10)
     parser.add_argument("--model", type=Path, required=True, help="a folder with a model that transformers reads")
-    parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder of text files")
     parser.add_argument("--output", type=Path, default=Path("adapters"), help="a folder for the adapters")
     parser.add_argument("--rank", type=int, default=16, help="where the plan names no adapters")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--batch", type=int, help="global batch in sequences (default: the plan's, or 16)")
-    parser.add_argument("--seq-len", type=int, help="tokens in a sequence (default: the plan's, or 128)")
-    parser.add_argument(
-        "--lr", type=float, default=2e-4, help="of the A matrices; the B matrices learn 16 times faster"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the adapters and of the order of the data")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between lines where there is no terminal")
     parser.add_argument("--eval-batches", type=int, default=4, help="batches of each validation")
-    arguments = parser.parse_args()
-    if not (arguments.model / "config.json").is_file():
-        raise UsageError(f"--model {arguments.model} holds no config.json", hint="name a folder with a model")
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    try:
-        train(parse_arguments())
-    except ParaplanError as error:
-        if "WORLD_SIZE" in os.environ:
-            raise  # the launcher shows it, once for all ranks
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+    main(train, parse_arguments)

@@ -129,7 +129,8 @@ def _script() -> Any:
 
 
 def test_windows_follow_each_other_and_their_targets_are_one_byte_later() -> None:
-    windows = _script().Windows(bytes(range(10)), 3)
+    script = _script()
+    windows = script.Windows(script.bytes_of(bytes(range(10))), 3)
     assert len(windows) == 3
     inputs, targets = windows[1]
     assert inputs.tolist() == [3, 4, 5]

@@ -119,7 +119,7 @@ def loss_of_peft(base: Path, adapters: Path, text: Path) -> float:
         _, validation = module.read_text(text)
         windows = module.Windows(module.tokens_of(validation, base, 256), SEQ_LENGTH)
         pairs = [windows[index] for index in range(2 * BATCH)]
-        logits = model(torch.stack([inputs["input_ids"] for inputs, _ in pairs])).logits
+        logits = model(torch.stack([inputs for inputs, _ in pairs])).logits
         targets = torch.stack([found for _, found in pairs])
         return float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
