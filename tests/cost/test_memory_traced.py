@@ -1,4 +1,4 @@
-"""The estimate against the runtime itself, run without a GPU: what `scripts/check_memory.py` does at full size."""
+"""The estimate against the runtime itself, run without a GPU: small models (test_memory_at_full_size: larger ones)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch us
 from case_selection import with_all
 from torch import nn
 
-from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.estimate import MemoryEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
@@ -23,7 +23,7 @@ from paraplan.model.spec import ModelSpec
 from paraplan.model.trace import trace_module
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
-from paraplan.runtime.fake.run import first_rank_of_stage, trace_memory
+from paraplan.runtime.fake.run import TracedMemory, first_rank_of_stage, trace_memory
 
 PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_state_bytes", "activation_bytes", "workspace_bytes")
 TOKENS = 512
@@ -145,26 +145,30 @@ def of_config(
     return read_fields(ModelConfig("config", fields)), build
 
 
-def compare(
+def peaks(
     spec: ModelSpec,
     build: Callable[[], Any],
     plan: ParallelPlan,
     precision: TrainingPrecision,
     stage: int = 0,
     *,
+    seq_length: int = TOKENS,
     attention: Literal["sdpa", "eager"] = "sdpa",
     **options: Any,
-) -> None:
-    training = TrainingSpec(
-        global_batch_size=plan.global_batch_size, seq_length=TOKENS, precision=precision, attention=attention, **options
-    )
-    workload = Workload.of(
-        spec, training, cluster_from_profile("dgx-h100", num_nodes=-(-plan.world_size // 8)), load_link_speeds()
-    )
+) -> tuple[MemoryEstimate, TracedMemory]:
+    """Return the predicted and the traced memory of one stage."""
+    batch = {"global_batch_size": plan.global_batch_size, "seq_length": seq_length}
+    training = TrainingSpec(**batch, precision=precision, attention=attention, **options)
+    cluster = cluster_from_profile("dgx-h100", num_nodes=-(-plan.world_size // 8))
+    workload = Workload.of(spec, training, cluster, load_link_speeds())
     # No library runs in a trace, so what cuBLAS keeps for itself is left out.
     workload = replace(workload, constants=workload.constants.replace(counts_matmul_workspaces=False))
     predicted = estimate_plan(workload, plan).memory[stage]
-    traced = trace_memory(build, plan=plan, training=training, rank=first_rank_of_stage(plan, stage))
+    return predicted, trace_memory(build, plan=plan, training=training, rank=first_rank_of_stage(plan, stage))
+
+
+def compare(*arguments: Any, **options: Any) -> None:
+    predicted, traced = peaks(*arguments, **options)
     assert predicted.total_bytes == pytest.approx(traced.total_bytes, rel=0.03)
     for part in PARTS:
         # What a block's backward pass holds for a moment is known roughly, and is little beside the rest.

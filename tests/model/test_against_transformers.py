@@ -1,4 +1,4 @@
-"""The two checking scripts on random small configurations of every family, where transformers is installed."""
+"""The script that checks readers on random small configurations of every family, where transformers is installed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from case_selection import with_all
 from model_variants import VARIANTS, random_config
+from script_module import load_script
 from tower_variants import TOWERS, tower_fields
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_models.py"
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
@@ -45,14 +46,9 @@ LIKE_OTHERS = {
 """Families whose blocks keep and compute what those of others do, with the fields that say so: with `--all` alone."""
 
 
-def _main_of(script: str) -> Callable[[list[str]], int]:
+def _main() -> Callable[[list[str]], int]:
     """Return the script's main function: in this process transformers is imported once for all tests."""
-    spec = importlib.util.spec_from_file_location(script, SCRIPTS / f"{script}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    main: Callable[[list[str]], int] = module.main
+    main: Callable[[list[str]], int] = load_script("check_models").main
     return main
 
 
@@ -86,10 +82,10 @@ def test_random_configs_of_every_family_count_as_transformers_builds_them(
     for family in TOWERS:
         draw = random.Random(family)  # noqa: S311  # no secret: the same seed must give the same config
         (tmp_path / f"{family}.json").write_text(json.dumps(tower_fields(family, draw.choice)), encoding="utf-8")
-    status, printed = _main_of("check_parameters")([str(tmp_path)]), capsys.readouterr()
+    status, printed = _main()([str(tmp_path), "--only", "parameters"]), capsys.readouterr()
     number = len(seeds) * len(VARIANTS) + len(TOWERS)
     assert status == 0, printed.out + printed.err
-    assert f"{number} of {number} configurations agree" in printed.out
+    assert f"{number} of {number} comparisons agree" in printed.out
 
 
 @needs_transformers
@@ -106,23 +102,21 @@ def test_flops_and_saved_bytes_of_every_family_agree_with_transformers_modules(
         equal = fields | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
         (tmp_path / "equal-heads.json").write_text(json.dumps(equal), encoding="utf-8")
         number += 1
-    words = [str(tmp_path), *([] if with_all([1]) else ["--alike"])]
-    status, printed = _main_of("check_saved")(words), capsys.readouterr()
+    words = [str(tmp_path), "--only", "saved", *([] if with_all([1]) else ["--alike"])]
+    status, printed = _main()(words), capsys.readouterr()
     assert status == 0, printed.out + printed.err
-    assert f"{number} of {number} models agree" in printed.out
+    assert f"{number} of {number} comparisons agree" in printed.out
 
 
 def test_a_wrong_expected_count_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "small.json").write_text(json.dumps(random_config("gpt2", 0)), encoding="utf-8")
     expected = {"models": {"small": {"parameters": 1}}}
     (tmp_path / "expected.json").write_text(json.dumps(expected), encoding="utf-8")
-    assert _main_of("check_parameters")([str(tmp_path)]) == 1
+    assert _main()([str(tmp_path), "--only", "parameters"]) == 1
     assert "DIFFERS" in capsys.readouterr().out
 
 
 def test_an_empty_folder_is_told(tmp_path: Path) -> None:
-    for script in ("check_parameters.py", "check_saved.py"):
-        command = [sys.executable, str(SCRIPTS / script), str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "holds no configurations" in done.stderr
+    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "holds no configurations" in done.stderr
