@@ -16,13 +16,14 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from gpu_trainings import bundled_config
 
 from paraplan.cost.blocks.costs import block_costs
 from paraplan.cost.blocks.kernels import KernelTimes
@@ -31,7 +32,7 @@ from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
-from paraplan.model.reader import find_config, read_model
+from paraplan.model.reader import read_fields, read_model
 from paraplan.model.spec import Attention, AttentionKernel, BlockSpec, Matmul
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
@@ -183,13 +184,7 @@ def compare_training(machine: str, row: Row) -> Iterator[Comparison]:
 
 def training_of(machine: str, row: Row) -> Workload:
     """Return the workload of a measured training: a bundled model with changes, mostly of its depth."""
-    content = json.loads(Path(find_config(row["model"])).read_text(encoding="utf-8")) | row["changes"]
-    if content.get("layer_types"):
-        content["layer_types"] = content["layer_types"][: content["num_hidden_layers"]]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(content), encoding="utf-8")
-        model = read_model(str(path), seq_length=row["length"])
+    model = read_fields(replace(bundled_config(row["model"], row["changes"]), seq_length=row["length"]))
     kept = {name: row[name] for name in ("precision", "attention", "compiled") if name in row}  # bf16 if none is told
     training = TrainingSpec(global_batch_size=row["batch"], seq_length=row["length"], **kept)
     workload = Workload.of(model, training, cluster_from_profile(machine, gpus_per_node=1))

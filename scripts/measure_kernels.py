@@ -13,12 +13,10 @@ the seconds of kernels by operator, of one profiled step. Status 3: no GPU.
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,9 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_trainings import bundled_config, engine_step, machine_facts
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from paraplan.plan.parallel import ParallelPlan
 
 Row = dict[str, Any]
 Work = Callable[[], Any]
@@ -330,7 +331,7 @@ def trainings(bench: Bench) -> None:
             words = {"what": "training", "model": name, "changes": changes, "batch": batch, "length": length}
             words |= {"precision": precision, "compiled": compiled, "attention": attention_kind}
             try:
-                found = train(bench, words)
+                found = train(words)
             except Exception as error:  # the other rows are wanted all the same
                 found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             bench.rows.append(words | found)
@@ -341,44 +342,16 @@ def trainings(bench: Bench) -> None:
             print(name, precision, compiled, attention_kind, told, flush=True)
 
 
-def train(bench: Bench, words: Row) -> Row:
+def train(words: Row) -> Row:
     """Return what `profiled` tells of the training that the words of its row describe."""
-    # Here, since the other parts run where torch alone is installed.
-    from paraplan import runtime
-    from paraplan.model.config_file import load_config
-    from paraplan.model.reader import find_config
-    from paraplan.model.transformers_model import library_factory
-    from paraplan.plan.parallel import ParallelPlan
-    from paraplan.runtime.step.loss import token_loss
-
-    content: Row = json.loads(Path(find_config(words["model"])).read_text()) | words["changes"]
-    if content.get("layer_types"):
-        content["layer_types"] = content["layer_types"][: content["num_hidden_layers"]]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.json"
-        path.write_text(json.dumps(content))
-        build = library_factory(load_config(path), attention=words["attention"])
-    with torch.device(bench.device):
-        model = build()
-    if words["precision"] == "bf16-pure":
-        model = model.bfloat16()
-    plan = ParallelPlan(micro_batch_size=words["batch"])
-    job = runtime.init(plan, precision=words["precision"], shows_progress=False)
-    engine = job.prepare(
-        model,
-        loss_fn=token_loss,
-        optimizer=lambda held: torch.optim.AdamW(held, lr=1e-4),
-        verify="off",
-        compile_backend="inductor" if words["compiled"] else None,
-    )
-    ids = torch.randint(content["vocab_size"], (words["batch"], words["length"]), device=bench.device)
-    found = profiled(partial(engine.step, ids, ids), bench)
-    del engine, model
-    job.close()
-    return found
+    options = {"precision": words["precision"], "attention": words["attention"], "is_compiled": words["compiled"]}
+    options |= {"optimizer": "adamw_foreach"}
+    config, plan = bundled_config(words["model"], words["changes"]), ParallelPlan(micro_batch_size=words["batch"])
+    with engine_step(config, plan, seq_length=words["length"], **options) as step:
+        return profiled(step)
 
 
-def profiled(step: Work, bench: Bench) -> Row:
+def profiled(step: Work) -> Row:
     """Return the seconds of a step, those of its kernels, and of those by operator and by kernel."""
     for _ in range(4):
         loss = step()
@@ -388,10 +361,7 @@ def profiled(step: Work, bench: Bench) -> Row:
         loss = step()
     float(loss)
     seconds = (time.perf_counter() - started_s) / 5
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if bench.device == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as profile:
+    with torch.profiler.profile() as profile:  # of the CPU and, where there is one, the GPU
         float(step())
     operators: dict[str, list[float]] = {}
     kernels: dict[str, list[float]] = {}
@@ -427,13 +397,7 @@ def main() -> int:
     if not has_gpu and not options.tries:
         print("error: torch finds no GPU here; --try runs small sizes on the CPU", file=sys.stderr)
         return 3
-    machine = {
-        "date": dt.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name() if has_gpu else "none",
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-    }
-    bench = Bench("cuda" if has_gpu else "cpu", tries=options.tries, path=options.output, machine=machine)
+    bench = Bench("cuda" if has_gpu else "cpu", tries=options.tries, path=options.output, machine=machine_facts())
     for name in parts:
         started_s = time.perf_counter()
         try:

@@ -14,12 +14,9 @@ the aim of 3 %, 2 where nothing could be compared.
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import gc
-import importlib.metadata
 import importlib.util
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -28,13 +25,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import paraplan
+from gpu_trainings import bundled_config, engine_step, machine_facts
+
 from paraplan.cost.estimate import PlanEstimate, estimate_plan
 from paraplan.cost.workload import Workload
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.model.reader import find_config, read_model
+from paraplan.model.reader import read_model
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.support import RUNNABLE_RECOMPUTE
 from paraplan.plan.training import AttentionKind, OptimizerName, TrainingPrecision, TrainingSpec
@@ -149,41 +147,23 @@ def train(
     """
     import torch
 
-    from paraplan import runtime
-    from paraplan.model.config_file import load_config
-    from paraplan.model.transformers_model import library_factory
-    from paraplan.runtime.fake.run import make_optimizer
-    from paraplan.runtime.step.loss import token_loss
-
-    config = load_config(find_config(case.model))
-    build = library_factory(config, attention="eager" if case.attention == "eager" else "sdpa")
-    job = runtime.init(case.plan, precision=case.precision, shows_progress=False)
-    with torch.device(job.device):
-        model = build()
-    engine = job.prepare(
-        model, loss_fn=token_loss, optimizer=lambda parameters: make_optimizer(case.optimizer, parameters)
-    )
-    del model
-    size = (case.training.global_batch_size, case.seq_length)
-    tokens = torch.randint(config.count("vocab_size"), size, device=job.device)
-    before_steps()
-    for _ in range(num_steps):
-        loss = engine.step(tokens, tokens)
-    loss.item()  # waits for the GPU
-    started_s = time.perf_counter()
-    for _ in range(num_timed):
-        loss = engine.step(tokens, tokens)
-    loss.item()
-    ended_s = time.perf_counter()
-    times = None
-    if num_timed and torch.cuda.is_available():
+    options: dict[str, Any] = {"precision": case.precision, "attention": case.attention, "optimizer": case.optimizer}
+    with engine_step(bundled_config(case.model, {}), case.plan, seq_length=case.seq_length, **options) as step:
+        before_steps()
+        for _ in range(num_steps):
+            loss = step()
+        loss.item()  # waits for the GPU
+        if not num_timed or not torch.cuda.is_available():
+            return None
+        started_s = time.perf_counter()
+        for _ in range(num_timed):
+            loss = step()
+        loss.item()
+        step_s = (time.perf_counter() - started_s) / num_timed
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            engine.step(tokens, tokens).item()
+            step().item()
         on_gpu = [event for event in profile.events() if event.device_type.name == "CUDA"]
-        busy_s = sum(event.time_range.elapsed_us() for event in on_gpu) / 1e6
-        times = (ended_s - started_s) / num_timed, busy_s
-    job.close()
-    return times
+        return step_s, sum(event.time_range.elapsed_us() for event in on_gpu) / 1e6
 
 
 def measure(case: Case) -> Row:
@@ -201,20 +181,6 @@ def measure(case: Case) -> Row:
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return the date, the GPU and the versions that measurements depend on."""
-    import torch
-
-    gpu = torch.cuda.get_device_properties(0)
-    names = ("torch", "transformers")
-    return {
-        "date": dt.date.today().isoformat(),
-        "hardware": {"gpu": gpu.name, "memory_bytes": gpu.total_memory},
-        "versions": {name: importlib.metadata.version(name) for name in names}
-        | {"paraplan": paraplan.__version__, "python": platform.python_version(), "cuda": torch.version.cuda},
-    }
 
 
 def to_json(machine: dict[str, Any], rows: Iterable[Row]) -> str:
@@ -279,8 +245,8 @@ def measure_grid(cases: list[Case], output: Path | None) -> int:
         print("error: torch sees no GPU here, so there is nothing to measure", file=sys.stderr)
         print("hint: --list shows the grid and its predictions, --compare FILE an earlier measurement", file=sys.stderr)
         return 3
-    machine = describe_machine()
-    gpu = str(machine["hardware"]["gpu"]).lower().replace(" ", "-")
+    machine = machine_facts()
+    gpu = str(machine["gpu"]).lower().replace(" ", "-")
     path = output or profiles_folder() / "measured" / f"memory-{gpu}-{machine['date']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = []

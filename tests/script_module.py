@@ -11,7 +11,9 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
-    """Return the script of this name, loaded."""
+    """Return the script of this name, loaded; the scripts that it imports are found beside it."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

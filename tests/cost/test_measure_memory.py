@@ -23,7 +23,7 @@ TINY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-MACHINE = {"date": "2026-01-01", "hardware": {"gpu": "none"}, "versions": {"torch": "0"}}
+MACHINE = {"date": "2026-01-01", "gpu": "none", "torch": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_settings_move_the_prediction_as_they_move_memory(script: ModuleType) ->
 def test_a_file_of_measurements_is_read_as_it_was_written(script: ModuleType) -> None:
     rows = [script.Row(script.Case(), 5, 7), script.Row(script.Case(optimizer="sgd"), None)]
     text = script.to_json(MACHINE, rows)
-    assert json.loads(text)["hardware"] == {"gpu": "none"}
+    assert json.loads(text)["gpu"] == "none"
     assert script.from_json(text, source="file") == rows
     for wrong in ("{", '{"rows": []}', '{"schema_version": 1, "rows": [{"model": "gpt2"}]}'):
         with pytest.raises(UsageError, match="file holds no measurements"):
