@@ -15,16 +15,14 @@ median over these pairs, with its quartiles. The wall time of a pair is that of 
 system time of all ranks with all their threads, which other programs on the machine disturb far less. A rank that
 waits in a collective of gloo sleeps and costs none; one that spins (NCCL's do) would count its waiting as work.
 
-Memory: "tensors" is the largest sum of live tensors during a step, followed operator by operator, the same in every
-run. "memory" is the largest resident size of the process since its start less the pages of libraries, of which a side
-that calls more of them touches more, and less what the process had before the model was built; malloc is told to give
-freed tensors back. Both are measured in processes of their own. "sent" counts the collectives of a step.
+"tensors" is the largest sum of live tensors during a step, followed operator by operator, and "sent" counts the
+collectives of a step: both are the same in every run. "memory" is the most that torch allocates on a GPU. All three are
+measured in processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import math
@@ -34,10 +32,12 @@ import socket
 import statistics
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,19 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_runtime_plain import plain_step
-from bench_runtime_rivals import accelerate_step, deepspeed_step, is_installed
-from bench_runtime_sides import CPU_SIZE, GPU_SIZE, LARGER_CPU_SIZE, Case, Size, Step, build, device, engine_step
+from bench_runtime_sides import (
+    CPU_SIZE,
+    GPU_SIZE,
+    LARGER_CPU_SIZE,
+    Case,
+    Size,
+    Step,
+    accelerate_step,
+    build,
+    deepspeed_step,
+    device,
+    engine_step,
+)
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
@@ -65,7 +76,6 @@ SIDES: dict[str, Callable[[Case], Step]] = {
     "deepspeed": deepspeed_step,
 }
 SIZES = {"tiny": Size(layers=4, hidden=32, heads=4, tokens=16, micro_batch=2), "larger": LARGER_CPU_SIZE}
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LOSS_TOLERANCE = 1e-3  # relative, after two steps; bf16 and other orders of sums stay well inside
 
 
@@ -129,7 +139,7 @@ def cases(ranks: int, size: Size | None = None) -> list[Case]:
         Case("ddp", ddp, "accelerate", size),
         *(Case(f"zero {plan.zero_stage}", plan, "deepspeed", size) for plan in zero),
     ]
-    return [case for case in found if case.rival == "plain" or is_installed(case.rival)]
+    return [case for case in found if case.rival == "plain" or find_spec(case.rival)]
 
 
 def _cases_of_one_process(size: Size) -> list[Case]:
@@ -204,36 +214,12 @@ def work_of(case: Case, side: str) -> Work:
     )
 
 
-def memory_bytes(case: Case, side: str) -> int | None:
-    """Return what three steps of one side need at most on this rank; None where the system does not say (not Linux)."""
-    on_gpu = device().type == "cuda"
-    if not on_gpu:
-        _give_tensors_their_own_pages()
-    gc.collect()
-    before = 0 if on_gpu else _status_bytes("RssAnon")
+def memory_bytes(case: Case, side: str) -> int:
+    """Return what three steps of one side allocate at most on the GPU."""
     step = SIDES[side](case)
     for _ in range(3):
         step()
-    if on_gpu:
-        return int(torch.cuda.max_memory_allocated())
-    peak, files = _status_bytes("VmHWM"), _status_bytes("RssFile")
-    return None if peak is None or files is None or before is None else peak - files - before
-
-
-def _give_tensors_their_own_pages() -> None:
-    """Have glibc's malloc give back what is freed, not keep more or less of it as chance has it (mallopt(3))."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 64 * 1024)
-
-
-def _status_bytes(name: str) -> int | None:
-    """Return a size from Linux's account of this process (proc_pid_status(5)), None where there is none."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines())
-    return 1024 * int(lines[name].split()[0]) if name in lines else None
+    return int(torch.cuda.max_memory_allocated())
 
 
 def _take_one_thread() -> None:
@@ -242,50 +228,29 @@ def _take_one_thread() -> None:
         torch.set_num_threads(1)
 
 
-def _rank_main(pipe: Any, rank: int, size: int, port: int, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _on_rank(rank: int, size: int, port: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     warnings.simplefilter("ignore")
     silence_known_noise()
     _take_one_thread()
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if size > 1:
-        os.environ.update({name: str(value) for name, value in own.items()})
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
         runtime.init(shows_progress=False)
     try:
-        answer: tuple[str, Any] = ("returned", work(*given))
-    except Exception:
-        answer = ("raised", traceback.format_exc())
-    pipe.send(answer)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        return work(*arguments)
+    finally:  # the others end too where one has failed
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what `work` returns on each of `size` new processes; raise RuntimeError with the text of a failed one."""
+    """Return what `work` returns on each of `size` new processes, or raise what it raises on one of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["paraplan.runtime.job_start", "torch.distributed.pipelining", "train_lm"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    pipes, processes = [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(theirs, rank, size, port, work, arguments), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    answers = []
-    for pipe in pipes:
-        try:
-            answers.append(pipe.recv())
-        except EOFError:
-            answers.append(("raised", "a rank ended without an answer"))
-    for process in processes:
-        process.join(30)
-    failed = [text for kind, text in answers if kind == "raised"]
-    if failed:
-        raise RuntimeError(failed[0])
-    return [value for _, value in answers]
+    with ProcessPoolExecutor(size, mp_context=context) as pool:
+        return list(pool.map(_on_rank, range(size), *(repeat(one, size) for one in (size, port, work, arguments))))
 
 
 def compare(case: Case, ranks: int, *, pairs: int, steps: int, with_memory: bool) -> Result:
@@ -302,10 +267,10 @@ def compare(case: Case, ranks: int, *, pairs: int, steps: int, with_memory: bool
     sides = ("engine", case.rival)
     if case.compile_backend is None:  # what is compiled shows no operators
         works = [on_ranks(ranks, work_of, case, side) for side in sides]
-        ours, theirs = (max(found, key=lambda work: work.tensor_bytes) for found in works)
+        ours, theirs = (max(by_rank, key=lambda work: work.tensor_bytes) for by_rank in works)
         result = replace(result, work=(ours, theirs))
-    peaks = [on_ranks(ranks, memory_bytes, case, side) for side in sides]
-    if None not in peaks[0]:
+    if device().type == "cuda":
+        peaks = [on_ranks(ranks, memory_bytes, case, side) for side in sides]
         result = replace(result, memory_bytes=(max(peaks[0]), max(peaks[1])))
     return result
 
@@ -382,9 +347,9 @@ def say_what_is_compared(arguments: argparse.Namespace) -> None:
     if 1 in arguments.ranks and not on_gpu:
         print("no GPU here, so one process runs on the CPU, in fp32 and without MFU")
     for name in ("accelerate", "deepspeed"):
-        if arguments.ranks != [1] and not is_installed(name) and name in (arguments.rival or SIDES):
+        if arguments.ranks != [1] and not find_spec(name) and name in (arguments.rival or SIDES):
             print(f"left out: {name} is not installed")
-    if arguments.ranks != [1] and is_installed("accelerate") and "accelerate" in (arguments.rival or SIDES):
+    if arguments.ranks != [1] and find_spec("accelerate") and "accelerate" in (arguments.rival or SIDES):
         print("left out: FSDP2 of accelerate, which trains with DDP in its place on ranks without a GPU")
     head = f"{'CPU ms':>11} {'ratio (quartiles)':<17} {'wall ms':>11} {'ratio (quartiles)':<17}"
     print(f"{'case':<11} {'against':<10} ranks {head} tensors memory      sent")

@@ -81,11 +81,16 @@ def _step_of(case: Case, wrapped: Any) -> Step:
 
 def _clip_parts(model: nn.Module) -> None:
     """Clip by the norm over parts, which count on every rank, and whole parameters, which count once."""
-    parts = {id(parameter) for module in model.modules() if isinstance(module, _PARTS) for parameter in module.parts()}
+    parts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _Split | _Rows)
+        for parameter in module.parts()
+    }
     norms = torch.zeros(2)
     for is_part in (False, True):
-        held = [p.grad for p in model.parameters() if p.grad is not None and (id(p) in parts) == is_part]
-        norms[int(is_part)] = torch.nn.utils.get_total_norm(held)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None and (id(p) in parts) == is_part]
+        norms[int(is_part)] = torch.nn.utils.get_total_norm(gradients)
     squares = norms.square()
     dist.all_reduce(squares[1])
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), MAX_GRAD_NORM, squares.sum().sqrt())
@@ -133,72 +138,45 @@ class _Sum(torch.autograd.Function):
         return gradient
 
 
-class _Column(nn.Module):
-    """A linear layer of which this rank has some outputs."""
+class _Split(nn.Module):
+    """A linear layer of which this rank has some outputs (`rows` of its weight) or some inputs (`columns`)."""
 
-    def __init__(self, linear: nn.Linear, rows: torch.Tensor) -> None:
+    def __init__(self, linear: nn.Linear, rows: torch.Tensor | None, columns: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach()[rows].clone())
-        self.bias = nn.Parameter(linear.bias.detach()[rows].clone())
+        weight, bias = linear.weight.detach(), linear.bias
+        self.is_row_layer = rows is None
+        self.weight = nn.Parameter((weight[:, columns] if rows is None else weight[rows]).clone())
+        self.bias = None if bias is None else nn.Parameter((bias if rows is None else bias[rows]).detach().clone())
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(_Copy.apply(given), self.weight, self.bias)  # type: ignore[no-untyped-call]
-
-    def parts(self) -> list[nn.Parameter]:
-        return [self.weight, self.bias]
-
-
-class _Row(nn.Module):
-    """A linear layer of which this rank has some inputs."""
-
-    def __init__(self, linear: nn.Linear, columns: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach()[:, columns].clone())
-        self.bias = nn.Parameter(linear.bias.detach().clone())
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if not self.is_row_layer:
+            return F.linear(_Copy.apply(given), self.weight, self.bias)  # type: ignore[no-untyped-call]
         summed: torch.Tensor = _Sum.apply(F.linear(given, self.weight))  # type: ignore[no-untyped-call]
-        return summed + self.bias
+        return summed if self.bias is None else summed + self.bias
 
     def parts(self) -> list[nn.Parameter]:
-        return [self.weight]
+        """Return the parameters of which other ranks have other parts."""
+        return [self.weight] if self.is_row_layer or self.bias is None else [self.weight, self.bias]
 
 
 class _Rows(nn.Module):
     """An embedding of which this rank has the rows of some tokens."""
 
-    def __init__(self, embedding: nn.Embedding, size: int) -> None:
+    def __init__(self, embedding: nn.Embedding, rows: torch.Tensor) -> None:
         super().__init__()
-        rows = embedding.weight.shape[0] // size
-        self.first = rows * dist.get_rank()
-        self.weight = nn.Parameter(embedding.weight.detach()[self.first : self.first + rows].clone())
+        self.first = int(rows[0])
+        self.weight = nn.Parameter(embedding.weight.detach()[rows].clone())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         local = tokens - self.first
         is_here = (local >= 0) & (local < len(self.weight))
-        found = F.embedding(local * is_here, self.weight) * is_here[..., None]
-        summed: torch.Tensor = _Sum.apply(found)  # type: ignore[no-untyped-call]
+        rows = F.embedding(local * is_here, self.weight) * is_here[..., None]
+        summed: torch.Tensor = _Sum.apply(rows)  # type: ignore[no-untyped-call]
         return summed
 
     def parts(self) -> list[nn.Parameter]:
+        """Return the parameters of which other ranks have other parts."""
         return [self.weight]
-
-
-class _Classes(nn.Module):
-    """A head of which this rank has some classes, without a bias."""
-
-    def __init__(self, linear: nn.Linear, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach().chunk(size)[dist.get_rank()].clone())
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(_Copy.apply(given), self.weight)  # type: ignore[no-untyped-call]
-
-    def parts(self) -> list[nn.Parameter]:
-        return [self.weight]
-
-
-_PARTS = (_Column, _Row, _Rows, _Classes)
 
 
 class _LossOfClasses(torch.autograd.Function):
@@ -233,15 +211,18 @@ def _loss_of_classes(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 def _split_by_hand(model: Any, size: int) -> None:
     """Split attention by heads, the MLP by its inner units, and the ends by vocabulary, as Megatron-LM does."""
-    rank = dist.get_rank()
-    model.byte_embedding, model.head = _Rows(model.byte_embedding, size), _Classes(model.head, size)
+
+    def share(count: int) -> torch.Tensor:
+        return torch.arange(count).chunk(size)[dist.get_rank()]
+
+    vocabulary = share(model.head.out_features)
+    model.byte_embedding, model.head = _Rows(model.byte_embedding, vocabulary), _Split(model.head, vocabulary)
     for block in model.blocks:
         hidden = block.qkv.in_features
-        heads = torch.arange(hidden).chunk(size)[rank]
-        inner = torch.arange(4 * hidden).chunk(size)[rank]
-        block.qkv = _Column(block.qkv, torch.cat([heads + part * hidden for part in range(3)]))
-        block.attention_out = _Row(block.attention_out, heads)
-        block.mlp_up, block.mlp_down = _Column(block.mlp_up, inner), _Row(block.mlp_down, inner)
+        heads, inner = share(hidden), share(4 * hidden)
+        block.qkv = _Split(block.qkv, torch.cat([heads + part * hidden for part in range(3)]))
+        block.attention_out = _Split(block.attention_out, None, heads)
+        block.mlp_up, block.mlp_down = _Split(block.mlp_up, inner), _Split(block.mlp_down, None, inner)
         block.num_heads //= size
         block.forward = _split_forward(block)
 

@@ -1,4 +1,4 @@
-"""What `bench_runtime.py` compares: cases with their sizes, and what all sides share - model, batches, loss, optimizer.
+"""What `bench_runtime.py` compares: cases, what all sides share, and the sides by the engine, accelerate and DeepSpeed.
 
 Every side trains the same weights on the same sequences with AdamW, clips the norm of the whole gradient, and returns
 the mean loss over the global batch on every rank.
@@ -6,11 +6,15 @@ the mean loss over the global batch on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
 from torch import nn
 from train_lm import ByteModel
@@ -107,3 +111,66 @@ def engine_step(case: Case) -> Step:
     )
     inputs, targets = batch_of(case, job.world.rank)
     return lambda: engine.step(inputs, targets)
+
+
+def accelerate_step(case: Case) -> Step:
+    """Return a step through accelerate's DDP with its gradient accumulation.
+
+    Its FSDP2 is not compared: for ranks without a GPU `AcceleratorState` leaves an FSDP plugin aside (1.15, state.py).
+    """
+    from accelerate import Accelerator
+
+    assert not case.plan.zero_stage
+    count = case.plan.num_microbatches
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=count)
+    model = build(case.size)
+    wrapped, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+    batches = micro_batches_of(case, dist.get_rank())
+
+    def losses() -> Iterable[torch.Tensor]:
+        for inputs, targets in batches:
+            with accelerator.accumulate(wrapped):
+                yield (loss := loss_fn(wrapped(inputs), targets))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(wrapped.parameters(), MAX_GRAD_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return lambda: _mean_over_ranks(losses(), count * case.plan.dp)
+
+
+def deepspeed_step(case: Case) -> Step:
+    """Return a step through DeepSpeed at the case's ZeRO stage, with torch's AdamW as on all sides."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(io.StringIO()):
+        import deepspeed
+
+        count = case.plan.num_microbatches
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": case.plan.micro_batch_size,
+            "gradient_accumulation_steps": count,
+            "gradient_clipping": MAX_GRAD_NORM,
+            "zero_optimization": {"stage": case.plan.zero_stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        model = build(case.size)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    batches = micro_batches_of(case, dist.get_rank())
+
+    def losses() -> Iterable[torch.Tensor]:
+        for inputs, targets in batches:
+            yield (loss := loss_fn(engine(inputs), targets))
+            engine.backward(loss)
+            engine.step()
+
+    return lambda: _mean_over_ranks(losses(), count * case.plan.dp)
+
+
+def _mean_over_ranks(losses: Iterable[torch.Tensor], count: int) -> torch.Tensor:
+    total = torch.zeros(())
+    for loss in losses:
+        total += loss.detach() / count
+    dist.all_reduce(total)
+    return total
