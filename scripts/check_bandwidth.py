@@ -1,9 +1,8 @@
-"""Compare the model of collectives with measured ones: `python scripts/check_bandwidth.py FOLDER [--limit 0.4]`.
+"""Compare the model of collectives with measured ones: `scripts/check_bandwidth.py nccl_tests.csv [--limit 0.4]`.
 
-FOLDER holds `nccl_tests.csv` (machine, collective, gpu, n_gpus, nodes, link_intra, link_inter, size_bytes, busbw_GBps,
-time_us: the columns of nccl-tests and what it ran on) and, if there is one, `p2p.csv` (machine, gpu, link, kind, p2p,
-src, dst, value: the matrices of p2pBandwidthLatencyTest). Ends with status 1 where the median error of a kind of link
-is above the limit. A row that says of itself that it is not what its links can do is left out and counted.
+The table has the columns machine, collective, gpu, n_gpus, nodes, link_intra, link_inter, size_bytes, busbw_GBps: those
+of nccl-tests and what it ran on. Ends with status 1 where the median error of a kind of link is above the limit. A row
+that says of itself that it is not what its links can do is left out and counted.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import get_args
 
-from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth, bus_factor, inside_link
-from paraplan.hardware.catalogue.profile_files import list_gpus
+from paraplan.hardware.bus_bandwidth import RankGroup, bus_bandwidth, bus_factor
+from paraplan.hardware.catalogue.profile_files import find_gpu
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import Collective, GpuProfile, NetworkProfile
@@ -31,31 +30,38 @@ NOT_THE_LINK = re.compile(
 """Runs that name their own fault: a straggler, a missing network plugin, no GPUDirect, one NIC for four GPUs."""
 
 LARGE_BYTES, MEDIUM_BYTES = 256 * 2**20, 16 * 2**20
+SHORT_NAMES = {
+    "A100 PCIe": "a100-pcie-80gb",
+    "A100 SXM4": "a100-sxm-40gb",
+    "B200 SXM": "b200-sxm-180gb",
+    "H200 SXM": "h200-sxm-141gb",
+    "RTX PRO 6000": "rtx-pro-6000-blackwell",
+    "V100 32GB": "v100-sxm2-32gb",
+}
+"""The profile of a GPU that sources name in short."""
 NAMES = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
 
 
 def main() -> int:
     """Print errors by kind of link; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("table", type=Path, metavar="nccl_tests.csv")
     parser.add_argument("--limit", type=float, default=0.4, help="largest median error of a kind of link")
     parser.add_argument("--rows", action="store_true", help="print every row")
     arguments = parser.parse_args()
-    if not (arguments.folder / "nccl_tests.csv").is_file():
-        parser.error(f"{arguments.folder} holds no nccl_tests.csv")
-    errors, left_out = check_collectives(arguments.folder / "nccl_tests.csv", show=arguments.rows)
+    if not arguments.table.is_file():
+        parser.error(f"{arguments.table} is not a file")
+    errors, left_out = check_collectives(arguments.table, show=arguments.rows)
     print(f"{'kind of link':<26}{'series':>7}{'median':>8}{'mean':>8}{'worst':>8}  of it")
     bad = False
-    for (size, kind), found in sorted(errors.items()):
-        worst = max(found)
-        middle = median(error for error, _ in found)
+    for (size, kind), series in sorted(errors.items()):
+        worst = max(series)
+        middle = median(error for error, _ in series)
         # Beyond 16 nodes runs on one fabric differ tenfold among themselves: printed, but no model is held to them.
         bad |= middle > arguments.limit and size == "large" and "nodes" not in kind
-        average = mean(error for error, _ in found)
-        print(f"{kind:<26}{len(found):>7}{middle:>8.1%}{average:>8.1%}{worst[0]:>8.1%}  {size}: {worst[1]}")
+        average = mean(error for error, _ in series)
+        print(f"{kind:<26}{len(series):>7}{middle:>8.1%}{average:>8.1%}{worst[0]:>8.1%}  {size}: {worst[1]}")
     print(f"{sum(left_out.values())} series left out: {dict(left_out)}")
-    if (arguments.folder / "p2p.csv").exists():
-        check_pairs(arguments.folder / "p2p.csv")
     return 1 if bad or not errors else 0
 
 
@@ -110,42 +116,15 @@ def without_switch_reduction(table: LinkSpeedTable) -> LinkSpeedTable:
     return table.replace(kinds=tuple(kind.replace(switch_reduction=None) for kind in table.kinds))
 
 
-def check_pairs(path: Path) -> None:
-    """Print what copies between two GPUs reach of their link's payload, by kind of link."""
-    by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["kind"] == "uni_GBps" and row["src"] != row["dst"] and row["p2p"] == "enabled":
-                gpu = find_kind(row["gpu"])
-                if gpu is not None and _number(row["value"]):
-                    by_pair[gpu.name, row["link"]].append(float(row["value"]) * 1e9)
-    print(f"\n{'point to point':<24}{'link':<44}{'pairs':>6}{'median':>12}{'model':>12}{'error':>8}")
-    for (name, link), values in sorted(by_pair.items()):
-        row = {"gpu": name, "link_intra": link, "link_inter": "", "machine": ""}
-        cluster = cluster_of(row, per_node=2, num_nodes=1)
-        if cluster is None or "mesh" in link:
-            continue
-        found, model = median(values), inside_link(cluster, (0, 1)).payload_bytes_per_s
-        error = abs(model - found) / found
-        print(f"{name:<24}{link[:42]:<44}{len(values):>6}{found / 1e9:>7.1f} GB/s{model / 1e9:>7.1f} GB/s{error:>8.1%}")
-
-
-def find_kind(text: str) -> GpuProfile | None:
-    """Return the kind of GPU that a row means, by the words of its name."""
-    words = set(re.sub(r"\(.*?\)", "", text.lower()).replace("-", " ").replace("gb", "gb ").split())
-    best = None
-    for gpu in list_gpus():
-        names = [set(name.lower().replace("-", " ").split()) for name in (gpu.name, *gpu.aliases, *gpu.driver_names)]
-        score = max(len(words & name) / (len(words | name)) for name in names)
-        model = {"40" if "40" in text.split() else ""}
-        if any(word in words for name in names for word in name if re.fullmatch(r"[a-z]*\d{2,4}[a-z]*", word)):
-            best = max(best or (0.0, gpu), (score - (0.1 if model == {""} else 0), gpu), key=lambda entry: entry[0])
-    return best[1] if best and best[0] > 0.15 else None
+def gpu_of(text: str) -> GpuProfile | None:
+    """Return the kind of GPU that a row means, by the name that its source writes."""
+    name = re.sub(r" \(.*\)| 11GB$| \+ .*| (Max-Q|Server)$", "", text)
+    return find_gpu(SHORT_NAMES.get(name, name))
 
 
 def cluster_of(row: dict[str, str], *, per_node: int, num_nodes: int) -> Cluster | None:
     """Return the cluster that a row describes in words, None where the words do not say what joins its GPUs."""
-    gpu = find_kind(row["gpu"])
+    gpu = gpu_of(row["gpu"])
     if gpu is None:
         return None
     text = row["link_intra"]
@@ -184,13 +163,13 @@ def _links(text: str, gpu: GpuProfile, per_node: int) -> tuple[GpuLink, ...] | N
 
 
 def _network(text: str, *, per_node: int) -> NetworkProfile | None:
-    found = re.search(r"(\d+)x(\d+)G", text) or re.search(r"(\d+) NICs", text)
+    several, single = re.search(r"(\d+)x(\d+)G", text), re.search(r"(\d+)G", text)
     if "one NIC per GPU" in text:
         count, gigabits = per_node, 400.0
-    elif found and found.lastindex == 2:
-        count, gigabits = int(found.group(1)), float(found.group(2))
-    elif single := re.search(r"(\d+)G", text):
-        count, gigabits = 1, float(single.group(1))
+    elif several:
+        count, gigabits = int(several[1]), float(several[2])
+    elif single:
+        count, gigabits = 1, float(single[1])
     else:
         return None
     tcp = bool(re.search(r"TCP\b|TCPX\b", text))
