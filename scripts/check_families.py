@@ -13,6 +13,7 @@ without the check of `prepare`, whose work this is.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import re
@@ -35,7 +36,10 @@ from paraplan.runtime.checks.references import Verify
 from paraplan.runtime.experts.layers import find_experts
 from paraplan.script_check.small_model import build_small
 
-BATCH, TOKENS, VOCABULARY, CLASSES = 8, 12, 64, 3
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
+tiny_transformers: Any = importlib.import_module("tiny_transformers")  # those of the tests
+
+BATCH, TOKENS, VOCABULARY, CLASSES = 8, 12, tiny_transformers.VOCABULARY, 3
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, EXPERTS_TOLERANCE = 1e-5, 1e-4, 1e-5
 LARGEST = 20_000_000  # parameters of a model that is taken with --experts
 
@@ -63,86 +67,70 @@ EXPERT_PLANS = {
     "ep 4, cp": ParallelPlan(dp=2, cp=2, ep=4, num_microbatches=2, micro_batch_size=2),
 }
 
-_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-_GATED = _SIZES | {"intermediate_size": 48, "max_position_embeddings": 64}
-_GROUPED = _GATED | {"num_key_value_heads": 2}
-_EXPERTS = _GROUPED | {"num_experts_per_tok": 2}
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_GPT = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-_T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-_BART = {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
-_BART |= {
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2}
+_WIDE = _SIZES | {"vocab_size": VOCABULARY, "num_attention_heads": 4, "intermediate_size": 48}
+_BART = {
     f"{part}_{size}": number
     for part in ("encoder", "decoder")
-    for size, number in (("attention_heads", 4), ("ffn_dim", 48))
+    for size, number in (("attention_heads", 4), ("ffn_dim", 48), ("layers", 2))
 }
 _IMAGES = {"image_size": 32, "num_labels": CLASSES}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("CausalLM", _GROUPED),
-    "qwen3": ("CausalLM", _GROUPED | {"head_dim": 8}),
-    "gpt2": ("CausalLM", _GPT),
-    "gemma3_text": ("CausalLM", _GROUPED | {"head_dim": 8, "sliding_window": 4}),
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n_text": (  # whose last two layers attend to the keys and values of those before them
         "CausalLM",
-        _GROUPED
-        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 8, "sliding_window": 4}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        _WIDE
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}
         | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
         | {"altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     ),
-    "gpt_oss": (
-        "CausalLM",
-        _EXPERTS
-        | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4, "rope_parameters": {"rope_type": "default"}},
-    ),
-    "llama4_text": (
-        "CausalLM",
-        _EXPERTS
-        | {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}
-        | {"attention_chunk_size": 4, "no_rope_layers": [1, 0]},
-    ),
-    "mixtral": ("CausalLM", _EXPERTS | {"num_local_experts": 4}),
-    "qwen3_moe": ("CausalLM", _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}),
-    "deepseek_v3": (
-        "CausalLM",
-        _GATED
-        | _LATENT
-        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
-        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
-    ),
-    "mamba": ("CausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "mamba": ("CausalLM", _SIZES | {"vocab_size": VOCABULARY, "state_size": 8}),
     "mamba2": (
         "CausalLM",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "chunk_size": 4}
-        | {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+        _SIZES
+        | {"vocab_size": VOCABULARY, "state_size": 8, "chunk_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2},
     ),
-    "rwkv": ("CausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}),
-    "bert": ("MaskedLM", _GATED),
-    "albert": ("MaskedLM", _GATED | {"embedding_size": 16}),
-    "t5": ("Seq2SeqLM", _T5 | {"decoder_start_token_id": 0}),
-    "bart": ("Seq2SeqLM", _BART | {"max_position_embeddings": 64}),
-    "vit": ("ImageClassification", _SIZES | {"intermediate_size": 48, "patch_size": 8} | _IMAGES),
+    "rwkv": ("CausalLM", _SIZES | {"vocab_size": VOCABULARY, "context_length": 64}),
+    "albert": ("MaskedLM", _WIDE | {"embedding_size": 16}),
+    "t5": (
+        "Seq2SeqLM",
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        | {"decoder_start_token_id": 0},
+    ),
+    "bart": ("Seq2SeqLM", _BART | {"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 64}),
+    "vit": ("ImageClassification", _WIDE | _IMAGES | {"patch_size": 8}),
     "swin": (
         "ImageClassification",
-        {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2} | _IMAGES,
+        _IMAGES | {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2},
     ),
-    "convnext": ("ImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2} | _IMAGES),
+    "convnext": ("ImageClassification", _IMAGES | {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2}),
 }
-EXPERT_FIELDS: dict[str, dict[str, Any]] = {  # what default configurations leave out
+"""Families that the tests of tiny models leave out, each with its task."""
+DECODERS = (
+    *("llama", "qwen3", "gpt2", "gemma3_text", "gpt_oss", "llama4_text", "mixtral", "qwen3_moe", "deepseek_v3"),
+    "bert",
+)
+WINDOWS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"sliding_window": 4},
+    "llama4_text": {"attention_chunk_size": 4, "no_rope_layers": [1, 0]},
+}
+EXPERT_FIELDS: dict[str, dict[str, Any]] = {  # which default configurations leave out
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
 }
-_NAMES_OF_DROPOUT = re.compile("drop|pdrop")
 
 
 def build(family: str) -> nn.Module:
     """Return a model of `family` without dropout; torch's seed decides its weights."""
-    head, fields = FAMILIES[family]
+    if family in tiny_transformers.FAMILIES:
+        small: nn.Module = tiny_transformers.build(family, **WINDOWS.get(family, {}))
+        return small
+    head, fields = OTHERS[family]
     config = transformers.AutoConfig.for_model(family, **fields)
     for name, value in vars(config).items():
-        if isinstance(value, float) and _NAMES_OF_DROPOUT.search(name):
+        if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
     model: nn.Module = getattr(transformers, f"AutoModelFor{head}").from_config(config, dtype=torch.float32)
     if hasattr(config, "use_cache"):
@@ -153,7 +141,7 @@ def build(family: str) -> nn.Module:
 def batch_of(family: str, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the inputs of a global batch with the labels among them; sequences have different numbers of these."""
     generator = torch.Generator().manual_seed(3)
-    if family in FAMILIES and FAMILIES[family][0] == "ImageClassification":
+    if OTHERS.get(family, ("",))[0] == "ImageClassification":
         images = torch.randn(BATCH, 3, 32, 32, generator=generator)
         return {"pixel_values": images, "labels": torch.randint(CLASSES, (BATCH,), generator=generator)}
     tables = [one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)]
@@ -246,56 +234,42 @@ def verdict(
     return "right" if errors[worst] <= 1.0 else f"WRONG: {worst}, {errors[worst]:.0f} times what is allowed"
 
 
+def print_table(families: list[str], plans: dict[str, ParallelPlan], cell: Callable[..., str], *, is_main: bool) -> int:
+    """Print a row for each family, and why plans were refused; return 1 where one was wrong."""
+    reasons: list[str] = []
+    rows = [["model", *plans], ["---"] * (len(plans) + 1)]
+    for family in families:
+        row = [family]
+        for name, plan in plans.items():
+            result = cell(family, plan, compile_backend="aot_eager" if name.endswith(COMPILED) else None)
+            if result != "right" and not result.startswith("WRONG"):
+                why = re.sub(r"^rank \d+ ended [^:]*: ", "", result)
+                reasons += [why] if why not in reasons else []
+                result = f"refused ({reasons.index(why) + 1})"
+            row.append(result)
+        rows.append(row)
+        if is_main:
+            print(*(f"| {' | '.join(cells)} |" for cells in (rows if len(rows) == 3 else [row])), sep="\n", flush=True)
+    if is_main:
+        print("", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)), sep="\n")
+    return int(any(cell.startswith("WRONG") for row in rows for cell in row))
+
+
 def main(arguments: list[str]) -> int:
     """Print the table; return the status."""
     torch.set_num_threads(1)
     families = [one for one in arguments if not one.startswith("--")]
-    if "--experts" in arguments:
-        job = runtime.init(shows_progress=False)
-        plans = {name: plan for name, plan in EXPERT_PLANS.items() if plan.world_size == job.world.size}
-        cells = partial(verdict, make=build_shrunk, tolerance=EXPERTS_TOLERANCE, verify="off")
-        return print_table(families or families_with_experts(), plans, cells, is_main=job.is_main, skip=why_left_out)
-    is_main = runtime.init(ParallelPlan(dp=2), shows_progress=False).is_main
-    return print_table(families or [*FAMILIES], PLANS, verdict, is_main=is_main)
-
-
-def print_table(
-    families: list[str],
-    plans: dict[str, ParallelPlan],
-    cell: Callable[..., str],
-    *,
-    is_main: bool,
-    skip: Callable[[str], str | None] = lambda _: None,
-) -> int:
-    """Print a row for each family, and why plans were refused; return 1 where one was wrong."""
-    reasons: list[str] = []
-    num_wrong = 0
-    if is_main:
-        print("| model |", " | ".join(plans), "|\n|", " | ".join(["---"] * (len(plans) + 1)), "|")
-    for family in families:
-        reason = skip(family)
-        if reason is not None:
-            if is_main:
-                sys.stderr.write(f"{family} {reason}\n")
-            continue
-        cells = []
-        for name, plan in plans.items():
-            found = cell(family, plan, compile_backend="aot_eager" if name.endswith(COMPILED) else None)
-            num_wrong += found.startswith("WRONG")
-            if found == "right" or found.startswith("WRONG"):
-                cells.append(found)
-                continue
-            why = re.sub(r"^rank \d+ ended [^:]*: ", "", found)
-            if why not in reasons:
-                reasons.append(why)
-            cells.append(f"refused ({reasons.index(why) + 1})")
-        if is_main:
-            print(f"| {family} |", " | ".join(cells), "|", flush=True)
-    if is_main:
-        print()
-        for number, reason in enumerate(reasons, start=1):
-            print(f"{number}. {reason}")
-    return 1 if num_wrong else 0
+    if "--experts" not in arguments:
+        is_main = runtime.init(ParallelPlan(dp=2), shows_progress=False).is_main
+        return print_table(families or [*DECODERS, *OTHERS], PLANS, verdict, is_main=is_main)
+    job = runtime.init(shows_progress=False)
+    plans = {name: plan for name, plan in EXPERT_PLANS.items() if plan.world_size == job.world.size}
+    left_out = {family: why_left_out(family) for family in families or families_with_experts()}
+    for family, why in left_out.items():
+        if why is not None and job.is_main:
+            sys.stderr.write(f"{family} {why}\n")
+    cell = partial(verdict, make=build_shrunk, tolerance=EXPERTS_TOLERANCE, verify="off")
+    return print_table([one for one, why in left_out.items() if why is None], plans, cell, is_main=job.is_main)
 
 
 if __name__ == "__main__":

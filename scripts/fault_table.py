@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from fault_cases import CASES, Case
+from marked import between
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "paraplan" / "docs" / "launch.md"
@@ -278,8 +279,7 @@ def main() -> None:
         found = {name: {one: asdict(outcome) for one, outcome in outcomes.items()} for name, outcomes in rows}
         arguments.json.write_text(json.dumps(found, indent=1))
     if arguments.write:
-        before, _, rest = PAGE.read_text().partition(START)
-        PAGE.write_text(f"{before}{START}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(between(PAGE.read_text(), START, END, f"\n{table(rows)}\n"))
 
 
 if __name__ == "__main__":

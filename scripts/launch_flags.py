@@ -1,9 +1,8 @@
 """Write the table of options into the launcher's documentation, from torchrun's parser and ours.
 
-    python scripts/launch_flags.py [--check] [FILE]
+    python scripts/launch_flags.py
 
-FILE is paraplan/docs/launch.md by default. With --check nothing is written: exit status 1 says that the table there is
-not what the parsers of the installed torch and of this package give.
+A test says whether it has every option of the installed torch.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from pathlib import Path
 
 import torch
+from marked import between
 from torch.distributed.run import get_args_parser
 
 from paraplan.launch.parser import build_parser
@@ -84,25 +83,7 @@ def _escaped(text: str) -> str:
     return re.sub(r"([|<])", r"\\\1", text).replace("%%", "%")
 
 
-def main() -> int:
-    """Write the table, or compare it; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=DOCUMENT)
-    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    options = parser.parse_args()
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[name]  # they would be shown as defaults
-    text = options.file.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    made = before + BEGIN + make_table() + END + after
-    if options.check:
-        if made != text:
-            print(f"{options.file}: the table of options is another one; run scripts/launch_flags.py", file=sys.stderr)
-        return int(made != text)
-    options.file.write_text(made, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for variable in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[variable]  # they would be shown as defaults
+    DOCUMENT.write_text(between(DOCUMENT.read_text(encoding="utf-8"), BEGIN, END, make_table()), encoding="utf-8")

@@ -24,6 +24,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from marked import between
+
 LENGTH = 512
 TASKS = (
     "SPEECH_SEQ_2_SEQ",
@@ -138,9 +140,7 @@ def main() -> int:
     counts = Counter(answer.kind for answer in answers)
     print(f"\n{len(answers)} model types: {', '.join(f'{count} {kind}' for kind, count in counts.most_common())}")
     if options.markdown:
-        text = options.markdown.read_text()
-        before, _, rest = text.partition(START)
-        options.markdown.write_text(before + START + lists(answers) + END + rest.partition(END)[2])
+        options.markdown.write_text(between(options.markdown.read_text(), START, END, lists(answers)))
     return 1 if counts["error"] or counts["too slow"] else 0
 
 

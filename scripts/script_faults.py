@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from marked import between
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "paraplan" / "docs" / "checking.md"
 START, END = "<!-- faults -->\n", "<!-- /faults -->"
@@ -56,9 +58,8 @@ def main() -> None:
     )
     print(head)
     if given.write:
-        text = PAGE.read_text(encoding="utf-8")
-        before, after = text.split(START)[0], text.split(END)[1]
-        PAGE.write_text(before + START + head + "\n".join(rows) + "\n" + END + after, encoding="utf-8")
+        table = head + "\n".join(rows) + "\n"
+        PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), START, END, table), encoding="utf-8")
 
 
 def _told(report: Any) -> str:
