@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
+from script_module import load_script
 from torch.distributed.run import get_args_parser
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "launch_flags.py"
 
 
 def test_every_option_of_torchrun_is_in_the_table_and_is_ours_too() -> None:
-    module = runpy.run_path(str(SCRIPT))
-    made, written = module["make_table"](), module["DOCUMENT"].read_text(encoding="utf-8")
+    script = load_script("launch_flags")
+    made, written = script.make_table(), script.DOCUMENT.read_text(encoding="utf-8")
     rows = {line.split(" | ")[0]: line for line in made.splitlines() if line.startswith("| `")}
     for action in get_args_parser()._actions:
         if action.dest == "help":
             continue
-        row = rows[f"| {module['_names'](action)}"]
+        row = rows[f"| {script._names(action)}"]
         assert row.split(" | ")[1:3] == ["yes", "yes"]
         assert all(name in written for name in action.option_strings if "_" not in name)
