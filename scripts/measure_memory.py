@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""Measure the peak memory of training on one GPU over a grid of settings, and compare the estimate with it.
+"""Measure the peak memory of training on one GPU with one setting changed at a time, beside the estimate.
 
     python scripts/measure_memory.py                  measure, write profiles/measured/GPU-DATE.json, compare
-    python scripts/measure_memory.py --quick          one setting changed at a time
     python scripts/measure_memory.py --list           the grid with what is predicted; needs no GPU
     python scripts/measure_memory.py --compare FILE   an earlier file with today's estimate; needs no GPU
 
@@ -21,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +94,7 @@ class Row:
     busy_s: float | None = None
 
 
-def full_grid(models: Iterable[str] = MODELS) -> list[Case]:
-    """Return every combination of the settings."""
-    choices = product(models, SEQUENCES, RUNNABLE_RECOMPUTE, ATTENTIONS, OPTIMIZERS, PRECISIONS)
-    return [
-        Case(model, length, recompute=recompute, attention=attention, optimizer=optimizer, precision=precision)  # type: ignore[arg-type]
-        for model, length, recompute, attention, optimizer, precision in choices
-    ]
-
-
-def quick_grid(models: Iterable[str] = MODELS) -> list[Case]:
+def grid(models: Iterable[str] = MODELS) -> list[Case]:
     """Return for each model its base case, and cases that differ from it in one setting."""
     changes: dict[str, Iterable[Any]] = {
         "seq_length": SEQUENCES,
@@ -261,7 +250,6 @@ def measure_grid(cases: list[Case], output: Path | None) -> int:
 def main(words: list[str] | None = None) -> int:
     """Do as the arguments say, by default those of the process, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="change one setting at a time")
     parser.add_argument("--model", action="append", help="only this bundled model or configuration; may be repeated")
     parser.add_argument("--output", type=Path, help="the file to write (default: in profiles/measured)")
     parser.add_argument("--list", action="store_true", help="print the grid with its predictions and end")
@@ -269,7 +257,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     if arguments.compare is not None:
         return print_comparison(from_json(arguments.compare.read_text(encoding="utf-8"), source=str(arguments.compare)))
-    cases = (quick_grid if arguments.quick else full_grid)(arguments.model or MODELS)
+    cases = grid(arguments.model or MODELS)
     if arguments.list:
         for case in cases:
             print(f"{format_bytes(predict(case)):>10}  {case}")

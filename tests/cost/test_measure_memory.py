@@ -39,18 +39,17 @@ def tiny(tmp_path: Path) -> str:
 
 
 def test_the_grid_covers_every_value_of_every_setting(script: ModuleType) -> None:
-    for cases in (script.full_grid(), script.quick_grid()):
-        assert len(cases) == len(set(cases))
-        for name, values in (
-            ("model", script.MODELS),
-            ("seq_length", script.SEQUENCES),
-            ("recompute", script.RUNNABLE_RECOMPUTE),
-            ("attention", script.ATTENTIONS),
-            ("optimizer", script.OPTIMIZERS),
-            ("precision", script.PRECISIONS),
-        ):
-            assert {getattr(case, name) for case in cases} >= set(values)
-    assert len(script.quick_grid()) < len(script.full_grid())
+    cases = script.grid()
+    assert len(cases) == len(set(cases))
+    for name, values in (
+        ("model", script.MODELS),
+        ("seq_length", script.SEQUENCES),
+        ("recompute", script.RUNNABLE_RECOMPUTE),
+        ("attention", script.ATTENTIONS),
+        ("optimizer", script.OPTIMIZERS),
+        ("precision", script.PRECISIONS),
+    ):
+        assert {getattr(case, name) for case in cases} >= set(values)
 
 
 def test_settings_move_the_prediction_as_they_move_memory(script: ModuleType) -> None:
@@ -91,7 +90,7 @@ def test_without_a_gpu_it_says_so_with_status_3(
     pytest.importorskip("transformers", reason="and for transformers")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert script.main(["--quick", "--model", tiny]) == 3
+    assert script.main(["--model", tiny]) == 3
     assert "torch sees no GPU here" in capsys.readouterr().err
 
 
