@@ -45,8 +45,6 @@ dist.barrier()
 """
 WITH_CHILDREN = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n" + TRAIN
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + TRAIN
-IMPORTS = 'import cuda\nprint("cuda is", getattr(cuda, "WHOSE", "another one"), flush=True)\n' + TRAIN
-THREADS = 'import early\nimport torch\nprint("threads", torch.get_num_threads(), flush=True)\n' + TRAIN
 WRITES = """
 import os
 for number in range(20_000):
@@ -78,21 +76,6 @@ listener = socket.create_server(("", int(sys.argv[1])))
 held = []
 while True:
     held.append(listener.accept())
-"""
-
-STRANGER = """
-import socket, struct, sys
-VALIDATE, NUMBER_OF_KEYS = b"\\0" + struct.pack("<I", 0x3C85F7CE), b"\\7"
-answers = 0
-for port in sys.argv[2].split(","):
-    try:
-        with socket.create_connection((sys.argv[1], int(port)), timeout=1) as connection:
-            connection.settimeout(1)
-            connection.sendall(VALIDATE + NUMBER_OF_KEYS)
-            answers += bool(connection.recv(8))
-    except OSError:
-        pass
-print(answers)
 """
 
 
@@ -181,25 +164,8 @@ def _come_back(job: Any) -> None:
     (job.folder / "stop").touch()
 
 
-def _ask_as_a_stranger(job: Any) -> None:
-    """Ask every port on which node 0 listens for the number of keys of a store, from a host outside of the job."""
-    done = job.run_on(2, "stranger.py", job.hosts.addresses[0], ",".join(map(str, job.listening(0))))
-    (job.folder / "answers").write_text(done.stdout)
-    (job.folder / "stop").touch()
-
-
 def _stop(job: Any) -> None:
     (job.folder / "stop").touch()
-
-
-def _first_words(pattern: str) -> Callable[[Any], str]:
-    """Return a verdict: what the output of node 0 says first that fits."""
-
-    def verdict(job: Any) -> str:
-        found = re.search(pattern, job.said(0))
-        return found.group(0) if found else f"no {pattern.split()[0]}"
-
-    return verdict
 
 
 def _small_disk(job: Any, index: int) -> Sequence[object]:
@@ -313,13 +279,6 @@ CASES = [
         files={"silent.py": SILENT},
         rendezvous="c10d",
     ),
-    Case(
-        "a stranger on the network asks the ports of node 0 for the keys of the store",
-        None,
-        _ask_as_a_stranger,
-        verdict=lambda job: f"{(job.folder / 'answers').read_text().strip()} ports answer",
-        files={"stranger.py": STRANGER},
-    ),
     Case("Ctrl-C; ranks have started daemons", None, lambda job: job.interrupt(0), nodes=(0,), script=WITH_CHILDREN),
     Case(
         "the only launcher is killed (SIGKILL)", None, _to_launcher(0, signal.SIGKILL), nodes=(0,), script=WITH_CHILDREN
@@ -339,23 +298,5 @@ CASES = [
         script=WRITES,
         options=_small_disk,
         verdict=lambda job: f"{len(re.findall(r' [0-9]+$', job.said(0), re.MULTILINE)):,} of 40,000 lines shown",
-    ),
-    Case(
-        "a folder `cuda` with the script's own kernels lies beside it",
-        None,
-        _stop,
-        nodes=(0,),
-        script=IMPORTS,
-        files={"cuda/__init__.py": 'WHOSE = "that of the script"\n'},
-        verdict=_first_words("cuda is .*"),
-    ),
-    Case(
-        "an imported module sets OMP_NUM_THREADS=2 before torch is imported",
-        None,
-        _stop,
-        nodes=(0,),
-        script=THREADS,
-        files={"early.py": 'import os\nos.environ["OMP_NUM_THREADS"] = "2"\n'},
-        verdict=_first_words("threads [0-9]+"),
     ),
 ]

@@ -123,11 +123,6 @@ class Job:
         while not self.listening(index):
             time.sleep(0.02)
 
-    def run_on(self, index: int, *words: object) -> subprocess.CompletedProcess[str]:
-        """Run one of the job's files on a host, and return what it wrote."""
-        command = self.hosts.command(index, sys.executable, *map(str, words))
-        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=True)
-
     def listening(self, index: int) -> list[int]:
         """Return the ports on which anything listens on a host."""
         command = self.hosts.command(index, "cat", "/proc/net/tcp", "/proc/net/tcp6")

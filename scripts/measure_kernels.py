@@ -214,45 +214,49 @@ def moves(bench: Bench) -> None:
 def forward(bench: Bench, count: int, wide: int) -> None:
     """Time operations on `count` elements in rows of `wide`."""
     one, other = bench.tensor(count // wide, wide), bench.tensor(count // wide, wide)
-    whole = one.float()
-    weight = bench.tensor(wide)
-    gelu, silu, dropout = functional.gelu, functional.silu, functional.dropout
-    by_bytes: tuple[tuple[float, dict[str, Work]], ...] = (
-        (2, {"half columns": lambda: one[:, : wide // 2].contiguous(), "sum rows": lambda: one.sum(0)}),
-        (4, {"copy": lambda: one.clone(), "transpose": lambda: one.t().contiguous()}),
-        (4, {"gelu": lambda: gelu(one), "gelu tanh": lambda: gelu(one, approximate="tanh"), "silu": lambda: silu(one)}),
-        (4, {"layer norm": lambda: functional.layer_norm(one, (wide,), weight, weight)}),
-        (4, {"rms norm": lambda: functional.rms_norm(one, (wide,), weight), "mean": lambda: whole.pow(2).mean(-1)}),
-        (4, {"softmax": lambda: one.softmax(-1)}),
-        (5, {"dropout": lambda: dropout(one, 0.1)}),
-        (6, {"to bf16": lambda: whole.to(BF16), "to fp32": lambda: one.float()}),
-        (6, {"add": lambda: one + other, "multiply": lambda: one * other}),
-        (8, {"copy fp32": lambda: whole.clone(), "concatenate": lambda: torch.cat((one, other), dim=-1)}),
-        (8, {"tanh fp32": lambda: whole.tanh(), "power fp32": lambda: whole.pow(3.0)}),
-        (8, {"softmax fp32": lambda: whole.softmax(-1)}),
-    )
-    for each, table in by_bytes:
-        for name, work in table.items():
-            bench.time({"what": "move", "name": name, "elements": count, "bytes": each * count}, work)
+    whole, weight = one.float(), bench.tensor(wide)
+    forms: dict[str, tuple[int, Work]] = {
+        "half columns": (2, lambda: one[:, : wide // 2].contiguous()),
+        "sum rows": (2, lambda: one.sum(0)),
+        "copy": (4, lambda: one.clone()),
+        "transpose": (4, lambda: one.t().contiguous()),
+        "gelu": (4, lambda: functional.gelu(one)),
+        "gelu tanh": (4, lambda: functional.gelu(one, approximate="tanh")),
+        "silu": (4, lambda: functional.silu(one)),
+        "layer norm": (4, lambda: functional.layer_norm(one, (wide,), weight, weight)),
+        "rms norm": (4, lambda: functional.rms_norm(one, (wide,), weight)),
+        "mean": (4, lambda: whole.pow(2).mean(-1)),
+        "softmax": (4, lambda: one.softmax(-1)),
+        "dropout": (5, lambda: functional.dropout(one, 0.1)),
+        "to bf16": (6, lambda: whole.to(BF16)),
+        "to fp32": (6, lambda: one.float()),
+        "add": (6, lambda: one + other),
+        "multiply": (6, lambda: one * other),
+        "copy fp32": (8, lambda: whole.clone()),
+        "concatenate": (8, lambda: torch.cat((one, other), dim=-1)),
+        "tanh fp32": (8, lambda: whole.tanh()),
+        "power fp32": (8, lambda: whole.pow(3.0)),
+        "softmax fp32": (8, lambda: whole.softmax(-1)),
+    }
+    for name, (each, work) in forms.items():
+        bench.time({"what": "move", "name": name, "elements": count, "bytes": each * count}, work)
 
 
 def backward(bench: Bench, count: int, wide: int) -> None:
     """Time the backward passes of operations that move memory."""
     weight = bench.tensor(wide, grad=True)
     given, other = (bench.tensor(count // wide, wide, grad=True) for _ in range(2))
-    forms: dict[str, tuple[float, tuple[torch.Tensor, ...], Work]] = {
-        "gelu": (6, (given,), lambda: functional.gelu(given)),
-        "silu and multiply": (10, (given, other), lambda: functional.silu(given) * other),
-        "layer norm": (6, (given, weight), lambda: functional.layer_norm(given, (wide,), weight, weight)),
-        "rms norm": (6, (given, weight), lambda: functional.rms_norm(given, (wide,), weight)),
-        "dropout": (5, (given,), lambda: functional.dropout(given, 0.1)),
-        "softmax": (6, (given,), lambda: given.softmax(-1)),
+    forms: dict[str, tuple[int, tuple[torch.Tensor, ...], torch.Tensor]] = {
+        "gelu": (6, (given,), functional.gelu(given)),
+        "silu and multiply": (10, (given, other), functional.silu(given) * other),
+        "layer norm": (6, (given, weight), functional.layer_norm(given, (wide,), weight, weight)),
+        "rms norm": (6, (given, weight), functional.rms_norm(given, (wide,), weight)),
+        "dropout": (5, (given,), functional.dropout(given, 0.1)),
+        "softmax": (6, (given,), given.softmax(-1)),
     }
-    for name, (each, inputs, make) in forms.items():
-        result = make()
+    for name, (each, inputs, result) in forms.items():
         words = {"what": "move", "name": f"{name} backward", "elements": count, "bytes": each * count}
-        run = partial(torch.autograd.grad, result, inputs, torch.randn_like(result), retain_graph=True)
-        bench.time(words, run)
+        bench.time(words, partial(torch.autograd.grad, result, inputs, torch.randn_like(result), retain_graph=True))
 
 
 def losses(bench: Bench) -> None:
