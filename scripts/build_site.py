@@ -2,7 +2,8 @@
 
     python scripts/build_site.py [FOLDER]        default: build/site
 
-A warning is an error: a link that leads nowhere, a page outside of the table of contents. Styles and fonts come with the site, which needs no network.
+A warning is an error: a link that leads nowhere, a page outside of the table of contents. Styles and fonts come with
+the site, which needs no network.
 """
 
 from __future__ import annotations

@@ -42,6 +42,13 @@ def test_a_named_script_is_there(path: str) -> None:
     assert (ROOT / path).exists()
 
 
+def test_every_script_has_a_row_that_says_when_to_run_it() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Scripts")[2]
+    named = re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE)))
+    there = [path.name for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    assert sorted(named) == sorted(there)
+
+
 def test_every_command_is_described() -> None:
     assert [name for name in COMMANDS if f"`paraplan {name}" not in README] == []
 
