@@ -34,10 +34,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +249,10 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with ProcessPoolExecutor(size, mp_context=context) as pool:
-        return list(pool.map(_on_rank, range(size), *(repeat(one, size) for one in (size, port, work, arguments))))
+        ranks = [pool.submit(_on_rank, rank, size, port, work, arguments) for rank in range(size)]
+        for ended in as_completed(ranks):
+            ended.result()  # the first that fails says why; the others lose their connections to it
+        return [rank.result() for rank in ranks]
 
 
 def compare(case: Case, ranks: int, *, pairs: int, steps: int, with_memory: bool) -> Result:
@@ -315,18 +317,14 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, help=f"another model; {sizes}")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
-    names = {case.name for ranks in arguments.ranks for case in cases(ranks)}
-    unknown = set(arguments.only or ()) - names
-    if unknown:
+    chosen = [(ranks, case) for ranks in arguments.ranks for case in cases(ranks, SIZES.get(arguments.size))]
+    names = {case.name for _, case in chosen}
+    if unknown := set(arguments.only or ()) - names:
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
-    say_what_is_compared(arguments)
+    say_what_is_compared(arguments, chosen[0][1].size)
     results = []
-    for ranks in arguments.ranks:
-        for case in cases(ranks, SIZES.get(arguments.size)):
-            if arguments.only and case.name not in arguments.only:
-                continue
-            if arguments.rival and case.rival not in arguments.rival:
-                continue
+    for ranks, case in chosen:
+        if case.name in (arguments.only or names) and case.rival in (arguments.rival or SIDES):
             options = {"pairs": arguments.pairs, "steps": arguments.steps, "with_memory": not arguments.no_memory}
             results.append(compare(case, ranks, **options))
             print(line_of(results[-1]), flush=True)
@@ -334,9 +332,8 @@ def main() -> None:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
 
 
-def say_what_is_compared(arguments: argparse.Namespace) -> None:
+def say_what_is_compared(arguments: argparse.Namespace, size: Size) -> None:
     """Print what the table below is of, and what is left out."""
-    size = cases(arguments.ranks[0], SIZES.get(arguments.size))[0].size
     count = sum(parameter.numel() for parameter in build(size).parameters())
     on_gpu = arguments.ranks == [1] and device().type == "cuda"
     where = f"bf16 on {torch.cuda.get_device_name()}" if on_gpu else f"fp32 on {os.cpu_count()} CPU cores"
@@ -346,11 +343,11 @@ def say_what_is_compared(arguments: argparse.Namespace) -> None:
     )
     if 1 in arguments.ranks and not on_gpu:
         print("no GPU here, so one process runs on the CPU, in fp32 and without MFU")
-    for name in ("accelerate", "deepspeed"):
-        if arguments.ranks != [1] and not find_spec(name) and name in (arguments.rival or SIDES):
+    for name in {"accelerate", "deepspeed"} & set(arguments.rival or SIDES) if arguments.ranks != [1] else ():
+        if not find_spec(name):
             print(f"left out: {name} is not installed")
-    if arguments.ranks != [1] and find_spec("accelerate") and "accelerate" in (arguments.rival or SIDES):
-        print("left out: FSDP2 of accelerate, which trains with DDP in its place on ranks without a GPU")
+        elif name == "accelerate":
+            print("left out: FSDP2 of accelerate, which trains with DDP in its place on ranks without a GPU")
     head = f"{'CPU ms':>11} {'ratio (quartiles)':<17} {'wall ms':>11} {'ratio (quartiles)':<17}"
     print(f"{'case':<11} {'against':<10} ranks {head} tensors memory      sent")
 

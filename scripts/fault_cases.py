@@ -90,7 +90,8 @@ class Case:
     """Brings the fault about, once the ranks have met or, without `meets`, once the launchers have started."""
     verdict: Callable[[Any], str] | None = None
     """What became of the job, in place of whether the cause was named."""
-    options: Callable[[Any, int], Sequence[object]] = lambda job, index: ()
+    options: Sequence[object] | Callable[[Any, int], Sequence[object]] = ()
+    """Those of a node's launcher, or what makes them of the job and the node's number."""
     own_options: Sequence[object] = ()
     """Those of paraplan alone."""
     before: Callable[[Any], None] = lambda job: None
@@ -111,7 +112,8 @@ class Case:
 
     def words(self, job: Any, index: int) -> list[str]:
         """Return the options of a node's launcher."""
-        words: list[object] = ["--nproc-per-node", 2, *self.options(job, index)]
+        options = self.options(job, index) if callable(self.options) else self.options
+        words: list[object] = ["--nproc-per-node", 2, *options]
         first = job.hosts.addresses[0]
         if "--nnodes" not in words and len(self.nodes) > 1:
             words += ["--nnodes", 2]
@@ -179,10 +181,6 @@ def _small_disk(job: Any, index: int) -> Sequence[object]:
     return ["--tee", 3, "--log-dir", logs]
 
 
-def _seconds(job: Any, index: int) -> dict[str, str]:
-    return {"GLOO_SECONDS": "6"}
-
-
 def _behind(job: Any, index: int) -> dict[str, str]:
     """Return what has the clocks of Python on node 1 be a minute late."""
     return {"SHIFTED_BY": "-60", "PYTHONPATH": f"{job.folder / 'clock'}:{job.root}"} if index else {}
@@ -206,7 +204,7 @@ CASES = [
         "a rank is stopped (SIGSTOP); collectives time out after 6 s",
         "rank 3 (was|is) stopped, by SIGSTOP",
         _does(3, "stop"),
-        environment=_seconds,
+        environment=lambda job, index: {"GLOO_SECONDS": "6"},
     ),
     Case(
         "a rank stays away from collectives that wait for half an hour (`--hang-timeout 4`)",
@@ -233,7 +231,7 @@ CASES = [
         None,
         _come_back,
         verdict=_again,
-        options=lambda job, index: ["--nnodes", "1:2", "--max-restarts", 3],
+        options=("--nnodes", "1:2", "--max-restarts", 3),
         rendezvous="c10d",
     ),
     Case(
@@ -245,22 +243,17 @@ CASES = [
         files={"clock/sitecustomize.py": CLOCK},
         rendezvous="c10d",
     ),
-    Case(
-        "node 1 does not come",
-        "waiting .* for .*(node|1 of 2)",
-        nodes=(0,),
-        meets=False,
-        ends=False,
-        options=lambda job, index: ["--nnodes", 2],
-    ),
-    Case(
-        "node 1 does not come (c10d)",
-        "waiting .* for .*(node|1 of 2)",
-        nodes=(0,),
-        meets=False,
-        ends=False,
-        options=lambda job, index: ["--nnodes", 2],
-        rendezvous="c10d",
+    *(
+        Case(
+            f"node 1 does not come{words}",
+            "waiting .* for .*(node|1 of 2)",
+            nodes=(0,),
+            meets=False,
+            ends=False,
+            options=("--nnodes", 2),
+            rendezvous=rendezvous,
+        )
+        for words, rendezvous in (("", "static"), (" (c10d)", "c10d"))
     ),
     Case(
         "`--nnodes 2` on node 0, `--nnodes 3` on node 1",

@@ -48,20 +48,9 @@ RUNS = README.parent / "profiles" / "runs"
 KNOWN = tuple(path for path in sorted((RUNS / "known").glob("*.csv")) if path.stem not in ("fine_tuning", "peft"))
 """Tables of sources that were there while the cost model was made."""
 KNOWN_FINE_TUNING = tuple(RUNS / "known" / f"{name}.csv" for name in ("fine_tuning", "peft"))
+_ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 LATER = tuple(
-    RUNS / f"{name}_sources.csv"
-    for name in (
-        "later",
-        "newest",
-        "blind",
-        "second_blind",
-        "third_blind",
-        "fourth_blind",
-        "fifth_blind",
-        "sixth_blind",
-        "seventh_blind",
-        "eighth_blind",
-    )
+    RUNS / f"{name}_sources.csv" for name in ("later", "newest", "blind", *(f"{each}_blind" for each in _ORDINALS))
 )
 LATER_FINE_TUNING = RUNS / "later_fine_tuning.csv"
 FOUND = (LATER[0], LATER_FINE_TUNING, *LATER[1:])

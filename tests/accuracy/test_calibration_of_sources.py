@@ -33,14 +33,17 @@ def runs_by_source() -> dict[str, list[CalibrationRun]]:
             if not isinstance(run, MeasuredRun) or run.measured_step_time_s is None:
                 continue
             # BLOOM's precision of gradients is one that the table counts as unusual.
-            if not is_standard(run) and (run.source, run.hidden) != ("bloom-prequel", 14336):
+            is_wide = (run.source, run.hidden) == ("bloom-prequel", 14336)
+            if not is_wide and not is_standard(run):
                 continue
             try:
                 workload = workload_of_run(run, data)
                 plan = estimate_run(run, workload, plan_of_run(run, workload.framework)).plan
             except (ParaplanError, ValidationError):
                 continue  # `paraplan validate` says which, and why
-            runs[run.source].append(CalibrationRun(workload, plan, run.measured_step_time_s))
+            runs[f"{run.source}, wide" if is_wide else run.source].append(
+                CalibrationRun(workload, plan, run.measured_step_time_s)
+            )
     return {source: each for source, each in runs.items() if len(each) >= FEWEST}
 
 
