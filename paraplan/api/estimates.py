@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from paraplan.api.executors import why_unplanned
-from paraplan.api.frames import framed
 from paraplan.cost.capacity import FitRow, LargestLayer, largest_layer, what_fits
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.estimate import MemoryEstimate, PlanEstimate, StepEstimate, estimate_plan
@@ -22,6 +21,8 @@ from paraplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # imported where it is asked for
     from paraplan.cost.pipeline.simulation import Timeline
+
+_FRAME_HEIGHT = 640
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,3 +186,11 @@ def _filled(workload: Workload, plan: ParallelPlan) -> ParallelPlan:
     count, rest = divmod(workload.training.global_batch_size, plan.dp * plan.micro_batch_size)
     is_said = "num_microbatches" in plan.model_fields_set
     return plan if is_said or rest or not count else plan.replace(num_microbatches=count)
+
+
+def framed(page: Callable[[], str]) -> str:
+    """Return a page in a frame of its own for notebooks, whose style stays inside."""
+    from html import escape  # notebooks alone
+
+    style = f"width:100%;height:{_FRAME_HEIGHT}px;border:0"
+    return f'<iframe title="paraplan" style="{style}" srcdoc="{escape(page(), quote=True)}"></iframe>'

@@ -8,9 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paraplan.api.estimates import Estimate, estimate, plan_row
+from paraplan.api.estimates import Estimate, estimate, framed, plan_row
 from paraplan.api.executors import executor_of
-from paraplan.api.frames import framed
 from paraplan.api.models import bundled_models, load_model
 from paraplan.api.workloads import OWN_RUNTIME, training_of
 from paraplan.api.workloads import SEQUENCES_PER_GPU as SEQUENCES_PER_GPU
