@@ -44,29 +44,20 @@ MOST_RECOMMEND_S = 1.0
 
 SEARCH = """
 import json, sys
-from dataclasses import replace
-from paraplan.cost.framework_files import load_framework
-from paraplan.cost.workload import Workload
-from paraplan.hardware.catalogue.profile_files import cluster_from_profile
-from paraplan.hardware.link_speed import load_link_speeds
-from paraplan.model.reader import read_model
+import paraplan
 from paraplan.plan.executor import ANYTHING, OWN_RUNTIME
-from paraplan.plan.training import TrainingSpec
 from paraplan.search.search import search
-model, profile, nodes, batch, length, framework = sys.argv[1:]
-training = TrainingSpec(global_batch_size=int(batch), seq_length=int(length))
-cluster = cluster_from_profile(profile, num_nodes=int(nodes))
-workload = Workload.of(read_model(model), training, cluster, load_link_speeds())
-if framework:
-    workload = replace(workload, framework=load_framework(framework))
-result = search(workload, executor=ANYTHING if framework else OWN_RUNTIME)
+model, machine, nodes, batch, length, framework = sys.argv[1:]
+workload = paraplan.load_workload(model, machine, num_nodes=int(nodes), seq_length=int(length),
+    global_batch_size=int(batch), framework=framework)
+result = search(workload, executor=OWN_RUNTIME if framework == "paraplan" else ANYTHING)
 print(json.dumps({"plans": result.plans_considered, "memory of": result.plans_priced, "time of": result.times_priced,
     "plan": result.best.plan.describe(), "step_time_s": result.best.step.step_time_s}))
 """
 SEARCHES = {
-    "GPT-3 175B, 1,024 A100": ("gpt3-175b", "dgx-a100", "128", "1536", "2048", ""),
+    "GPT-3 175B, 1,024 A100": ("gpt3-175b", "dgx-a100", "128", "1536", "2048", "paraplan"),
     "batch 3,840, every plan of Megatron-Core": ("gpt3-175b", "dgx-a100", "128", "3840", "2048", "megatron-core"),
-    "Llama-3-405B, 16,384 H100": ("llama-3-405b", "dgx-h100", "2048", "2048", "8192", ""),
+    "Llama-3-405B, 16,384 H100": ("llama-3-405b", "dgx-h100", "2048", "2048", "8192", "paraplan"),
 }
 """Model, machine, nodes, batch, tokens of a sequence, and the framework of which all plans are priced."""
 MOST_SEARCH_S, MOST_SEARCH_BYTES = 10.0, 2**30
@@ -146,7 +137,7 @@ def search(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[
             f"{gpus // 8}",
             f"{max(1536, gpus // 8)}",
             "2048",
-            "",
+            "paraplan",
         )
     print(f"{'search':<42}{'plans':>12}{'memory of':>11}{'time of':>9}{'CPU':>9}{'peak':>10}")
     rows: dict[str, object] = {}

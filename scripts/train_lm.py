@@ -13,9 +13,10 @@ import argparse
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that all of PyTorch uses
@@ -159,6 +160,14 @@ def batch_and_seq_length(job: runtime.Job, arguments: argparse.Namespace) -> tup
     return batch_size, arguments.seq_len or (planned.seq_length if planned is not None else DEFAULT_SEQ_LENGTH)
 
 
+def show_validation(job: runtime.Job, engine: runtime.Engine, held_out: Iterable[Any], num_batches: int) -> None:
+    """Print the mean loss over some batches that are not trained."""
+    losses = [engine.eval_step(inputs, targets) for inputs, targets in islice(held_out, num_batches)]
+    loss = torch.stack(losses).mean().item()
+    if job.is_main:
+        print(f"validation loss {loss:.4f} nats per token after {engine.num_steps} steps", flush=True)
+
+
 def show_steps(engine: runtime.Engine, num_steps: int, *, every: int) -> None:
     """Print a line every so many steps. On a terminal the engine draws a bar instead."""
     engine.expect(num_steps)
@@ -193,24 +202,18 @@ def train(arguments: argparse.Namespace) -> None:
     batches = job.shard(training, batch_size=batch_size, seed=arguments.seed, epochs=MANY_EPOCHS, skip=engine.num_steps)
     held_out = job.shard(validation, batch_size=batch_size, shuffle=False)
 
-    def validate() -> None:
-        losses = [engine.eval_step(inputs, targets) for inputs, targets in islice(held_out, arguments.eval_batches)]
-        loss = torch.stack(losses).mean().item()
-        if job.is_main:
-            print(f"validation loss {loss:.3f} nats per byte after {engine.num_steps} steps", flush=True)
-
     if job.is_main:
         # A plan made on the spot leaves the batch to the script.
         plan = job.plan if job.file is not None else job.plan.replace(micro_batch_size=batch_size // job.plan.dp)
         print(f"{num_parameters:,} parameters, {len(training):,} sequences of text, plan: {plan.describe()}")
-    validate()
+    show_validation(job, engine, held_out, arguments.eval_batches)
     show_steps(engine, arguments.steps, every=arguments.log_every)
     for inputs, targets in islice(batches, max(0, arguments.steps - engine.num_steps)):
         engine.step(inputs, targets)
         if arguments.checkpoint is not None and engine.num_steps % arguments.save_every == 0:
             engine.save(arguments.checkpoint, wait=False)
     engine.finish()  # the bar, and how the steps compare with the plan
-    validate()
+    show_validation(job, engine, held_out, arguments.eval_batches)
     if arguments.checkpoint is not None:
         engine.save(arguments.checkpoint)
     job.close()

@@ -32,6 +32,7 @@ from train_lm import (
     options_of_training,
     read_text,
     show_steps,
+    show_validation,
 )
 
 from paraplan import runtime
@@ -130,20 +131,14 @@ def train(arguments: argparse.Namespace) -> None:
     batches = job.shard(training, batch_size=batch_size, seed=arguments.seed, epochs=MANY_EPOCHS)
     held_out = job.shard(validation, batch_size=batch_size, shuffle=False)
 
-    def validate() -> None:
-        losses = [engine.eval_step(*pair) for pair in islice(held_out, arguments.eval_batches)]
-        loss = torch.stack(losses).mean().item()
-        if job.is_main:
-            print(f"validation loss {loss:.4f} nats per token after {engine.num_steps} steps", flush=True)
-
     if job.is_main:
         print(f"{trained:,} parameters train, plan: {job.plan.describe()}", flush=True)
-    validate()
+    show_validation(job, engine, held_out, arguments.eval_batches)
     show_steps(engine, arguments.steps, every=arguments.log_every)
     for inputs, targets in islice(batches, arguments.steps):
         engine.step(inputs, targets)
     engine.finish()
-    validate()
+    show_validation(job, engine, held_out, arguments.eval_batches)
     engine.export_adapters(arguments.output)
     job.close()
 
