@@ -160,12 +160,14 @@ def batch_and_seq_length(job: runtime.Job, arguments: argparse.Namespace) -> tup
     return batch_size, arguments.seq_len or (planned.seq_length if planned is not None else DEFAULT_SEQ_LENGTH)
 
 
-def show_validation(job: runtime.Job, engine: runtime.Engine, held_out: Iterable[Any], num_batches: int) -> None:
-    """Print the mean loss over some batches that are not trained."""
+def show_validation(
+    job: runtime.Job, engine: runtime.Engine, held_out: Iterable[Any], num_batches: int, *, unit: str = "byte"
+) -> None:
+    """Print the mean loss over some batches that are not trained, in nats per `unit`."""
     losses = [engine.eval_step(inputs, targets) for inputs, targets in islice(held_out, num_batches)]
     loss = torch.stack(losses).mean().item()
     if job.is_main:
-        print(f"validation loss {loss:.4f} nats per token after {engine.num_steps} steps", flush=True)
+        print(f"validation loss {loss:.4f} nats per {unit} after {engine.num_steps} steps", flush=True)
 
 
 def show_steps(engine: runtime.Engine, num_steps: int, *, every: int) -> None:

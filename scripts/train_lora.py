@@ -133,12 +133,12 @@ def train(arguments: argparse.Namespace) -> None:
 
     if job.is_main:
         print(f"{trained:,} parameters train, plan: {job.plan.describe()}", flush=True)
-    show_validation(job, engine, held_out, arguments.eval_batches)
+    show_validation(job, engine, held_out, arguments.eval_batches, unit="token")
     show_steps(engine, arguments.steps, every=arguments.log_every)
     for inputs, targets in islice(batches, arguments.steps):
         engine.step(inputs, targets)
     engine.finish()
-    show_validation(job, engine, held_out, arguments.eval_batches)
+    show_validation(job, engine, held_out, arguments.eval_batches, unit="token")
     engine.export_adapters(arguments.output)
     job.close()
 
