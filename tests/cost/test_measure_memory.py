@@ -124,3 +124,11 @@ def test_steps_that_wait_for_the_host_are_told_from_others(script: ModuleType) -
     steps = [script.estimated(row.case, profile="hgx-h200").step.step_time_s / row.step_s for row in waiting]
     assert len(steps) > 25
     assert 0.6 < sum(steps) / len(steps) < 1.0
+
+
+def test_a_measurement_says_where_and_with_what_it_was_made() -> None:
+    torch = pytest.importorskip("torch", reason="its version is said")
+    facts = load_script("gpu_trainings").machine_facts()
+    assert facts["torch"] == torch.__version__
+    assert (facts["gpu"] is None) != torch.cuda.is_available()
+    assert json.loads(json.dumps(facts)) == facts
