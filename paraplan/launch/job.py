@@ -114,7 +114,9 @@ def _run_and_note(launch: Launch) -> int:
 def _note_end(job: JobRecord, folder: RunFolder, status: int, elapsed_s: float) -> None:
     """Write how the job ended into its folder, and say where its time went."""
     goodput = job.clock.measure(job.page, is_done=status in (0, PREEMPTED_EXIT_STATUS))
-    noted = Noted() if job.plan is None else note_measured(folder.path, job.plan, has_ended_well=status == 0)
+    noted = Noted()
+    if job.plan is not None:
+        noted = note_measured(folder.path, job.plan, has_ended_well=status == 0, parts=job.step_parts)
     end: dict[str, Any] = {"exit_status": status, "elapsed_s": round(elapsed_s, 3), "attempts": job.attempts}
     end |= {"goodput": None if goodput is None else goodput.to_dict()}
     end |= {"late": [case.to_json() for case in job.late]} if job.late else {}

@@ -34,8 +34,13 @@ class Noted:
     sentence: str | None = None
 
 
-def note_measured(folder: Path, file: PlanFile, *, has_ended_well: bool) -> Noted:
-    """Take what rank 0 left in the folder of a run, and keep it for later estimates where it ran what was planned."""
+def note_measured(
+    folder: Path, file: PlanFile, *, has_ended_well: bool, parts: dict[str, float] | None = None
+) -> Noted:
+    """Take what rank 0 left in the folder of a run, and keep it for later estimates where it ran what was planned.
+
+    `parts` are seconds of the parts of its usual step.
+    """
     path = folder / MEASURED_FILE
     if not path.exists():
         return Noted()
@@ -46,6 +51,7 @@ def note_measured(folder: Path, file: PlanFile, *, has_ended_well: bool) -> Note
         path.unlink()
     except (OSError, ValueError) as error:
         return Noted(None, f"what was measured cannot be read: {str(error).splitlines()[0]}")
+    measured = measured.replace(parts=parts)
     plain = file.estimate.plain if file.estimate is not None else None
     sentence = None
     if has_ended_well and plain is not None:

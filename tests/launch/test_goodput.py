@@ -11,6 +11,8 @@ from recovery_script import SCRIPT, losses
 
 from paraplan.api.goodput import read_measured_costs
 from paraplan.launch.goodput import JobClock
+from paraplan.plan.files import PlanFile
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.shared_memory import StatusPage
 
 PARTS = (
@@ -39,6 +41,24 @@ def test_the_end_of_a_job_says_where_its_time_went(
     assert None not in dict(measured).values()
     assert measured.restart_s == goodput["costs"]["restart_s"] < goodput["wall_s"]
     assert sorted(losses(ended.stdout)) == list(range(1, 21))
+
+
+@pytest.mark.ranks
+def test_what_rank_0_measured_of_a_plan_stays_with_the_parts_of_its_usual_step(
+    launch_forked: ForkedLaunch, script: WriteScript, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(PlanFile(plan=ParallelPlan(dp=2, micro_batch_size=8)).to_json())
+    ended = launch_forked(
+        "--plan", plan, script(SCRIPT), "steps=8", "save=8", f"folder={tmp_path / 'checkpoint'}", "pause=0.02"
+    )
+    assert ended.returncode == 0, ended.stderr
+    (run,) = (tmp_path / "paraplan-runs").glob("2*")
+    measured = json.loads((run / "run.json").read_text())["measured"]
+    assert measured["num_steps"] == 7
+    assert set(measured["parts"]) == {"wait_s", "loader_s", "backward_s", "optimizer_s"}
+    assert 0 < measured["parts"]["backward_s"] < measured["step_time_s"]
+    assert not list(run.rglob("steps.ring"))
 
 
 @pytest.mark.ranks

@@ -30,6 +30,7 @@ from paraplan.launch.ranks.limits import count_memory_kills
 from paraplan.launch.ranks.live import LiveRank, process_state
 from paraplan.launch.ranks.spawning import RankCommand, RankExit
 from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
+from paraplan.launch.stragglers.steps import usual_parts
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
 
@@ -290,6 +291,8 @@ class RankProcesses(ProcessContext):
             self._job.calls = self._by_global_rank({rank: calls for rank, calls in read.items() if calls is not None})
         if not failures and self._job.apart is None:
             self._watches.finds_ranks_apart(is_end=True)
+        first_folder = self._by_global_rank(self._folders()).get(0)
+        self._job.step_parts = None if first_folder is None else usual_parts(first_folder)
         remove_files(self._folders().values())
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:

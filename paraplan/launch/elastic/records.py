@@ -101,6 +101,8 @@ class JobRecord:
     ranks: Mapping[int, LiveRank] = field(default_factory=dict)
     world_size: int = 0
     num_questions: int = 0
+    step_parts: dict[str, float] | None = None
+    """Seconds of the parts of a usual step of rank 0 on its host, where it ran here and its steps were followed."""
     waits_for_ended: Callable[[], bool] = lambda: False
     """Whether this node waits in the rendezvous for one whose ranks have ended well."""
     requeued_by: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paraplan.launch.ranks import step_marks as ring
+
+_PARTS = ("wait_s", "loader_s", "backward_s", "optimizer_s")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,14 @@ class StepReader:
         places = (ring.RECORDS_AT + index % ring.CAPACITY * ring.RECORD.size for index in numbers)
         records = (ring.RECORD.unpack_from(data, place) for place in places)
         return [_step(one[1:]) for index, one in zip(numbers, records, strict=True) if one[0] == index + 1]
+
+
+def usual_parts(folder: Path) -> dict[str, float] | None:
+    """Return the medians of the parts of the steps that a rank has noted, in seconds; None where it has noted none."""
+    steps = StepReader(folder).read()
+    if not steps:
+        return None
+    return {name: round(statistics.median(getattr(step, name) for step in steps), 6) for name in _PARTS}
 
 
 def last_step(folder: Path) -> tuple[int, float]:
