@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import struct
@@ -82,10 +83,11 @@ class StepReader:
 
 def usual_parts(folder: Path) -> dict[str, float] | None:
     """Return the medians of the parts of the steps that a rank has noted, in seconds; None where it has noted none."""
-    steps = StepReader(folder).read()
-    if not steps:
-        return None
-    return {name: round(statistics.median(getattr(step, name) for step in steps), 6) for name in _PARTS}
+    with suppress(ValueError, OverflowError):  # the rank may write anything, or nothing
+        steps = StepReader(folder).read()
+        parts = {name: round(statistics.median(getattr(step, name) for step in steps), 6) for name in _PARTS}
+        return parts if all(map(math.isfinite, parts.values())) else None
+    return None
 
 
 def last_step(folder: Path) -> tuple[int, float]:
