@@ -165,7 +165,7 @@ _READERS = {
 
 @dataclass(frozen=True, eq=False)
 class Alternatives:
-    """A configuration that runs today beside what would be faster."""
+    """A configuration that runs today beside plans that may be faster."""
 
     setup: Setup
     """The configuration."""

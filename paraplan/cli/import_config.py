@@ -194,11 +194,12 @@ def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
     from paraplan.cli.estimate_tables import print_heading  # rich, which --json does without
 
     print_heading(now)
-    typer.echo("\nWhat would be faster")
+    typer.echo("\nBeside other plans, fastest first")
     if compared.reason is not None:
         typer.echo(f"  no plan to compare with: {compared.reason}")
         return
-    rows = {f"now, {imported.setup.tool}": now} | compared.others
+    unsorted = {f"now, {imported.setup.tool}": now} | compared.others
+    rows = dict(sorted(unsorted.items(), key=lambda row: (not row[1].fits, row[1].step.step_time_s)))
     width = max(map(len, rows))
     for name, estimate in rows.items():
         rate = format_count(estimate.step.tokens_per_s_per_gpu)

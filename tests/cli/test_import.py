@@ -51,6 +51,16 @@ def test_a_deepspeed_config_is_priced_beside_what_would_be_faster(deepspeed: Pat
     assert "note: recompute is switched on by the script" in stderr
 
 
+def test_plans_beside_a_config_stand_by_their_time_and_none_is_called_faster_that_is_slower(deepspeed: Path) -> None:
+    text = run("import", str(deepspeed), *GPT2)[1]
+    table = text.partition("Beside other plans, fastest first\n")[2].splitlines()
+    rows = [line for line in table if "tokens/s/GPU" in line]
+    rates = [float(line.partition(" tokens/s/GPU")[0].split()[-2]) for line in rows]
+    assert len(rates) > 1
+    assert rates == sorted(rates, reverse=True)
+    assert "What would be faster" not in text
+
+
 def test_json_keeps_the_keys_of_estimate_and_adds_the_comparison(deepspeed: Path) -> None:
     status, stdout, _ = run("import", str(deepspeed), *GPT2, "--json")
     answer = json.loads(stdout)
