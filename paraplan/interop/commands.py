@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 
+from paraplan.plan.allocators import segment_variables
 from paraplan.plan.files import ClusterReference
+from paraplan.plan.training import TrainingSpec
 
 
 def launch_command(plan_path: str, cluster: ClusterReference, *, script: str = "train.py") -> str:
@@ -13,9 +15,22 @@ def launch_command(plan_path: str, cluster: ClusterReference, *, script: str = "
     return shlex.join(words)
 
 
-def torchrun_command(cluster: ClusterReference, *, script: str = "train.py") -> str:
-    """Return torchrun's command for the same ranks; the script has to apply the plan itself."""
-    words = ["torchrun", *_rendezvous(cluster), "--nproc-per-node", str(cluster.gpus_per_node), script]
+def torchrun_command(
+    cluster: ClusterReference, *, script: str = "train.py", training: TrainingSpec | None = None
+) -> str:
+    """Return torchrun's command for the same ranks, with the variables of torch's allocator that `training` has.
+
+    The script has to apply the plan itself.
+    """
+    variables = {} if training is None else segment_variables(training.stack, {})
+    words = [
+        *(f"{name}={value}" for name, value in variables.items()),
+        "torchrun",
+        *_rendezvous(cluster),
+        "--nproc-per-node",
+        str(cluster.gpus_per_node),
+        script,
+    ]
     return shlex.join(words)
 
 

@@ -11,6 +11,7 @@ from paraplan.arguments import checked
 from paraplan.errors import ProfileError, UsageError
 from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.profiles import GpuProfile
+from paraplan.plan.allocators import segment_variables
 from paraplan.plan.files import ClusterReference, PlanFile
 from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.support import training_reason, unsupported_reason
@@ -265,7 +266,12 @@ def shared_notes(
         notes = [words for field, words in _told(training).items() if words is not None and field not in writes]
         if training.loss not in ("plain", *losses):
             notes.append(f"--loss {training.loss}: the plan was made for it")
-        if rest := training.stack.without(tells).text:
+        if "expandable_segments" not in tells:
+            variables = segment_variables(training.stack, {})
+            notes += [
+                f"{name}={value} in the environment: the plan was made for it" for name, value in variables.items()
+            ]
+        if rest := training.stack.without(tells | {"expandable_segments"}).text:
             notes.append(f"{rest}: the plan was made for a stack with these settings")
     if subject.gpu_order is not None:
         notes.append(f"CUDA_VISIBLE_DEVICES={subject.gpu_order}: in this order groups use the fastest links")

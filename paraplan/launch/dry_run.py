@@ -20,6 +20,7 @@ from paraplan.launch.planning import make_plan
 from paraplan.launch.ranks.limits import threads_per_rank, usable_cores
 from paraplan.launch.request import PLAN_VARIABLE, LaunchRequest, check_request, count_gpus, given_ranks
 from paraplan.launch.spec import DEFAULT_MASTER_PORT, ArgumentError, LaunchSpec, NodeRange
+from paraplan.plan.allocators import segment_variables
 from paraplan.plan.files import PlanFile
 from paraplan.plan.ranks import RankGrid
 from paraplan.plan.support import training_reason, unsupported_reason
@@ -158,6 +159,8 @@ def _environment(request: LaunchRequest, rank: int, *, ranks_per_node: int, targ
         environment[PLAN_VARIABLE] = request.plan_path
     if request.file is not None and drives_accelerate(request):
         environment |= accelerate_variables(request.file, os.environ)
+    if request.file is not None and request.file.training is not None:
+        environment |= segment_variables(request.file.training.stack, os.environ)
     if request.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(request.gpus)
     if "OMP_NUM_THREADS" not in os.environ and target.num_cores is not None and ranks_per_node > 1:

@@ -275,6 +275,13 @@ class Launch:
             self.environment[PLAN_READ_VARIABLE] = str(here / "plan-read")
             if not folder.is_temporary:
                 self.environment[MEASURED_VARIABLE] = str(here / MEASURED_FILE)
+        if request.file is not None and request.file.training is not None:
+            from paraplan.plan.allocators import segment_variables  # pydantic, which the file has loaded
+
+            segments = segment_variables(request.file.training.stack, os.environ)
+            self.environment.update(segments)
+            for name, value in segments.items():
+                say(f"{name}={value} in each rank: the plan was made for it")
         if spec.metrics:
             self.environment[METRICS_VARIABLE] = str(Path(spec.metrics).absolute())
         if spec.hang_timeout is not None:

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Literal
 
 from paraplan.hardware.profile_json import read_object, validated
+from paraplan.plan.stack import StackSettings
 from paraplan.records import Record
 from paraplan.resources import profiles_folder
 
 ExpandableSegments = Literal["no", "several_processes", "yes"]
 """Whether torch's allocator grows its segments (`expandable_segments:True`), or does so where there are several
 processes."""
+
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables of torch's allocator: the first is read by all releases, the second since 2.9 and before the first."""
+
+
+def segment_variables(stack: StackSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable under which torch's allocator grows its segments where `stack` says so; else nothing.
+
+    Other settings that `environment` has for the allocator stay, and so does what it says of segments.
+    """
+    set_there = [name for name in reversed(_VARIABLES) if environment.get(name)]
+    told = ",".join(environment[name] for name in set_there)
+    if not stack.expandable_segments or "expandable_segments" in told:
+        return {}
+    name = set_there[0] if set_there else _VARIABLES[0]
+    return {name: ",".join(filter(None, [environment.get(name), "expandable_segments:True"]))}
 
 
 class ToolAllocator(Record):

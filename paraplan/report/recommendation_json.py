@@ -21,7 +21,10 @@ def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
         target = answer.workload.framework.export_target
         return {} if target is None else {"export": shlex.join(["paraplan", "export", path, "--to", target])}
     reference = cluster_reference(answer)
-    return {"launch": launch_command(path, reference), "torchrun": torchrun_command(reference)}
+    return {
+        "launch": launch_command(path, reference),
+        "torchrun": torchrun_command(reference, training=answer.workload.training),
+    }
 
 
 def recommendation_report(answer: Recommendation, *, plan_path: Path | None, seconds: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from paraplan.cost.framework_files import load_framework
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.interop.export import TARGETS, export_plan
 from paraplan.plan.files import PlanFile, PlannedPlacement
+from paraplan.plan.stack import StackSettings
 
 YAML_TARGETS = ("accelerate", "megatron-bridge", "pytorchjob", "trainjob", "jobset", "skypilot")
 SCRIPTS = ("torchrun", "slurm", "megatron-lm")
@@ -539,6 +540,15 @@ def test_the_order_of_gpus_is_followed_or_told() -> None:
         assert "--gpus 0,2,1,3,4,5,6,7 --plan" in export_plan(made, target).text
     for target in ("accelerate", "deepspeed", "megatron-lm", "torchtitan", "hf-trainer", "megatron-bridge"):
         assert any("0,2,1,3" in note for note in export_plan(made, target, partial=True).notes)
+
+
+def test_segments_of_the_allocator_that_grow_are_set_or_told() -> None:
+    made = subject("zero-3", stack=StackSettings(expandable_segments=True))
+    variable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    for target in ("torchrun", "megatron-lm"):
+        assert f"{variable} torchrun" in export_plan(made, target, partial=True).text
+    for target in ("accelerate", "deepspeed", "hf-trainer", "megatron-bridge", "trl"):
+        assert any(variable in note for note in export_plan(made, target, partial=True).notes)
 
 
 @pytest.mark.parametrize(

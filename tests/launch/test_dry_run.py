@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from paraplan.launch.request import LaunchRequest
 from paraplan.launch.spec import LaunchSpec, NodeRange
 from paraplan.plan.files import PlanFile, PlannedEstimate
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stack import StackSettings
+from paraplan.plan.training import TrainingSpec
 
 PLAN = ParallelPlan(dp=2, pp=4, pipeline_schedule="1f1b", num_microbatches=4)
 
@@ -48,6 +51,25 @@ def test_the_environment_is_what_the_launcher_adds() -> None:
     assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "8"
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == (CHOSEN_AT_START, CHOSEN_AT_START)
     assert environment["PARAPLAN_PLAN"] == "/plan.json"
+
+
+def test_segments_grow_in_the_ranks_of_a_plan_that_was_made_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = TrainingSpec(global_batch_size=8, seq_length=8, stack=StackSettings(expandable_segments=True))
+    file = PlanFile(plan=PLAN, training=training)
+    made = replace(request(), file=file)
+    grows, variable = "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF"
+
+    def told() -> str | None:
+        return plan_launch(made, ranks_per_node=8, target=target()).ranks[3].environment.get(variable)
+
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv(variable, raising=False)
+    assert told() == grows
+    monkeypatch.setenv(variable, "max_split_size_mb:64")
+    assert told() == f"max_split_size_mb:64,{grows}"
+    monkeypatch.setenv(variable, "expandable_segments:False")
+    assert told() is None
+    assert variable not in plan_launch(request(), ranks_per_node=8, target=target()).ranks[3].environment
 
 
 def test_two_nodes_have_ranks_one_after_the_other_and_the_given_endpoint() -> None:

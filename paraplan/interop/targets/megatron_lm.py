@@ -64,12 +64,13 @@ def to_megatron_lm(subject: Subject) -> Exported:
     notes = ["the model (--num-layers, --hidden-size ...), data and learning rate: arguments of this script"]
     if subject.layout.num_nodes > 1:
         notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
-    notes += shared_notes(subject, {"linear_precision", "seq_length", "optimizer", "attention"}, tells=TOLD)
+    tells = TOLD | {"expandable_segments"}
+    notes += shared_notes(subject, {"linear_precision", "seq_length", "optimizer", "attention"}, tells=tells)
     if subject.plan.recompute == "selective_ops":
         notes.append(MODULES_NOTE)
     arguments = "".join(f"  {argument}\n" for argument in megatron_arguments(subject))
     script = subject.script if subject.script != "train.py" else "pretrain_gpt.py"
-    command = torchrun_command(subject.layout, script=script)
+    command = torchrun_command(subject.layout, script=script, training=subject.training)
     text = (
         "#!/bin/bash\n"
         + comment(remarks(subject, gaps, notes))

@@ -15,7 +15,7 @@ def to_torchrun(subject: Subject) -> Exported:
     notes = ["the script reads the plan through paraplan.runtime; one that does not use it has to apply it itself"]
     if subject.layout.num_nodes > 1:
         notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
-    command = torchrun_command(subject.layout, script=subject.script)
+    command = torchrun_command(subject.layout, script=subject.script, training=subject.training)
     order = f"CUDA_VISIBLE_DEVICES={subject.gpu_order} " if subject.gpu_order is not None else ""
     lines = f"{order}PARAPLAN_PLAN={shlex.quote(subject.path)} {command}\n"
     text = "#!/bin/sh\n" + comment(remarks(subject, gaps, notes)) + lines

@@ -80,7 +80,8 @@ class RoundPreparation:
             self.environment.update(self._accelerate)
 
     def _plan(self, this_round: Round, planner: PlannerRequest) -> None:
-        from paraplan.plan.files import PlanFile  # pydantic: a tenth of a second for launches without a plan
+        from paraplan.plan.allocators import segment_variables  # pydantic: a tenth of a second without a plan
+        from paraplan.plan.files import PlanFile
 
         before, store = self.job.plan, this_round.store
         fits = before is not None and before.plan.world_size == this_round.world_size
@@ -102,6 +103,8 @@ class RoundPreparation:
         path.write_text(text, encoding="utf-8")
         self.job.plan = PlanFile.from_json(text, source=str(path))
         self.environment[PLAN_VARIABLE] = str(path)
+        if self.job.plan.training is not None:
+            self.environment.update(segment_variables(self.job.plan.training.stack, os.environ))
         if store is None or store.node == 0:
             num_ranks = this_round.world_size
             again = "" if before is None else f", made anew for {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
