@@ -31,9 +31,11 @@ MOST_LINES = 22
 """Lines of the short answer."""
 _ROWS = 5
 """Plans of its table, where there is room for them; all of `--top` with -v."""
-_LEFT_OUT = ("Samples", "Loading", "", "Offload", "Mixed", "GPUs", "Lever", "Roomier", "Why not", "Faster", "Why")
+_LEFT_OUT = ("Samples", "Loading", "", "Offload", "Lever", "Faster", "Roomier", "Mixed")
 """Labels of lines that the short answer leaves to -v where it would be too long, in this order; "" is what goes on. The
 first lever stays, or the first change that is faster where there is none."""
+_LEFT_OUT_LAST = ("Faster", "Lever", "Why", "GPUs", "Why not")
+"""Labels of lines that go where that is not enough, all of them: what decided against a simpler plan goes last."""
 
 
 def print_answer(
@@ -82,20 +84,22 @@ def _print_short(
     plans = [one for one in without_equals(result.candidates, result.best.plan) if one.fits]
     rows = [
         tuple(one for one in table_rows(plans[:most], result) if one.fits)
-        for most in ([shown_rows] if shown_rows else range(_ROWS, 0, -1))
+        for most in ([shown_rows] if shown_rows else range(_ROWS, -1, -1))
     ]
     tables = [_short_plans(each, answer) for each in rows]
-    for label in _LEFT_OUT:
-        if _height(console, lines_table(lines), tables[-1]) < room:
-            break
-        stays = "Faster" if not any(line.label == "Lever" for line in lines) else "Lever"
-        first = next((line for line in lines if line.label == label == stays), None)
-        lines = [line for line in lines if line.label != label or line.tone in ("bad", "caution") or line is first]
+    stays = "Lever" if any(line.label == "Lever" for line in lines) else "Faster"
+    first = next((line for line in lines if line.label == stays), None)
+    with_fastest = tables[-2:][0]
+    for labels, kept, least in ((_LEFT_OUT, first, with_fastest), (_LEFT_OUT_LAST, None, tables[-1])):
+        for label in labels:
+            if _height(console, lines_table(lines), least) < room:
+                break
+            lines = [line for line in lines if line.label != label or line.tone in ("bad", "caution") or line is kept]
     print_lines(console, lines)
-    table = next((each for each in tables if _height(console, lines_table(lines), each) < room), tables[-1])
+    place = next((at for at, each in enumerate(tables) if _height(console, lines_table(lines), each) < room), -1)
     console.print()
-    console.print(table)
-    if any(answer.is_lower_bound(one.plan) for one in rows[-1]):
+    console.print(tables[place])
+    if any(answer.is_lower_bound(one.plan) for one in rows[place]):
         console.print("   [dim]+ at least so long: see the caution[/dim]", markup=True)
 
 

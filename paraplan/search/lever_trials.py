@@ -283,6 +283,16 @@ def loads(workload: Workload, estimate: PlanEstimate) -> bool:
     return loading is None or loading.fits
 
 
+def named_offer(lever: Lever, workload: Workload) -> LeverOffer:
+    """Return the offer of a lever before it is priced."""
+    return LeverOffer(
+        name=lever.name,
+        options=lever.options,
+        keeps_training=lever.keeps_training,
+        num_gpus=workload.cluster.num_gpus,
+    )
+
+
 def offer_of(
     lever: Lever,
     workload: Workload,
@@ -298,12 +308,7 @@ def offer_of(
     """
     if is_stopped():
         return None
-    offer = LeverOffer(
-        name=lever.name,
-        options=lever.options,
-        keeps_training=lever.keeps_training,
-        num_gpus=workload.cluster.num_gpus,
-    )
+    offer = named_offer(lever, workload)
     reason = lacking(lever, workload, executor)
     if reason is not None:
         return offer.replace(lacking=reason), float("inf")
@@ -313,17 +318,18 @@ def offer_of(
         among = with_room(other) if leaves_room else other
         best = search(among, num_candidates=1, executor=executor, fixed=lever.constraints(fixed)).best
     except NothingFitsError as error:
-        return _priced(offer, among, error.nearest), _share(among, error.nearest)
+        return priced_offer(offer, among, error.nearest), _share(among, error.nearest)
     except ParaplanError:  # the model has no layers for it, or the choices exclude each other
         return None
     if leaves_room:
         best = estimate_plan(other, best.plan)
-    return _priced(offer, other, best, without=without), _share(other, best)
+    return priced_offer(offer, other, best, without=without), _share(other, best)
 
 
-def _priced(
+def priced_offer(
     offer: LeverOffer, workload: Workload, best: PlanEstimate, *, without: PlanEstimate | None = None
 ) -> LeverOffer:
+    """Return an offer with the figures of its best plan, compared with the plan `without` it."""
     step, loading = best.step, loading_of(workload, best)
     unloadable = None if loading is None else loading.lacking_in_words
     return offer.replace(

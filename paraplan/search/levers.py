@@ -16,6 +16,7 @@ from paraplan.errors import ParaplanError
 from paraplan.model.quantizers import quantizer_of
 from paraplan.model.trainable import ALL_LINEAR, QLORA_WEIGHTS
 from paraplan.model.weight_formats import WEIGHT_FORMATS, is_stored_below_16_bits
+from paraplan.plan.allocators import grows_segments
 from paraplan.plan.executor import Executor, training_gap
 from paraplan.plan.support import rule_of
 from paraplan.plan.training import TrainingSpec
@@ -103,9 +104,7 @@ def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterat
     training = workload.training
     has_gpu = workload.cluster.gpu.vendor != "cpu"
     yield from _choices_left_free(fixed)
-    if training.loss in ("plain", "chunked"):
-        offers = [Lever("fused loss", "--loss liger", {"loss": "liger"}), *chunked_loss(workload)]
-        yield next((one for one in offers if lacking(one, workload, executor) is None), offers[0])
+    yield from smaller_loss(workload, executor)
     if has_gpu:
         yield from _narrower_weights(workload)
     if training.optimizer in ("adamw", "adamw_foreach"):
@@ -122,6 +121,26 @@ def levers(workload: Workload, fixed: Constraints, executor: Executor) -> Iterat
     if (fixed.micro_batch_size or 1) > training.learns_from.group:
         option = f"without --micro-batch {fixed.micro_batch_size}"
         yield Lever("fewer sequences at once", option, fixed={"micro_batch_size": None})
+
+
+def smaller_loss(workload: Workload, executor: Executor) -> Iterator[Lever]:
+    """Yield the first loss that keeps fewer logits which the executor has: a fused one, or one over chunks."""
+    if workload.training.loss in ("plain", "chunked"):
+        offers = [Lever("fused loss", "--loss liger", {"loss": "liger"}), *chunked_loss(workload)]
+        yield next((one for one in offers if lacking(one, workload, executor) is None), offers[0])
+
+
+def growing_segments(workload: Workload) -> Iterator[Lever]:
+    """Yield segments of torch's allocator that grow, so that larger requests find room in what is freed.
+
+    CUDA alone is known to have them everywhere; it is one variable in the environment.
+    """
+    cluster, stack = workload.cluster, workload.training.stack
+    grows = grows_segments(workload.framework.storage.expandable_segments, cluster.num_gpus)
+    if cluster.gpu.vendor == "nvidia" and not grows and stack.expandable_segments is None:
+        changed = stack.replace(expandable_segments=True)
+        words = ",".join(filter(None, [stack.text, "expandable_segments"]))
+        yield Lever("segments that grow", f"--stack {words}", {"stack": changed})
 
 
 def chunked_loss(workload: Workload) -> Iterator[Lever]:

@@ -53,6 +53,8 @@ class LeverOffer(Record):
     """Note on the lever: a tool that trains nothing over such weights."""
     found: str | None = None
     """Result of `--find` with the lever."""
+    is_simpler: bool = False
+    """Whether its plan is simpler than the recommended one without it, which is then to be named."""
 
     @property
     def is_free(self) -> bool:
@@ -83,7 +85,9 @@ class LeverOffer(Record):
     def in_short(self) -> str:
         """An offer that fits in a line: its options, memory and time."""
         memory = format_bytes(self.peak_memory_bytes)
-        return f"{self.options}: {self._found}{memory}, {self.step_in_words.replace(' (', ' a step (')}{self._fewer}"
+        simpler = f", simpler: {self.plan}" if self.is_simpler else ""
+        step = self.step_in_words.replace(" (", " a step (")
+        return f"{self.options}: {self._found}{memory}, {step}{self._fewer}{simpler}"
 
     @property
     def _found(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from paraplan.cost.estimate import PlanEstimate, leaves_room
+from paraplan.cost.estimate import PlanEstimate
 from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from paraplan.search.own_options import ChosenOptions
     from paraplan.search.sizes import Budget, SizeOffer
     from paraplan.search.what_helps import Help
-
-
-MUCH_BUBBLE = 0.25
-"""Share of the step that ranks wait above which levers on memory are tried in place of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -172,25 +168,15 @@ def recommendation(workload: Workload, question: SearchRequest) -> Recommendatio
 def _levers(
     asked: Workload, workload: Workload, question: SearchRequest, result: SearchResult
 ) -> tuple[LeverOffer, ...]:
-    """Return levers on memory where something is to be found, a plan offloads unasked, or leaves too little room."""
+    """Return the levers that find more where something is to be found, and else those beside the plan."""
     best, fixed, executor = result.best, question.fixed, question.executor
     if result.is_partial:
         return ()
     if question.find is not None:
         return _find_levers(asked, workload, question, best)
-    offloads = best.plan.offload != "none" and fixed.offload is None
-    idles = best.step.pipeline_bubble_s > MUCH_BUBBLE * best.step.step_time_s
-    if not (offloads or idles) and leaves_room(workload, best):
-        return ()
-    from paraplan.search.lever_trials import LeverTrials
+    from paraplan.search.levers_beside import levers_beside
 
-    if offloads:
-        left = replace(fixed, offload="none")
-        return LeverTrials(workload, executor, left, without=best).offers(looks_for_fewest=True)
-    if idles:  # a plan without a pipeline may fit
-        found = LeverTrials(workload, executor, fixed, without=best, most_slowdown=-MUCH_BUBBLE).offers()
-        return found if any(one.fits for one in found) else ()
-    return LeverTrials(workload, executor, fixed, without=best, leaves_room=True).offers()
+    return levers_beside(workload, result, executor=executor, fixed=fixed)
 
 
 def _find_levers(

@@ -118,6 +118,8 @@ SMALL_RIG = 8
 FEW_TOKENS, FEWEST_TOKENS = 4096, 2048
 """Tokens of one sequence on a rank of cp below which cp is rare, and unknown: of 124 published runs with cp
 (`profiles/runs`), tests of frameworks apart, 7 leave fewer than the first number, and none fewer than the second."""
+SHORTEST_SPLIT = 8192
+"""Tokens of the shortest sequences that cp divides in a published run (`profiles/runs`): it is unknown below."""
 
 
 FEW_VIRTUAL, USUAL_VIRTUAL = 4, 12
@@ -139,14 +141,15 @@ def complexity(column: Callable[[str], Ints], *, seq_length: int, ops_by_default
     Each axis beside dp, offload, virtual stages, uneven stages, sharding in groups and ranks in another order than
     Megatron-LM's count 2, offloaded parameters 4, sharding over dp (ZeRO) and recompute of chosen operations 1: of
     these nothing where the framework does so by default.
-    Context parallelism that leaves a rank fewer than `FEW_TOKENS` counts twice, and fewer than `FEWEST_TOKENS` three
-    times: it stands for data parallelism there.
+    Context parallelism that leaves a rank fewer than `FEW_TOKENS` counts twice, and fewer than `FEWEST_TOKENS`, or of
+    sequences below `SHORTEST_SPLIT`, once more each: it stands for data parallelism there.
     Virtual stages count again beyond `FEW_VIRTUAL` and `USUAL_VIRTUAL`. A pipeline that its micro-batches do not fill
     once is simple under no axes: it counts `IDLE`.
     """
     virtual = column("virtual")
     twice = [column(axis.name) > 1 for axis in AXES if axis.name != "dp"]
     twice += [(column("cp") > 1) & (seq_length // column("cp") < few) for few in (FEW_TOKENS, FEWEST_TOKENS)]
+    twice.append((column("cp") > 1) & (seq_length < SHORTEST_SPLIT))
     twice += [
         virtual > 1,
         virtual > FEW_VIRTUAL,
