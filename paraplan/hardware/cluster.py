@@ -42,11 +42,15 @@ class Cluster(Record):
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} x {self.name}" if self.num_nodes > 1 else self.name
+        return f"{nodes}: {self.kinds}"
+
+    @property
+    def kinds(self) -> str:
+        """The number of GPUs of each kind, in words."""
         counts = Counter(gpu.name for gpu in self.node.gpus if gpu.name is not None)
         if len(counts) > 1:
-            kinds = " and ".join(f"{self.num_nodes * count} x {name}" for name, count in counts.items())
-            return f"{nodes}: {kinds}"
-        return f"{nodes}: {self.num_gpus} x {self.gpu.title}"
+            return " and ".join(f"{self.num_nodes * count} x {name}" for name, count in counts.items())
+        return f"{self.num_gpus} x {self.gpu.title}"
 
     @property
     def gpu_memory_bytes(self) -> int:

@@ -87,6 +87,22 @@ class Subject(Record):
             return None
         return ",".join(map(str, placement.local_gpus))
 
+    @property
+    def gpu_variables(self) -> str | None:
+        """The variables that show each node's GPUs in the plan's order, None where it is that of their numbers.
+
+        CUDA puts the fastest first unless told: kinds of GPU that a plan leaves out are told by the bus.
+        """
+        if self.gpu_order is None:
+            return None
+        by_bus = "CUDA_DEVICE_ORDER=PCI_BUS_ID " if self.skips_gpus else ""
+        return f"{by_bus}CUDA_VISIBLE_DEVICES={self.gpu_order}"
+
+    @property
+    def skips_gpus(self) -> bool:
+        """Whether the plan leaves a GPU idle that is numbered before one that it uses."""
+        return self.file.placement is not None and self.file.placement.skips_gpus
+
     def describe(self) -> list[str]:
         """Return the lines that head every exported file: the plan, what it trains and on what."""
         if not self.is_planned:
@@ -235,8 +251,11 @@ def runtime_gap(subject: Subject) -> list[Gap]:
 
 
 def launch_words(subject: Subject, *, plan_path: str) -> str:
-    """Return the last words of `paraplan launch` for a shell: the order of GPUs, the plan and the script."""
-    order = ["--gpus", subject.gpu_order] if subject.gpu_order is not None else []
+    """Return the last words of `paraplan launch` for a shell: the order of GPUs, the plan and the script.
+
+    GPUs of a plan that leaves some of the first idle are taken from its file.
+    """
+    order = ["--gpus", subject.gpu_order] if subject.gpu_order is not None and not subject.skips_gpus else []
     plan = ["--plan", f"auto:{plan_path}" if subject.plans_again else plan_path] if subject.is_planned else []
     return shlex.join([*order, *plan, subject.script, *subject.arguments])
 
@@ -273,8 +292,9 @@ def shared_notes(
             ]
         if rest := training.stack.without(tells | {"expandable_segments"}).text:
             notes.append(f"{rest}: the plan was made for a stack with these settings")
-    if subject.gpu_order is not None:
-        notes.append(f"CUDA_VISIBLE_DEVICES={subject.gpu_order}: in this order groups use the fastest links")
+    if (order := subject.gpu_variables) is not None:
+        usual = "in this order groups use the fastest links"
+        notes.append(f"{order}: {'the plan leaves other GPUs idle' if subject.skips_gpus else usual}")
     return notes
 
 

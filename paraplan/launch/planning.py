@@ -10,15 +10,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import paraplan
-from paraplan.errors import PlanError
+from paraplan.errors import NoGpuError, PlanError
 
 if TYPE_CHECKING:  # pydantic: a tenth of a second for launches without a plan
+    from paraplan.hardware.topology import Gpu
     from paraplan.plan.files import PlanFile
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -111,6 +112,27 @@ def planned_layout(file: PlanFile) -> tuple[int, int]:
     if cluster is not None and cluster.num_nodes * cluster.gpus_per_node == world_size:
         return cluster.num_nodes, cluster.gpus_per_node
     return 1, world_size
+
+
+def planned_gpus(
+    file: PlanFile, *, read_gpus: Callable[[], Sequence[Gpu]], environment: Mapping[str, str]
+) -> tuple[str, ...] | None:
+    """Return the devices of a plan for some kinds of a machine's GPUs, as CUDA_VISIBLE_DEVICES names them.
+
+    None for a plan of the first GPUs, and where this machine does not show those of the plan.
+    """
+    if file.placement is None or not file.placement.skips_gpus:
+        return None
+    from paraplan.hardware.probe.cuda_devices import cuda_view
+
+    try:
+        devices = {device.nvml_index: device for device in cuda_view(read_gpus(), environment).devices}
+    except NoGpuError:  # no driver lists them
+        return None
+    if not all(index in devices for index in file.placement.local_gpus):
+        return None
+    chosen = [devices[index] for index in file.placement.local_gpus]
+    return tuple(device.mig_uuid or device.uuid or str(device.nvml_index) for device in chosen)
 
 
 def why_planned_again(file: PlanFile, *, nodes: int, ranks: int, gpu: str | None) -> str | None:

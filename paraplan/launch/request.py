@@ -18,6 +18,7 @@ from paraplan.launch.planning import (
     CPU_PROFILE,
     PlannerRequest,
     kind_of_gpu,
+    planned_gpus,
     planned_layout,
     planner_of,
     why_planned_again,
@@ -90,9 +91,11 @@ def check_request(
     """
     planner = planner_request(spec, num_gpus=num_gpus)
     plan_path = spec.plan_path
-    gpus = _chosen_gpus(spec.gpus, read_gpus=read_gpus, environment=environment)
-    num_gpus = num_gpus if gpus is None else len(gpus)
     file = read_plan_file(current_folder / plan_path) if plan_path else None
+    gpus = _chosen_gpus(spec.gpus, read_gpus=read_gpus, environment=environment)
+    if gpus is None and num_gpus and file is not None and not spec.plans_again:
+        gpus = planned_gpus(file, read_gpus=read_gpus, environment=environment)
+    num_gpus = num_gpus if gpus is None else len(gpus)
     if spec.nproc_per_node is not None:
         _check_local_world(spec.nproc_per_node, num_gpus=num_gpus)
     _check_numbers(spec)

@@ -73,6 +73,11 @@ class PlannedPlacement(Record):
     local_gpus: tuple[int, ...]
     slowest_bytes_per_s: dict[Axis, float]
 
+    @property
+    def skips_gpus(self) -> bool:
+        """Whether a GPU stays idle that is numbered before one in use, as a slower kind of a mixed machine does."""
+        return sorted(self.local_gpus) != list(range(len(self.local_gpus)))
+
 
 class PlanFile(Record):
     """A plan, its model, its training, its machines and its prediction, in one JSON object.

@@ -21,10 +21,11 @@ def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
         target = answer.workload.framework.export_target
         return {} if target is None else {"export": shlex.join(["paraplan", "export", path, "--to", target])}
     reference = cluster_reference(answer)
-    return {
-        "launch": launch_command(path, reference),
-        "torchrun": torchrun_command(reference, training=answer.workload.training),
-    }
+    torchrun = torchrun_command(reference, training=answer.workload.training)
+    if answer.placement.skips_gpus:
+        gpus = ",".join(map(str, answer.placement.local_gpus))
+        torchrun = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={gpus} {torchrun}"
+    return {"launch": launch_command(path, reference), "torchrun": torchrun}
 
 
 def recommendation_report(answer: Recommendation, *, plan_path: Path | None, seconds: float) -> dict[str, Any]:

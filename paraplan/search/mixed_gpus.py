@@ -1,19 +1,54 @@
-"""Several kinds of GPU in one machine: what the slower ones cost."""
+"""Several kinds of GPU in one machine: what the slower cost, and the faster alone where a step takes clearly less."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import inf
 
 from paraplan.cost.workload import Workload
-from paraplan.errors import ParaplanError
+from paraplan.errors import NoPlanFitsError, ParaplanError, PlanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, find_gpu
+from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.plan.executor import Executor
+from paraplan.search.cluster_sizes import least_time_s
 from paraplan.search.constraints import Constraints
+from paraplan.search.idle_gpus import WORTH_IDLE, LeavingIdle
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
+from paraplan.search.sizes import SearchOn
 from paraplan.units import format_bytes, format_seconds
+
+
+def without_slower(
+    workload: Workload, result: SearchResult | None, search_on: SearchOn, *, executor: Executor, fixed: Constraints
+) -> LeavingIdle | None:
+    """Return the search on the faster kinds of GPU alone where a step takes clearly less than on all (`result`).
+
+    Without a `result` no plan is there for all. None where the slower kinds are worth their place.
+    """
+    limit_s = inf if result is None else WORTH_IDLE * result.best.step.step_time_s
+    best: Workload | None = None
+    for cluster in _faster_parts(workload.cluster):
+        part = replace(workload, cluster=cluster)
+        try:
+            if least_time_s(part, executor=executor, fixed=fixed) >= limit_s:
+                continue
+            found = search(part, num_candidates=1, executor=executor, fixed=fixed)
+        except (NoPlanFitsError, PlanError):
+            continue
+        if found.best.step.step_time_s < limit_s:
+            limit_s, best = found.best.step.step_time_s, part
+    if best is None:
+        return None
+    fewer = search_on(best)
+    used, count = best.cluster.num_gpus, workload.cluster.num_gpus
+    step = f"uses {used} of {count} GPUs, {best.cluster.kinds}: {format_seconds(fewer.best.step.step_time_s)} a step"
+    if result is None:
+        return LeavingIdle(best, fewer, f"{step}, no plan with all {count}")
+    all_s, slow = format_seconds(result.best.step.step_time_s), workload.cluster.gpu.title
+    return LeavingIdle(best, fewer, f"{step}, {all_s} with all {count}, where each rank waits for the {slow}")
 
 
 def mixed_remark(workload: Workload, result: SearchResult, *, executor: Executor, fixed: Constraints) -> str | None:
@@ -21,10 +56,8 @@ def mixed_remark(workload: Workload, result: SearchResult, *, executor: Executor
 
     None for GPUs of one kind, and of kinds that no profile describes.
     """
-    counts = Counter(gpu.name for gpu in workload.cluster.node.gpus if gpu.name is not None)
-    kinds = {name: gpu for name in counts if (gpu := find_gpu(name)) is not None}
-    faster = [name for name, gpu in kinds.items() if gpu.name != workload.cluster.gpu.name]
-    if len(kinds) < len(counts) or not faster:
+    parts = _faster_parts(workload.cluster)
+    if not parts:
         return None
     slow = workload.cluster.gpu.title
     memory = format_bytes(workload.cluster.gpu_memory_bytes)
@@ -32,25 +65,48 @@ def mixed_remark(workload: Workload, result: SearchResult, *, executor: Executor
         f"all ranks wait for the slowest, the {slow}, and have the least memory, {memory}: every rank gets as much of "
         "the batch, for no framework planned for here gives the faster card more"
     )
-    best = max(faster, key=lambda name: counts[name] * (max(kinds[name].peak_flops_per_s.values())))
-    return f"{words}; {_alone(workload, result, counts[best], kinds[best], executor=executor, fixed=fixed)}"
+    best = max(parts, key=lambda part: part.num_gpus * _speed(part.gpu))
+    return f"{words}; {_alone(workload, result, best, executor=executor, fixed=fixed)}"
 
 
 def _alone(
-    workload: Workload, result: SearchResult, count: int, gpu: GpuProfile, *, executor: Executor, fixed: Constraints
+    workload: Workload, result: SearchResult, cluster: Cluster, *, executor: Executor, fixed: Constraints
 ) -> str:
-    """Return what `count` GPUs of a kind take without the others."""
-    link = "-no-p2p" if workload.cluster.name.endswith("-no-p2p") else ""
-    name = f"{count}x{gpu.name}{link}"
-    cluster = cluster_from_profile(name, num_nodes=workload.cluster.num_nodes)
-    cluster = cluster.replace(host_memory_bytes=workload.cluster.host_memory_bytes)
-    who = f"{count} x {gpu.title} alone"
+    """Return what the GPUs of a part of the machines take without the others."""
+    who = f"{cluster.kinds} alone"
     try:
-        part = replace(workload, cluster=cluster)
-        alone = search(part, num_candidates=1, executor=executor, fixed=fixed).best
+        alone = search(replace(workload, cluster=cluster), num_candidates=1, executor=executor, fixed=fixed).best
     except ParaplanError:
         return f"no plan fits {who}"
     ratio = alone.step.step_time_s / result.best.step.step_time_s
     change = f"{ratio - 1:.0%} longer" if ratio >= 1 else f"{1 - ratio:.0%} less"
-    takes = "takes" if count == 1 else "take"
-    return f"{who} {takes} {format_seconds(alone.step.step_time_s)} a step, {change} (--profile {name})"
+    takes = "takes" if cluster.num_gpus == 1 else "take"
+    return f"{who} {takes} {format_seconds(alone.step.step_time_s)} a step, {change} (--profile {cluster.name})"
+
+
+def _faster_parts(cluster: Cluster) -> list[Cluster]:
+    """Return the machines with their fastest kind of GPU alone, then with the next ones too, but for the slowest.
+
+    Nothing for GPUs of one kind, and of kinds that no profile describes.
+    """
+    counts = Counter(gpu.name for gpu in cluster.node.gpus if gpu.name is not None)
+    kinds = {name: gpu for name in counts if (gpu := find_gpu(name)) is not None}
+    if len(kinds) < len(counts) or len(kinds) < 2:
+        return []
+    faster = sorted(
+        (name for name in kinds if kinds[name].name != cluster.gpu.name), key=lambda name: -_speed(kinds[name])
+    )
+    link = "-no-p2p" if cluster.name.endswith("-no-p2p") else ""
+    parts = []
+    for size in range(1, len(faster) + 1):
+        names = faster[:size]
+        profile = "+".join(f"{counts[name]}x{kinds[name].name}" for name in names) + link
+        gpu = cluster_from_profile(profile).gpu
+        indices = [gpu.index for gpu in cluster.node.gpus if gpu.name in names]
+        node = cluster.node.only(indices)
+        parts.append(cluster.replace(name=profile, gpu=gpu, node=node, measured=()))
+    return parts
+
+
+def _speed(gpu: GpuProfile) -> float:
+    return max(gpu.peak_flops_per_s.values())

@@ -248,10 +248,10 @@ def _searched(
             workload, search_on, executor=executor, fixed=question.fixed, price_per_gpu_hour=question.price_per_gpu_hour
         )
         return best.result, best.workload, best.offers, None
-    is_mixed = len({gpu.name for gpu in workload.cluster.node.gpus}) > 1
-    if question.uses_all_gpus or question.find is not None or objective == "memory" or is_mixed:
+    if question.uses_all_gpus or question.find is not None or objective == "memory":
         return search_on(workload), workload, (), None
     from paraplan.search.idle_gpus import leaving_idle
+    from paraplan.search.mixed_gpus import without_slower
 
     try:
         result = search_on(workload)
@@ -259,7 +259,9 @@ def _searched(
         result = None
     if result is not None and result.is_partial:
         return result, workload, (), None
-    fewer = leaving_idle(workload, result, search_on, executor=executor, fixed=question.fixed)
+    is_mixed = len({gpu.name for gpu in workload.cluster.node.gpus}) > 1
+    on_fewer = without_slower if is_mixed else leaving_idle
+    fewer = on_fewer(workload, result, search_on, executor=executor, fixed=question.fixed)
     if fewer is not None:
         return fewer.result, fewer.workload, (), fewer.because
     return result or search_on(workload), workload, (), None

@@ -542,6 +542,16 @@ def test_the_order_of_gpus_is_followed_or_told() -> None:
         assert any("0,2,1,3" in note for note in export_plan(made, target, partial=True).notes)
 
 
+def test_gpus_that_a_plan_skips_are_told_by_the_bus() -> None:
+    made = subject({"dp": 2})
+    placement = PlannedPlacement(local_gpus=(2, 3), slowest_bytes_per_s={})
+    made = made.replace(file=made.file.replace(placement=placement))
+    shown = "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=2,3"
+    assert f"{shown} PARAPLAN_PLAN=plan.json torchrun" in export_plan(made, "torchrun").text
+    assert "--gpus 2,3" not in export_plan(made, "slurm").text
+    assert f"{shown}: the plan leaves other GPUs idle" in export_plan(made, "accelerate", partial=True).notes
+
+
 def test_segments_of_the_allocator_that_grow_are_set_or_told() -> None:
     made = subject("zero-3", stack=StackSettings(expandable_segments=True))
     variable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

@@ -10,7 +10,7 @@ from paraplan.launch.parser import parse_arguments
 from paraplan.launch.planning import PlannerRequest
 from paraplan.launch.request import LaunchRequest, check_request, likely_ranks_per_node
 from paraplan.launch.spec import ArgumentError, LaunchSpec, NodeRange
-from paraplan.plan.files import ClusterReference, ModelReference, PlanFile
+from paraplan.plan.files import ClusterReference, ModelReference, PlanFile, PlannedPlacement
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingSpec
 
@@ -186,6 +186,23 @@ def test_visible_devices_of_the_user_limit_the_choice(tmp_path: Path) -> None:
         arguments, num_gpus=2, current_folder=tmp_path, read_gpus=lambda: EIGHT_GPUS, environment=environment
     )
     assert request.gpus == ("GPU-3abc",)
+
+
+@pytest.mark.parametrize(
+    ("planned", "expected"),
+    [((5, 6), ("GPU-5abc", "GPU-6abc")), ((1, 0), None), ((0, 1), None), ((7, 8), None)],
+)
+def test_a_plan_for_some_kinds_of_gpu_gets_those_that_it_names(
+    tmp_path: Path, planned: tuple[int, ...], expected: tuple[str, ...] | None
+) -> None:
+    (tmp_path / "train.py").touch()
+    placement = PlannedPlacement(local_gpus=planned, slowest_bytes_per_s={})
+    path = tmp_path / "plan.json"
+    path.write_text(PlanFile(plan=ParallelPlan(dp=2), placement=placement).to_json())
+    spec = parse_arguments(["--plan", "plan.json", "train.py"], {})
+    request = check_request(spec, num_gpus=8, current_folder=tmp_path, read_gpus=lambda: EIGHT_GPUS, environment={})
+    assert request.gpus == expected
+    assert request.nproc_per_node == "2"
 
 
 def test_gpus_on_a_machine_without_any_are_an_error(tmp_path: Path) -> None:

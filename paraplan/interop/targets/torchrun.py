@@ -16,7 +16,7 @@ def to_torchrun(subject: Subject) -> Exported:
     if subject.layout.num_nodes > 1:
         notes.append("run it on every node, with FIRST_NODE replaced by the address of one of them")
     command = torchrun_command(subject.layout, script=subject.script, training=subject.training)
-    order = f"CUDA_VISIBLE_DEVICES={subject.gpu_order} " if subject.gpu_order is not None else ""
+    order = f"{subject.gpu_variables} " if subject.gpu_variables is not None else ""
     lines = f"{order}PARAPLAN_PLAN={shlex.quote(subject.path)} {command}\n"
     text = "#!/bin/sh\n" + comment(remarks(subject, gaps, notes)) + lines
     return Exported(target="torchrun", text=text, gaps=tuple(gaps), notes=tuple(notes))
