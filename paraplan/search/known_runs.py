@@ -32,6 +32,11 @@ class MixtureRun(Record):
     """Part of the model that the run trained."""
     gpus: int
     """How many GPUs it ran on."""
+    ep: int | None = None
+    """The ranks that shared out the experts in the run that spread them least, of the published runs of the kind on an
+    eighth of these GPUs or more; None without."""
+    experts_per_rank: int | None = None
+    """The routed experts of a layer that each of these ranks held."""
     model: str
     """Model that the run trained."""
     source: str
@@ -51,7 +56,9 @@ def is_known(workload: Workload, column: Callable[[str], Ints]) -> Mask:
     All plans of models without experts are, and all on one GPU. The runs of all frameworks count where the family of
     the workload's own has none so large, and for adapters those of full training where none of adapters is. A plan is
     of the kind of a run if both use the same of tp, pp, cp and ep, and both or neither sharded parameters (ZeRO-3);
-    experts over ranks of `ep` are less without `tp` than beside it.
+    experts over ranks of `ep` are less without `tp` than beside it. A plan spreads experts over as many
+    ranks as such a run, or leaves a rank no more of them: two ranks that halve 128 experts gather nearly what plain
+    sharding does.
     """
     count = len(column("dp"))
     if workload.model.num_experts == 1 or workload.cluster.num_gpus == 1:
@@ -68,5 +75,7 @@ def is_known(workload: Workload, column: Callable[[str], Ints]) -> Mask:
         for axis in _AXES:
             if not (axis == "tp" and {"tp", "ep"} <= set(run.axes)):
                 same &= (column(axis) > 1) == (axis in run.axes)
+        if run.ep is not None and run.experts_per_rank is not None:
+            same &= (column("ep") >= run.ep) | (column("ep") * run.experts_per_rank >= workload.model.num_experts)
         known |= same
     return known

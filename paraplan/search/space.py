@@ -135,13 +135,13 @@ class PlanSpace:
             raise nothing_has_all(self.fixed)
 
     def _is_possible(self, degrees: Degrees) -> bool:
-        """Count the plans of a product of axes, and return whether any can be executed."""
+        """Count the plans of a product of axes, and return whether there are any that can be executed."""
         count = len(self._choices(degrees)) * len(self._micro_batch_sizes(degrees)) * self._orders.count(degrees.sizes)
         self.considered += count
         reason = self._reason_of(degrees)
         if reason is not None:
             self.rejected[reason] += count
-        return reason is None
+        return reason is None and count > 0
 
     def _largest_sizes(self, products: Sequence[Degrees]) -> list[int]:
         """Return the largest micro-batch of each product of axes that may fit some way."""

@@ -133,3 +133,10 @@ def test_one_gpu_gathers_parameters_from_a_host_that_holds_them(workload: MakeWo
     for_many_ranks = Workload.of(made.model, made.training, made.cluster, framework="torchtitan")
     with pytest.raises(NoPlanFitsError):
         search(for_many_ranks, executor=executor_of(for_many_ranks))
+
+
+def test_products_of_axes_without_a_choice_under_what_is_fixed_are_left_out(workload: MakeWorkload) -> None:
+    plain = workload("qwen3-235b-a22b", profile="8xh800", num_nodes=32, seq_length=4096, global_batch_size=2048)
+    made = Workload.of(plain.model, plain.training, plain.cluster, plain.links, framework="megatron-core")
+    fixed = Constraints(zero_stage=1)  # dp 1 has nothing to shard
+    assert search(made, num_candidates=1, executor=executor_of(made), fixed=fixed).best.plan.zero_stage == 1

@@ -168,6 +168,35 @@ def test_clusters_of_mixtures_get_a_kind_of_plan_that_somebody_ran(
     assert is_known(made, lambda name: getattr(table, name)).tolist() == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("model", "num_nodes", "framework", "ranks", "expected"),
+    [
+        ("qwen3-235b-a22b", 32, "megatron-core", (2, 4, 8, 64), [False, False, True, True]),
+        ("qwen3-235b-a22b", 2, "megatron-core", (2, 8, 16), [False, True, True]),
+        ("qwen3-30b-a3b", 2, "torchtitan", (2, 4, 8), [False, True, True]),
+        ("gpt-oss-20b", 1, "torchtitan", (2, 4, 8), [True, True, True]),
+        ("mixtral-8x7b", 32, "megatron-core", (2, 8), [True, True]),
+        ("deepseek-v3", 32, "torchtitan", (2, 4, 8, 16), [False, False, True, True]),
+    ],
+)
+def test_a_known_kind_spreads_experts_as_a_published_run_does(
+    workload: MakeWorkload, model: str, num_nodes: int, framework: str, ranks: tuple[int, ...], expected: list[bool]
+) -> None:
+    plain = workload(model, profile="8xh800", num_nodes=num_nodes, seq_length=4096, global_batch_size=2048)
+    made = Workload.of(plain.model, plain.training, plain.cluster, plain.links, framework=framework)
+    count = 8 * num_nodes
+    plans = [ParallelPlan(dp=count, ep=ep, zero_stage=3, num_microbatches=2048 // count) for ep in ranks]
+    table = PlanTable.of_plans(plans)
+    assert is_known(made, lambda name: getattr(table, name)).tolist() == expected
+
+
+def test_a_large_mixture_on_megatron_core_is_spread_as_its_published_runs_are(workload: MakeWorkload) -> None:
+    plain = workload("qwen3-235b-a22b", profile="8xh800", num_nodes=32, seq_length=4096, global_batch_size=2048)
+    made = Workload.of(plain.model, plain.training, plain.cluster, plain.links, framework="megatron-core")
+    best = search(made, executor=executor_of(made)).best.plan
+    assert best.ep >= 8
+
+
 def test_of_plans_that_nobody_ran_none_is_simple(workload: MakeWorkload) -> None:
     plain = workload("qwen3-30b-a3b", profile="8xh100", num_nodes=4, seq_length=4096, global_batch_size=512)
     made = Workload.of(plain.model, plain.training, plain.cluster, plain.links, framework="megatron-core")
@@ -228,6 +257,9 @@ def test_a_pipeline_that_is_left_out_for_shards_is_compared_with_plans_without_o
 def test_published_runs_of_mixtures_name_their_source() -> None:
     assert {run.family for run in mixture_runs()} >= {"megatron", "fsdp", "deepspeed"}
     assert all(run.source and run.gpus >= 1 for run in mixture_runs())
+    assert all(
+        (run.experts_per_rank is not None) == (run.ep is not None) == ("ep" in run.axes) for run in mixture_runs()
+    )
     plain = [run.gpus for run in mixture_runs() if run.axes == () and run.shards == "full"]
     assert max(plain) == 16
 

@@ -255,7 +255,7 @@ def test_complexity_counts_what_makes_a_plan_hard_to_run() -> None:
 
     assert levels_of(4096) == [0, 1, 2, 3, 4, 5, 6]
     table = PlanTable.of_plans([ParallelPlan(dp=4, cp=2), ParallelPlan(dp=4, tp=2)])
-    assert levels_of(4096) == [4, 2]  # of 2,048 tokens a rank there is nothing to divide
+    assert levels_of(4096) == [6, 2]  # of 2,048 tokens a rank there is nothing to divide, nor of 4,096 in all
     assert levels_of(8192) == [2, 2]
 
 
