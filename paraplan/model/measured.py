@@ -84,7 +84,8 @@ def products_of(
 
     Batched products whose output or inner dimension follows the sequence (told by the run at half its length) are the
     two halves of an eager attention. Scores that no values follow, as of an indexer, are products of this length.
-    Keys beyond those of the sequence are compressed ones, a second attention.
+    Keys beyond those of the sequence are compressed ones, a second attention. Keys of another length are of an input
+    of its own, as of an encoder of sound.
     """
     tokens = micro_batch_size * seq_length
     matmuls: list[Matmul] = []
@@ -102,7 +103,9 @@ def products_of(
         shorter = short_products[index] if same_steps else product
         if product.attention is not None and len(attentions) < 2 and product.key_length == seq_length:
             attentions.append(product.attention)
-        elif product.attention is not None and product.key_length:  # over a length of its own, as of a picture
+        elif product.attention is not None and product.key_length and len(attentions) < 2:
+            attentions.append(_over_own_keys(product.attention, product.key_length, product.flops / tokens))
+        elif product.attention is not None and product.key_length:  # a third
             k, n = product.attention.qk_head_dim, product.key_length
             rows = product.flops / 2 / k / n / tokens
             matmuls.append(_matmul(f"attention {index}", k, n, rows, replace(product, trains=True)))
@@ -123,6 +126,12 @@ def products_of(
                 matmuls.append(_matmul(f"matmul {index}", k, n, batch * m / tokens, product))
     matmuls += [scores[2]] if scores is not None else []
     return list(_joined(matmuls)), attentions
+
+
+def _over_own_keys(core: Attention, num_keys: int, flops_per_token: float) -> Attention:
+    """Return attention over keys of a length of their own, as of pictures and sound, with the queries of a token."""
+    each = core.replace(num_keys=num_keys)
+    return each.replace(queries_per_token=flops_per_token / each.flops_per_token(num_keys))
 
 
 def _with_compressed_keys(core: Attention, keys: int, length: int) -> list[Attention]:

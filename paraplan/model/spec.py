@@ -99,6 +99,8 @@ class Attention(Record):
 
     Where it `is_whole`, tensor parallelism does not divide its heads: each rank attends with all of them.
     `tokens_per_key` tokens were made one key. `v_head_dim` is 0 where scores alone are computed.
+    `num_keys` is the number of keys of an input of its own length, as pictures and sound have, None where keys are
+    those of the sequence; `queries_per_token` are the queries for each token of the sequence, which then may be others.
     """
 
     num_heads: int = Field(gt=0)
@@ -109,12 +111,14 @@ class Attention(Record):
     window: int | None = None
     is_whole: bool = False
     tokens_per_key: int = Field(default=1, gt=0)
+    num_keys: int | None = Field(default=None, gt=0)
+    queries_per_token: float = Field(default=1.0, gt=0)
 
     def flops_per_token(self, seq_length: int) -> float:
         """Forward FLOPs of QK^T and PV for one token against `seq_length` keys, the mask's saving not counted."""
-        keys = seq_length // self.tokens_per_key
+        keys = self.num_keys or seq_length // self.tokens_per_key
         reach = keys if self.window is None else min(keys, self.window)
-        return 2.0 * self.num_heads * reach * (self.qk_head_dim + self.v_head_dim)
+        return 2.0 * self.num_heads * reach * (self.qk_head_dim + self.v_head_dim) * self.queries_per_token
 
 
 class SavedTensor(Record):

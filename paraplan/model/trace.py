@@ -338,12 +338,13 @@ def _block(
     loops_over_tokens: bool,
 ) -> BlockSpec:
     matmuls, attentions = products
+    of_tokens = next((one for one in attentions if one.num_keys is None), None)
     return BlockSpec(
         kind=kind,
         parameters=tuple(parameters),
         matmuls=tuple(matmuls),
-        attention=attentions[0] if attentions else None,
-        cross_attention=attentions[1] if len(attentions) > 1 else None,
+        attention=of_tokens,
+        cross_attention=next((one for one in attentions if one is not of_tokens), None),
         saved=tuple(saved),
         saved_fused=tuple(saved),
         tp_limit=_tp_limit(parameters, matmuls, attentions),

@@ -40,7 +40,7 @@ def trace_config(config: ModelConfig, *, micro_batch_size: int = 1) -> ModelSpec
     from paraplan.model.trace import trace_module
     from paraplan.model.trace_inputs import ATTEMPTS
 
-    longest = config.optional_count("max_position_embeddings", "n_positions", "max_seq_len")
+    longest = config.optional_count("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
     failed: ModelError | None = None
     for attempt in ATTEMPTS:
         try:

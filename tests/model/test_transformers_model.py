@@ -12,8 +12,14 @@ from typing import Any
 
 import pytest
 
+from paraplan.api.models import usual_length
+from paraplan.cost.estimate import estimate_plan
+from paraplan.cost.workload import Workload
 from paraplan.errors import ModelError
+from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.model.reader import read_model
+from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.training import TrainingSpec
 
 needs_transformers = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
@@ -75,6 +81,54 @@ def test_an_encoder_decoder_and_an_image_model_get_their_own_inputs(tmp_path: Pa
     }
     assert read_model(_write(tmp_path, **image)).num_blocks == 2
     assert read_model(_write(tmp_path, **text), seq_length=16).num_blocks == 4
+
+
+SPEECH: dict[str, Any] = {
+    "model_type": "whisper",
+    "architectures": ["WhisperForConditionalGeneration"],
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "d_model": 128,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 256,
+    "decoder_ffn_dim": 256,
+    "max_source_positions": 512,
+    "max_target_positions": 448,
+    "max_position_embeddings": None,
+}
+
+
+@needs_transformers
+def test_attention_over_sound_is_attention_whatever_the_length_of_the_text(tmp_path: Path) -> None:
+    path = _write(tmp_path, **SPEECH)
+    models = {length: read_model(path, seq_length=length) for length in (128, 511, 512)}
+    for length, model in models.items():
+        encoder, decoder = model.runs[0].block, model.runs[-1].block
+        heard = 4.0 * 512 * 512 * 128  # both products of the encoder's attention, all heads
+        apart = [one for one in (encoder.attention, encoder.cross_attention) if one is not None]
+        assert sum(one.flops_per_token(length) for one in apart) * length == pytest.approx(heard)
+        assert decoder.attention is not None
+        assert decoder.cross_attention is not None
+        assert decoder.cross_attention.flops_per_token(length) == pytest.approx(4.0 * 512 * 128)
+        assert not any(one.name.startswith("attention") for one in (*encoder.matmuls, *decoder.matmuls))
+    plan, cluster = ParallelPlan(micro_batch_size=256), cluster_from_profile("1xa100")
+
+    def step_s(length: int) -> float:
+        training = TrainingSpec(global_batch_size=256, seq_length=length, precision="bf16")
+        return estimate_plan(Workload.of(models[length], training, cluster), plan).step.step_time_s
+
+    assert step_s(128) < step_s(511) == pytest.approx(step_s(512), rel=0.02)
+
+
+@needs_transformers
+def test_the_length_of_a_speech_model_is_that_of_its_text(tmp_path: Path) -> None:
+    model = read_model(_write(tmp_path, **SPEECH))
+    assert model.max_seq_length == 448
+    assert usual_length(model) == 448
 
 
 @needs_transformers

@@ -254,7 +254,8 @@ class KernelTimes(MatmulTimes):
             efficiency *= self._reached_share() if speed.is_of_reached else 1.0
             computed = computed_share(attention, length, edge_tokens=speed.causal_tokens)
             if backward:
-                queries = self.shardings.tokens * attention.num_heads * attention.qk_head_dim / ranks
+                queries = self.shardings.tokens * attention.queries_per_token * attention.num_heads
+                queries = queries * attention.qk_head_dim / ranks
                 moved_s = self.moved_s(queries * speed.backward_bytes)
                 return np.asarray(computed * flops / (self._peak() * efficiency) + moved_s)
         return np.asarray(computed * flops / (self._peak() * efficiency))
