@@ -211,7 +211,26 @@ def samples_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
 
 def estimate_lines(workload: Workload, estimate: PlanEstimate) -> tuple[Line, ...]:
     """Return a plan, whether it fits, and the figures that are read first."""
-    return (*workload_lines(workload), *plan_lines(workload, estimate))
+    lines = [*workload_lines(workload), *plan_lines(workload, estimate)]
+    grown = segments_in_words(workload, estimate)
+    if grown is not None:
+        place = next(at for at, line in enumerate(lines) if line.label == "Memory")
+        lines.insert(place + 1, Line("Fits", grown, "good"))
+    return tuple(lines)
+
+
+def segments_in_words(workload: Workload, estimate: PlanEstimate) -> str | None:
+    """Return what torch's allocator takes under segments that grow, None where it has room without or not even then."""
+    if not estimate.fits or allocator_holds(workload, estimate):
+        return None
+    from paraplan.search.levers import growing_segments  # the search, which other estimates do without
+
+    for lever in growing_segments(workload):
+        under = lever.workload(workload)
+        grown = evaluate_plan(under, estimate.plan)
+        if allocator_holds(under, grown):
+            return f"with {lever.options}: torch's allocator then takes {format_bytes(grown.cached_device_bytes)}"
+    return None
 
 
 def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:

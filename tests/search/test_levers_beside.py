@@ -12,11 +12,11 @@ from case_selection import with_all
 from typer.testing import CliRunner
 
 from paraplan.cli.main import app
-from paraplan.cost.estimate import allocator_holds
+from paraplan.cost.estimate import allocator_holds, evaluate_plan
 from paraplan.cost.plan_table import PlanTable
 from paraplan.cost.workload import Workload
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.report.short_text import recommendation_lines
+from paraplan.report.short_text import estimate_lines, recommendation_lines
 from paraplan.search.evaluated_plans import complexities
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.search import search
@@ -75,6 +75,17 @@ def test_a_plan_that_the_allocator_alone_keeps_from_is_had_with_segments_that_gr
     assert best.plan.describe() == offer.plan
     assert allocator_holds(grown, best)
     assert not [one for one in recommendation(grown, SearchRequest()).levers if SEGMENTS in one.options]
+
+
+def test_an_estimate_says_that_segments_that_grow_let_the_allocator_hold_a_plan(workload: MakeWorkload) -> None:
+    made = workload(**LARGE)
+    plan = ParallelPlan(dp=8, zero_stage=3, micro_batch_size=2, num_microbatches=4, recompute="full")
+    estimate = evaluate_plan(made, plan)
+    assert not allocator_holds(made, estimate)
+    (line,) = (one for one in estimate_lines(made, estimate) if one.label == "Fits")
+    assert line.text.startswith(f"with {SEGMENTS}: torch's allocator then takes ")
+    grown = made.trained_as(made.training.replace(stack=made.training.stack.replace(expandable_segments=True)))
+    assert all(one.label != "Fits" for one in estimate_lines(grown, evaluate_plan(grown, plan)))
 
 
 def test_a_plain_plan_with_room_has_no_lever_before_it(workload: MakeWorkload) -> None:
