@@ -17,7 +17,7 @@ from paraplan.search.constraints import Constraints
 from paraplan.search.evaluated_plans import complexities
 from paraplan.search.lever_trials import MOST_GPUS, LeverTrials, named_offer, priced_offer
 from paraplan.search.levers import Lever, growing_segments, lacking, smaller_loss
-from paraplan.search.offers import LeverOffer
+from paraplan.search.offers import NO_COST, LeverOffer
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
 from paraplan.search.selection import is_data_parallel, is_small_rig
@@ -63,7 +63,7 @@ def _on_memory(
 def _simpler(
     workload: Workload, result: SearchResult, *, executor: Executor, fixed: Constraints
 ) -> tuple[LeverOffer, ...]:
-    """Return levers that train the same and whose best plan is simpler and no slower, the fastest first.
+    """Return levers that train the same and whose best plan is simpler and no slower, or as simple and faster.
 
     All are tried together where none does so alone.
     """
@@ -98,7 +98,7 @@ def _tried(workload: Workload, result: SearchResult, executor: Executor) -> Iter
 def _offer(
     lever: Lever, workload: Workload, best: PlanEstimate, executor: Executor, fixed: Constraints
 ) -> LeverOffer | None:
-    """Return a lever whose plan is no slower than the best without it, and simpler or the same with room."""
+    """Return a lever whose plan is no slower than the best without it, and simpler, faster or the same with room."""
     if is_stopped():
         return None
     say(f"pricing {lever.options}")
@@ -108,11 +108,11 @@ def _offer(
     except ParaplanError:  # options that exclude each other
         return None
     offer = priced_offer(named_offer(lever, workload), under, other, without=best)
-    is_simpler = _level(under, other.plan) < _level(workload, best.plan)
+    more = _level(under, other.plan) - _level(workload, best.plan)
     makes_room = other.plan == best.plan and not allocator_holds(workload, best)
-    if not offer.is_free or not allocator_holds(under, other) or not (is_simpler or makes_room):
-        return None
-    return offer.replace(is_simpler=is_simpler)
+    is_faster = (1 + NO_COST) * other.step.step_time_s < best.step.step_time_s
+    gains = more < 0 or makes_room or (more == 0 and is_faster)
+    return offer.replace(is_simpler=more < 0) if offer.is_free and allocator_holds(under, other) and gains else None
 
 
 def _level(workload: Workload, plan: ParallelPlan) -> int:

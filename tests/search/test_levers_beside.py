@@ -77,6 +77,17 @@ def test_a_plan_that_the_allocator_alone_keeps_from_is_had_with_segments_that_gr
     assert not [one for one in recommendation(grown, SearchRequest()).levers if SEGMENTS in one.options]
 
 
+def test_a_larger_micro_batch_of_the_same_plan_is_had_with_segments_that_grow(workload: MakeWorkload) -> None:
+    made = workload("llama-3-8b", "4xa10g", seq_length=4096, global_batch_size=32, train="lora:r=16")
+    answer = recommendation(made, SearchRequest())
+    best = answer.result.best
+    offer = next(one for one in answer.levers if one.options == SEGMENTS)
+    assert (best.plan.zero_stage, best.plan.micro_batch_size) == (3, 1)
+    assert offer.plan == best.plan.replace(micro_batch_size=2, num_microbatches=4).describe()
+    assert (offer.step_time_s or 0.0) < best.step.step_time_s / 1.03
+    assert "simpler" not in offer.in_short
+
+
 def test_an_estimate_says_that_segments_that_grow_let_the_allocator_hold_a_plan(workload: MakeWorkload) -> None:
     made = workload(**LARGE)
     plan = ParallelPlan(dp=8, zero_stage=3, micro_batch_size=2, num_microbatches=4, recompute="full")
