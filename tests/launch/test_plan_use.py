@@ -10,6 +10,8 @@ from launching import ForkedLaunch, WriteScript
 
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stack import StackSettings
+from paraplan.plan.training import TrainingSpec
 
 NOT_READ = "the script ran without its plan"
 MEET = (
@@ -54,3 +56,14 @@ def test_a_plan_that_accelerate_takes_was_read(
     )
     assert done.returncode == 0, done.stderr
     assert NOT_READ not in done.stderr
+
+
+def test_ranks_of_a_plan_that_was_made_for_segments_that_grow_have_the_variable(
+    tmp_path: Path, script: WriteScript, launch_forked: ForkedLaunch
+) -> None:
+    training = TrainingSpec(global_batch_size=2, seq_length=8, stack=StackSettings(expandable_segments=True))
+    (tmp_path / "plan.json").write_text(PlanFile(plan=ParallelPlan(dp=2), training=training).to_json())
+    done = launch_forked("--plan", "plan.json", script("import os; print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("expandable_segments:True") == 2
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in each rank: the plan was made for it" in done.stderr
