@@ -34,6 +34,7 @@ from paraplan.interop.sources.shell_arguments import with_arguments
 from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
+from paraplan.interop.stage_rule import with_stages
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
@@ -71,8 +72,8 @@ class ImportedPlan:
         return tuple(map(in_python_words, self.setup.notes))
 
     def for_model(self, model: ModelSpec) -> ImportedPlan:
-        """Return what the tool does with a model: it may have no kernels of Liger for the family."""
-        return ImportedPlan(with_families_of_liger(self.setup, model))
+        """Return what the tool does with a model: the stages of its layers, kernels of Liger that its family has."""
+        return ImportedPlan(with_stages(with_families_of_liger(self.setup, model), model))
 
     def plan_file(self, seq_length: int | None = None) -> PlanFile:
         """Return the plan, and its training where the configuration or `seq_length` says how long sequences are."""

@@ -20,11 +20,39 @@ from paraplan.plan.training import (
 from paraplan.records import Record
 
 
+class StageRule(Record):
+    """Pipeline stages whose sizes follow from the number of layers, which options of Megatron-Core leave to the model.
+
+    Two ways: layers of the first and the last rank with the embedding and the loss that count as layers, or a layout.
+    """
+
+    option: str
+    """The option that says so, as it is written."""
+    first: int | None = None
+    """Layers of the first pipeline rank, None for as many as the others have."""
+    last: int | None = None
+    """Layers of the last pipeline rank, None for as many as the others have."""
+    counts_embedding: bool = False
+    """Whether the embedding takes the place of a layer in the first stage."""
+    counts_loss: bool = False
+    """Whether the head and its loss take the place of a layer in the last stage."""
+    layout: tuple[int, ...] | None = None
+    """Layers of every stage, in the order of the model."""
+    predicting: tuple[int, ...] = ()
+    """Layers for multi-token prediction of every stage of a layout."""
+
+    @property
+    def note(self) -> str:
+        """What is assumed while the number of layers is not known."""
+        return f"{self.option}: its stages follow from the model's layers; give --model"
+
+
 class Setup(Record):
     """A training as another tool is configured for it; None where its configuration does not say.
 
     `says_gpus` is False where it says neither how many GPUs there are, nor what that follows from.
     `packs_samples`: samples stand one behind the other and are told apart, which tells nothing without their length.
+    `stage_rule` says how stages are cut once the model is known, None where `plan` has them.
     `target` is the tool's name in `export.TARGETS`, None where nothing is written for it, `framework` a name or alias
     in `profiles/frameworks`. `notes` tell what was assumed and what has no place in a plan.
     """
@@ -50,6 +78,7 @@ class Setup(Record):
     packs_samples: bool = False
     stack: StackSettings = StackSettings()
     model_name: str | None = None
+    stage_rule: StageRule | None = None
     says_gpus: bool = True
     notes: tuple[str, ...] = ()
 

@@ -343,7 +343,7 @@ def _stages(plan: ParallelPlan, model: ModelSpec) -> Incompatibility | None:
     reason = stages_reason(plan.num_stages, plan.stage_blocks, model.num_blocks, model.name)
     if reason is None:
         return None
-    is_sum = plan.num_stages <= model.num_blocks
+    is_sum = plan.stage_blocks is not None
     hint = "make the plan again for this model with paraplan recommend" if is_sum else None
     return Incompatibility(
         rule="stages",

@@ -24,11 +24,11 @@ def even_split(num_blocks: int, num_stages: int) -> tuple[int, ...]:
 def stage_blocks(plan: ParallelPlan, num_blocks: int) -> tuple[int, ...]:
     """Return how many of `num_blocks` blocks each stage of `plan` holds: its `stage_blocks`, or an even split.
 
-    Raises `PlanError` where the stages do not hold the blocks exactly.
+    Raises `PlanError` where the stages do not hold the blocks exactly, or one holds none.
     """
     if plan.stage_blocks is None:
         return even_split(num_blocks, plan.num_stages)
-    reason = stages_reason(plan.num_stages, plan.stage_blocks, num_blocks)
+    reason = stages_reason(plan.num_stages, plan.stage_blocks, num_blocks) or empty_stage_reason(plan.stage_blocks)
     if reason is not None:
         raise PlanError(reason, hint="the plan was made for another model; make it again with paraplan recommend")
     return plan.stage_blocks
@@ -39,12 +39,20 @@ def stages_reason(
 ) -> str | None:
     """Return why stages of `blocks` blocks, None for an even split, cannot hold those of a model, None where they can.
 
-    `model` is its name in the sentence.
+    `model` is its name in the sentence. A stage that is named may hold no block: the embedding or the head alone.
     """
-    if num_stages > num_blocks:
+    if blocks is None and num_stages > num_blocks:
         return f"{num_stages} pipeline stages for the {num_blocks} blocks of {model}"
     if blocks is not None and sum(blocks) != num_blocks:
         return f"stage_blocks sum to {sum(blocks)}, and {model} has {num_blocks} blocks"
+    return None
+
+
+def empty_stage_reason(blocks: Sequence[int] | None) -> str | None:
+    """Return why a runtime that needs a block in every stage cannot run stages of `blocks` blocks, None where it can.
+
+    Megatron-LM and torchtitan may give the embedding or the head a stage of its own.
+    """
     if blocks is not None and min(blocks) < 1:
         return f"stage_blocks={tuple(blocks)} leaves a stage without a block"
     return None

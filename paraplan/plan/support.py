@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.stages import stages_reason
+from paraplan.plan.stages import empty_stage_reason, stages_reason
 from paraplan.plan.training import TrainingPrecision, TrainingSpec
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
@@ -118,7 +118,7 @@ def _axes_reason(plan: ParallelPlan) -> str | None:
 def _pipeline_reason(plan: ParallelPlan, num_blocks: int | None) -> str | None:
     if plan.pp == 1:
         return None
-    reason = _schedule_reason(plan) or _count_reason(plan)
+    reason = _schedule_reason(plan) or _count_reason(plan) or empty_stage_reason(plan.stage_blocks)
     if reason is not None:
         return reason
     return None if num_blocks is None else stages_reason(plan.num_stages, plan.stage_blocks, num_blocks)

@@ -296,8 +296,8 @@ def test_megatrons_short_first_and_last_stages_become_an_uneven_cut() -> None:
             ["--pipeline-model-parallel-layout", "E, t, m and L"],
         ),
         (
-            "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|L",
-            ["--pipeline-model-parallel-layout", "in every stage"],
+            "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|L",
+            ["--pipeline-model-parallel-layout", "E, t, m and L"],
         ),
         (
             "--micro-batch-size 1 --use-distributed-optimizer --num-distributed-optimizer-instances 3",

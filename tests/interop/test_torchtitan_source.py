@@ -310,3 +310,21 @@ def test_converters_of_adapters_are_read_and_others_are_named(tmp_path: Path) ->
     setup = import_plan(path, num_gpus=1).setup
     assert setup.train == "lora:r=4,targets=q_proj|k_proj|v_proj"
     assert any("converters sparseconverter: not known" in note.lower() for note in setup.notes)
+
+
+def test_a_stage_of_the_embedding_or_the_output_alone_is_read_and_written_back() -> None:
+    parts = [["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2"], ["norm", "output"]]
+    text = f"""
+[training]
+local_batch_size = 4
+[parallelism]
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "1F1B"
+module_fqns_per_model_part = {json.dumps(parts)}
+"""
+    plan = titan(text, num_gpus=4).plan
+    assert plan.stage_blocks == (0, 2, 1, 0)
+    values = plan.model_dump() | {"rank_order": PLANS["fsdp and tp"].get("rank_order", plan.rank_order)}
+    written = export_plan(subject(values), "torchtitan", partial=True).text
+    assert '["tok_embeddings"]' in written
+    assert titan(written, num_gpus=4).plan.stage_blocks == plan.stage_blocks

@@ -64,7 +64,7 @@ def index_scores(rank: RankMemory, num_heads: float) -> StageMemory:
         parameters=rank.forward_copies_bytes,
         gradients=rank.gradient_bytes,
         activations=rank.kept_bytes + rank.passed_bytes,
-        workspace=rank.unfinished_bytes + 2 * FP32 * num_heads * pairs,
+        workspace=rank.unfinished_bytes + 2 * FP32 * num_heads * pairs * (rank.stage.num_blocks > 0),
     )
 
 
@@ -186,13 +186,14 @@ def waiting_head_bytes(rank: RankMemory) -> Floats:
 
 
 def _working_bytes(rank: RankMemory) -> Floats:
-    """Return what the backward pass of a block has beside what was kept for it."""
+    """Return what the backward pass of a block has beside what was kept for it; nothing on a rank without a block."""
     costs, key = rank.costs, rank.costs.key
     gradient = costs.largest_gradient_bytes[key]
     keeps_next = rank.workload.training.stack.flat_shards and rank.workload.model.is_partly_frozen
     num_blocks = np.where(rank.is_fsdp & keeps_next, 2.0, 1.0)
     boundary = np.where(rank.stage.is_first, costs.first_boundary_bytes[key], costs.boundary_bytes[key])
-    return np.asarray(costs.working_bytes[key] * num_blocks + boundary + gradient)
+    working = costs.working_bytes[key] * num_blocks + boundary + gradient
+    return np.where(rank.stage.num_blocks > 0, working, 0.0)
 
 
 def _only(happens: Mask, candidate: StageMemory) -> StageMemory:

@@ -13,8 +13,10 @@ from paraplan.interop.setup import Given, Setup, data_parallel_ranks, make_plan,
 from paraplan.interop.sources.launches import TRAINS_NOTHING
 from paraplan.interop.sources.megatron_files import as_arguments
 from paraplan.interop.sources.megatron_stack import flexible_dispatcher, megatron_stack, recomputed_modules
+from paraplan.interop.sources.megatron_stages import stage_rule, virtual_stages
 from paraplan.interop.sources.options import options_of
 from paraplan.interop.sources.shell import Command, command_of
+from paraplan.interop.stage_rule import with_stages_of_layers
 from paraplan.interop.targets.megatron_lm import PIPELINE_INSIDE_DATA
 from paraplan.plan.parallel import MEGATRON_RANK_ORDER
 from paraplan.plan.training import AttentionKind, Fp8Recipe, LinearPrecision, TrainingPrecision
@@ -73,8 +75,8 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
     shards = _shards(fields, dp, cp, ep, notes) if zero_stage else None
     notes += _unpriced(fields)
     notes += expert_notes
-    stages = _stages(fields, pp, notes)
-    virtual = _virtual(fields, pp, len(stages) if stages else None)
+    rule = stage_rule(fields, pp)
+    virtual = virtual_stages(fields, pp, rule)
     plan = make_plan(
         source,
         dp=dp,
@@ -89,13 +91,13 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
         num_microbatches=steps,
         pipeline_schedule=None if pp == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b",
         virtual_pipeline_size=virtual,
-        stage_blocks=stages,
+        stage_blocks=rule.layout if rule is not None else None,
         recompute=given.recompute or _recompute(fields),
         offload="optimizer" if fields.is_on("optimizer_cpu_offload") or fields.is_on("cpu_optimizer") else "none",
         rank_order=PIPELINE_INSIDE_DATA if fields.is_on("use_tp_pp_dp_mapping") else MEGATRON_RANK_ORDER,
     )
     local = " transformer-impl=local" if fields.text("transformer_impl") == "local" else ""
-    return Setup(
+    setup = Setup(
         plan=plan,
         tool="Megatron-LM",
         target="megatron-lm",
@@ -109,8 +111,10 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
         optimizer=optimizer,
         attention=_attention(fields),
         stack=megatron_stack(fields, zero_stage=zero_stage, has_whole_experts=has_whole_experts),
+        stage_rule=rule,
         notes=tuple(notes),
     )
+    return with_stages_of_layers(setup, fields.count("num_layers"))
 
 
 def _length(fields: Fields, notes: list[str]) -> int | None:
@@ -283,59 +287,6 @@ def _recompute(fields: Fields) -> str:
     if True in [fields.is_on(name) for name in (*older, "recompute_activations_method")]:
         return "full"
     return "selective" if fields.is_on("recompute_activations") else "none"
-
-
-def _stages(fields: Fields, pp: int, notes: list[str]) -> tuple[int, ...] | None:
-    """Return the blocks of each stage of a layout, or of a shorter first or last stage; None for an even cut."""
-    layout = fields.text("pipeline_model_parallel_layout")
-    if layout is not None:
-        for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-            layout = re.sub(pattern, lambda found: found.group(1) * int(found.group(2)), layout.replace(",", ""))
-        stages = tuple(part.count("t") for part in layout.split("|"))
-        if re.fullmatch(r"[EtmL|]+", layout) is not None and 0 in stages:
-            raise fields.error(
-                "pipeline_model_parallel_layout", "a block (t) in every stage, without which none is priced"
-            )
-        if re.fullmatch(r"[EtmL|]+", layout) is None or len(stages) % pp:
-            raise fields.error(
-                "pipeline_model_parallel_layout",
-                f"E, t, m and L in stages apart by |, a multiple of {pp}",
-            )
-        return stages
-    ends = [fields.count(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
-    num_blocks = fields.count("num_layers")
-    if pp == 1 or ends == [None, None]:
-        return None
-    if num_blocks is None:
-        name = fields.shown(f"decoder_{'first' if ends[0] else 'last'}_pipeline_num_layers")
-        notes.append(f"{name} {ends[0] or ends[1]}: priced as an even cut, as it is not said how many layers there are")
-        return None
-    inner, rest = divmod(num_blocks - sum(end or 0 for end in ends), pp - sum(end is not None for end in ends) or 1)
-    if rest or inner < 0:
-        raise fields.error("num_layers", "layers that the other stages share evenly")
-    return (ends[0] or inner, *[inner] * (pp - 2), ends[1] or inner)
-
-
-def _virtual(fields: Fields, pp: int, num_stages: int | None) -> int:
-    if pp == 1:
-        return 1
-    if num_stages is not None:
-        return num_stages // pp
-    stages = fields.count("num_virtual_stages_per_pipeline_rank") or fields.count(
-        "virtual_pipeline_model_parallel_size"
-    )
-    if stages is not None:
-        return stages
-    layers = fields.count("num_layers_per_virtual_pipeline_stage")
-    if layers is None:
-        return 1
-    num_blocks = fields.count("num_layers")
-    if num_blocks is None or num_blocks % (pp * layers):
-        raise fields.error(
-            "num_layers_per_virtual_pipeline_stage",
-            f"a divisor of --num-layers {num_blocks or '(missing)'} / pp {pp}",
-        )
-    return num_blocks // pp // layers
 
 
 def _precision(fields: Fields) -> TrainingPrecision:

@@ -249,9 +249,10 @@ def _stages(sizes: Fields, pp: int, notes: list[str]) -> tuple[str | None, int, 
     if len(parts) % pp or not all(isinstance(part, list) for part in parts):
         raise sizes.error("module_fqns_per_model_part", f"lists of modules, a multiple of {pp}")
     blocks = tuple(sum(str(module).startswith("layers.") for module in part) for part in parts)
-    if 0 in blocks:
-        raise sizes.error("module_fqns_per_model_part", "a layer in every stage, without which none is priced")
-    return schedule, len(parts) // pp, None if blocks == tuple(even_split(sum(blocks), len(blocks))) else blocks
+    if not any(blocks):
+        raise sizes.error("module_fqns_per_model_part", "layers among the modules")
+    is_even = 0 not in blocks and blocks == even_split(sum(blocks), len(blocks))
+    return schedule, len(parts) // pp, None if is_even else blocks
 
 
 def _experts(fields: Fields, tp: int, notes: list[str]) -> tuple[int, int | None]:

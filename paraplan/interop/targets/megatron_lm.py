@@ -186,7 +186,7 @@ def megatron_gaps(subject: Subject) -> list[Gap]:
 def pipeline_layout(plan: ParallelPlan, num_blocks: int) -> str:
     """Return the value of --pipeline-model-parallel-layout: E embedding, t a block, L the loss, stages apart by |."""
     blocks = plan.stage_blocks or even_split(num_blocks, plan.num_stages)
-    return "E" + "|".join(f"t*{count}" for count in blocks) + "L"
+    return "E" + "|".join(f"t*{count}" if count else "" for count in blocks) + "L"
 
 
 def _pipeline(subject: Subject) -> list[str]:

@@ -92,7 +92,9 @@ def nemo_automodel_gaps(subject: Subject) -> list[Gap]:
         gaps += field_gap(plan, "pipeline_schedule", tuple(_SCHEDULES), "AutoModel's recipes have 1F1B and GPipe")
         if model is None or model.num_blocks is None:
             gaps.append(Gap(part="stages", reason="the number of blocks is not in the plan file"))
-        elif plan.stage_blocks is not None and plan.stage_blocks != even_split(model.num_blocks, plan.num_stages):
+        elif plan.stage_blocks is not None and (
+            min(plan.stage_blocks) < 1 or plan.stage_blocks != even_split(model.num_blocks, plan.num_stages)
+        ):
             gaps.append(Gap(part=f"stage_blocks={plan.stage_blocks}", reason="AutoModel's stages are alike"))
     else:
         gaps += field_gap(plan, "zero_stage", (0, 2, 3), "AutoModel shards with FSDP2: gradients (2), parameters (3)")

@@ -83,6 +83,8 @@ def shared_gaps(subject: Subject) -> list[Gap]:
     )
     if plan.pp > 1 and plan.stage_blocks is None and (model is None or model.num_blocks is None):
         gaps.append(Gap(part="stages", reason="the number of blocks is not in the plan file, so they cannot be named"))
+    if plan.stage_blocks is not None and 0 in plan.stage_blocks[1:-1]:
+        gaps.append(Gap(part=f"stage_blocks={plan.stage_blocks}", reason="torchtitan's stages hold a module each"))
     gaps += hybrid_gap(plan, "torchtitan")
     if plan.zero_stage == 0:
         gaps += field_gap(plan, "cp", (1,), "torchtitan shards parameters over context-parallel ranks: ZeRO 2 or 3")
