@@ -241,20 +241,29 @@ def alternatives(imported: ImportedPlan, theirs: Workload, ours: Workload) -> Al
         reason = f"the configuration uses {setup.plan.world_size} of {ours.cluster.num_gpus} GPUs"
         return Alternatives(setup, now, {}, reason)
     found: dict[str, Estimate] = {}
-    why: str | None = None
+    reasons: dict[str, str] = {}
     try:
         executor = executor_of(theirs)
         best = Estimate(theirs, search(theirs, num_candidates=1, objective="fastest", executor=executor).best)
         if not now.fits or best.step.step_time_s < now.step.step_time_s:
             found[f"best of {setup.tool}"] = best
+        else:
+            reasons[setup.tool] = "no plan that it can run is predicted to be faster"
     except (NoPlanFitsError, PlanError) as error:
-        why = error.message
+        reasons[setup.tool] = error.message
     name = "recommended, paraplan"
     try:
         found[name] = Estimate(ours, search(ours, num_candidates=1).best)
     except NoPlanFitsError as error:
-        why = error.message
-    return Alternatives(setup, now, found, None if found else why)
+        reasons["paraplan's runtime"] = error.message
+    return Alternatives(setup, now, found, None if found else _told_once(reasons))
+
+
+def _told_once(reasons: dict[str, str]) -> str:
+    """Return why each of some tools has no plan, one sentence where it is the same for all of them."""
+    if len(set(reasons.values())) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"{tool}: {reason}" for tool, reason in reasons.items())
 
 
 def _estimate_of(imported: ImportedPlan, theirs: Workload) -> Estimate:

@@ -31,6 +31,10 @@ class LoadingProfile(Record):
     quantized_shards: dict[str, LoadWay] = Field(default_factory=dict)
     """How those are loaded where ranks keep shards, by the tool that stores them (`--quantizer`); as all of them where
     it is left out."""
+    quantized_option: str | None = None
+    """The release from which on they are loaded so (`quantized_shards`), None where all releases of the tool do."""
+    quantized_without: LoadWay | None = None
+    """How they are loaded where ranks keep shards by releases before `quantized_option`."""
     dequantized: LoadWay | None = None
     """Where they are released below 16 bits (`released_quantized`) and trained in 16, whatever is sharded."""
     released_quantized: tuple[str, ...] = ()

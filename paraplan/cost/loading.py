@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from paraplan.cost.framework_loading import LoadWay
 from paraplan.cost.plan_table import Ints, Mask
 from paraplan.cost.workload import Workload
 from paraplan.hardware.cluster import Cluster
+from paraplan.model.quantizers import quantizer_of
 from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.plan.parallel import AXES
 from paraplan.records import Record
@@ -110,10 +111,14 @@ _WAYS_OUT: dict[LoadWay, str] = {
     "first_rank_host": "a machine with more memory, or swap space while it is loaded",
     "shards": "more ranks, which share the weights",
 }
-_OF_QUANTIZED = (
+_OF_QUANTIZED = "weights in fewer bits, or GPUs with more memory"
+_OF_QUANTIZED_BEFORE = (
     "weights in fewer bits, GPUs with more memory, or transformers 4, which keeps them in the host's memory under FSDP "
     "(--framework fsdp --quantizer transformers-4)"
 )
+_CHECKPOINT_FILE = 10e9
+"""Bytes of one file of a checkpoint in 16 bits, which a rank holds while it quantizes the tensors in it: the
+`max_shard_size` that transformers 4 saves by."""
 _OF_DEQUANTIZED = "a copy of the release in 16 bits, which FSDP and ZeRO-3 load in shares"
 
 
@@ -144,7 +149,7 @@ def loading_of(workload: Workload, estimate: PlanEstimate) -> LoadingEstimate | 
     if found is None or plan.devices_per_process > 1:
         return None
     first = _in_way(workload, estimate, found.way, converts=found.converts)
-    other = _in_way(workload, estimate, found.without, converts=False) if found.without is not None else None
+    other = _in_way(workload, estimate, found.without, converts=found.converts) if found.without is not None else None
     way_out = found.way_out or first.way_out
     return first.replace(option=found.option, without=other, way_out=way_out, keeps_plan=found.keeps_plan)
 
@@ -188,10 +193,15 @@ def _loading(workload: Workload, *, is_sharded: bool) -> _Loading | None:
         return None
     if workload.training.train != "full" and is_stored_below_16_bits(weights):
         by_tool = profile.quantized_shards if is_sharded else {}
-        quantized = by_tool.get(workload.training.quantizer or workload.framework.storage.quantizer, profile.quantized)
+        tool = workload.training.quantizer or workload.framework.storage.quantizer
+        quantized = by_tool.get(tool, profile.quantized)
         is_whole = quantized == "each_rank_gpu"
-        way_out = _OF_QUANTIZED if is_whole else None
-        return quantized and _Loading(quantized, way_out=way_out, keeps_plan=not is_whole, converts=True)
+        has_older = workload.model.model_type not in quantizer_of("transformers-4").lacking_families
+        way_out = (_OF_QUANTIZED_BEFORE if has_older else _OF_QUANTIZED) if is_whole else None
+        found = quantized and _Loading(quantized, way_out=way_out, keeps_plan=not is_whole, converts=True)
+        if found is None or by_tool.get(tool) is None or profile.quantized_without is None:
+            return found
+        return replace(found, option=profile.quantized_option, without=profile.quantized_without)
     if profile.dequantized is not None and workload.model.model_type in profile.released_quantized:
         return _Loading(
             profile.dequantized, way_out=_OF_DEQUANTIZED if profile.dequantized == "each_rank_gpu" else None
@@ -210,6 +220,8 @@ class _Sizes:
     """All weights."""
     largest_bytes: float
     """The largest tensor, as it is before it is converted."""
+    file_bytes: float
+    """The file of the checkpoint that a rank converts; nothing where weights are read as they are kept."""
     ranks: int
     """Ranks of a machine."""
 
@@ -222,11 +234,14 @@ class _Sizes:
             for one, count in parameters
         )
         largest = max((one.num_elements for one, _ in parameters), default=0) * (_HALF if converts else each)
-        return cls(whole, largest, min(workload.cluster.num_gpus, workload.cluster.gpus_per_node))
+        half = sum(count * one.num_elements * _HALF for one, count in parameters)
+        file = min(_CHECKPOINT_FILE, half) * converts
+        return cls(whole, largest, file, min(workload.cluster.num_gpus, workload.cluster.gpus_per_node))
 
     def host_bytes(self, way: LoadWay) -> float:
         """Return what the ranks of a machine hold in its memory."""
-        return {"each_rank_host": self.ranks * self.whole_bytes, "first_rank_host": self.whole_bytes}.get(way, 0.0)
+        whole = self.whole_bytes + self.file_bytes
+        return {"each_rank_host": self.ranks * whole, "first_rank_host": whole}.get(way, 0.0)
 
     def fits_host(self, workload: Workload, way: LoadWay) -> bool:
         """Return whether the host has room for it."""

@@ -35,8 +35,8 @@ def storage_notes(workload: Workload) -> tuple[str, ...]:
         kept = format_bytes(sum((one.frozen_bytes or 0.0) * count for one, count in experts))
         ways = [f"{other.way} (--quantizer {other.name})" for other in wider_quantizers(workload)]
         way = f"; {' or '.join(ways)} stores them in {weights} too" if ways else ""
-        before = quantizer_of("transformers-4").reached(weights, model.model_type)
-        older = ", as transformers 4 does (--quantizer transformers-4)" if "experts" in before else ""
+        has_older = quantizer_of("transformers-4").stores_experts(weights, model.model_type)
+        older = ", as transformers 4 does (--quantizer transformers-4)" if has_older else ""
         notes.append(
             f"{tool.title} stores linear layers in {weights}, not fused experts: {format_count(elements)} of "
             f"{format_count(model.parameters.total)} parameters stay in 16 bits, {kept}{way}{older}"

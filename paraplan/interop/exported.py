@@ -11,6 +11,8 @@ from paraplan.arguments import checked
 from paraplan.errors import ProfileError, UsageError
 from paraplan.hardware.catalogue.profile_files import load_machine
 from paraplan.hardware.profiles import GpuProfile
+from paraplan.model.quantizers import quantizer_of
+from paraplan.model.weight_formats import is_stored_below_16_bits
 from paraplan.plan.allocators import segment_variables
 from paraplan.plan.files import ClusterReference, PlanFile
 from paraplan.plan.parallel import Axis, ParallelPlan
@@ -283,6 +285,7 @@ def shared_notes(
         notes = ["precision, optimizer and sequence length: not in the plan file"]
     else:
         notes = [words for field, words in _told(training).items() if words is not None and field not in writes]
+        notes += required_release(training)
         if training.loss not in ("plain", *losses):
             notes.append(f"--loss {training.loss}: the plan was made for it")
         if "expandable_segments" not in tells:
@@ -296,6 +299,18 @@ def shared_notes(
         usual = "in this order groups use the fastest links"
         notes.append(f"{order}: {'the plan leaves other GPUs idle' if subject.skips_gpus else usual}")
     return notes
+
+
+def required_release(training: TrainingSpec) -> list[str]:
+    """Return a note of the release that the plan's frozen weights are to be stored by, where it is not today's."""
+    if training.quantizer is None or not is_stored_below_16_bits(training.frozen_weights):
+        return []
+    tool = quantizer_of(training.quantizer)
+    if tool.requires is None:
+        return []
+    return [
+        f"pip install '{tool.requires}': the plan was made for weights stored by {tool.title}, and may not fit else"
+    ]
 
 
 def _told(training: TrainingSpec) -> dict[str, str | None]:

@@ -27,6 +27,10 @@ class Quantizer(Record):
     """The layers that it stores so, by format; it lacks the formats that are left out."""
     fused_families: tuple[str, ...] = ()
     """Types of models whose experts are no linear layers for it, where those of others are."""
+    lacking_families: tuple[str, ...] = ()
+    """Types of models that came after it, and that it does not load."""
+    requires: str | None = None
+    """The release to install, as pip takes it, where the tool is not the one that is usual today."""
     untrainable: tuple[WeightFormat, ...] = ()
     """Formats over which it refuses to train adapters."""
     keeps_copies: bool = False
@@ -41,8 +45,10 @@ class Quantizer(Record):
     def reached(self, weights: WeightFormat, model_type: str) -> frozenset[Layer]:
         """Return the layers of a model that it stores in a format below 16 bits.
 
-        Raises `PlanError` for a format that it lacks.
+        Raises `PlanError` for a format or a type of model that it lacks.
         """
+        if model_type in self.lacking_families:
+            raise PlanError(f"{self.title} has no models of the type {model_type}", hint="leave out --quantizer")
         if weights not in self.formats:
             raise PlanError(
                 f"{self.title} stores no weights in {weights}",
@@ -50,6 +56,11 @@ class Quantizer(Record):
             )
         left_out = {"experts"} if model_type in self.fused_families and "linear" in self.formats[weights] else set()
         return frozenset(self.formats[weights]) - left_out
+
+    def stores_experts(self, weights: WeightFormat, model_type: str) -> bool:
+        """Return whether it stores the routed experts of such a model in a format, and has such models at all."""
+        is_lacking = model_type in self.lacking_families or weights not in self.formats
+        return not is_lacking and "experts" in self.reached(weights, model_type)
 
 
 @cache

@@ -92,6 +92,9 @@ class StackSettings(Spec):
     keeps_quantized_inputs: bool = False
     """Products of weights in four bits keep their inputs, which no gradient needs: bitsandbytes before 0.43.2
     (bitsandbytes/autograd/_functions.py, MatMul4Bit; its commit 9e75374 of July 2024)."""
+    whole_experts: bool | None = None
+    """Experts of a block are one tensor for each of their matrices, as in transformers 5, which ZeRO-3 gathers at once;
+    in transformers 4 most families have modules for them, which it gathers one by one."""
     pads_vocabulary: bool = True
     """The vocabulary is padded as the framework pads it."""
     expandable_segments: bool | None = None

@@ -216,7 +216,8 @@ def loaders(workload: Workload) -> Iterator[Lever]:
     exported = [other for other in others if other.export_target is not None]
     ways = [(way, other, tool) for other in exported for tool, way in other.loading.quantized_shards.items()]
     for _, other, tool in sorted(ways, key=lambda way: (way[0] != "first_rank_host", way[1].name)):
-        if tool == workload.training.quantizer and other is own:
+        is_lacking = workload.model.model_type in quantizer_of(tool).lacking_families
+        if is_lacking or (tool == workload.training.quantizer and other is own):
             continue
         changes = _stored_by(tool, workload)
         options = changes.options if other is own else f"--framework {other.name} {changes.options}"

@@ -161,3 +161,15 @@ def test_the_environment_of_a_script_comes_before_its_tools_default(answer: Any)
         for text in (swift, told, told.replace("True", "False"))
     ]
     assert segments == [False, True, False]
+
+
+def test_each_tool_that_has_no_plan_to_compare_with_says_why(answer: Any) -> None:
+    text = QLORA.replace("Qwen/Qwen3-30B-A3B", "m") + "fsdp: [full_shard]\nfsdp_config: {offload_params: true}\n"
+    stored = answer(text, "llama-2-70b", "4xrtx-4090", "--quantizer", "transformers-4")
+    assert stored["loading"]["fits"] is True
+    assert stored["training"]["quantizer"] == "transformers-4"
+    tools = list(stored["faster"]) or stored["not_compared"]
+    assert "axolotl" in str(tools)  # its own search takes the quantizer that was given
+    usual = answer(text, "llama-2-70b", "4xrtx-4090")
+    assert usual["loading"]["fits"] is False
+    assert "each rank has all weights on its GPU first" in usual["not_compared"]

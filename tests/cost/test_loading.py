@@ -73,6 +73,31 @@ def test_transformers_4_keeps_quantized_shards_in_the_memory_of_the_host(framewo
     assert replicas is None or replicas.way != way
 
 
+def test_releases_before_4_47_read_quantized_weights_and_a_file_of_the_checkpoint_on_every_rank() -> None:
+    fields = {"train": "lora:r=32", "base_weights": "nf4:double", "quantizer": "transformers-4"}
+    workload = made("llama-2-70b", "fsdp", "rtx-4090-x2", **fields)
+    workload = replace(workload, cluster=workload.cluster.replace(host_memory_bytes=125 * 10**9))
+    found = loaded(workload, ZERO_3.replace(dp=2, offload="parameters", num_microbatches=4))
+    assert found.option == "transformers 4.47 or later"
+    assert found.fits
+    assert found.without is not None
+    assert found.without.way == "each_rank_host"
+    # https://github.com/axolotl-ai-cloud/axolotl/pull/1742: 125 GB were too few, 250 enough, for two ranks.
+    assert found.without.host_bytes_per_node == pytest.approx(2 * (found.weights_bytes + 10e9))
+    assert found.without.host_bytes_per_node > 0.75 * 125e9
+    assert found.is_worth_saying
+    assert "each rank of a machine reads all weights" in found.in_words
+
+
+def test_transformers_4_is_no_way_out_for_models_that_came_after_it() -> None:
+    fields = {"train": "lora:r=8", "base_weights": "nf4"}
+    found = loaded(made("qwen3.5-122b-a10b", "fsdp", "rtx-4090-x8", **fields))
+    assert not found.fits
+    assert "transformers" not in found.way_out
+    with pytest.raises(ParaplanError, match="transformers 4 has no models of the type qwen3_5_moe"):
+        made("qwen3.5-122b-a10b", "fsdp", **fields, quantizer="transformers-4")
+
+
 def test_no_number_of_nodes_loads_what_has_no_room_whole() -> None:
     fields = {"train": "lora:r=16", "base_weights": "nf4"}
     whole = made("llama-2-70b", "fsdp", "2xrtx-3090", **fields)

@@ -7,6 +7,7 @@ from exported_plans import STARTS_OUR_RUNTIME, subject
 
 from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.interop.export import TARGETS, export_plan
+from paraplan.model.quantizers import quantizers
 
 LORA = {"train": "lora:r=16"}
 SETTINGS: dict[str, dict[str, object]] = {
@@ -28,6 +29,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "activations on the host": {"offloads_activations": True},
     "dpo": {"task": "dpo"},
     "tiles": {"stack": {"mlp_tile": 4096}},
+    "experts": {"stack": {"whole_experts": True}},
     "kernels": {"stack": {"fused_kernels": "liger"}},
 }
 FROZEN = ("nf4", "int8", "fp8")
@@ -50,7 +52,18 @@ def test_no_setting_of_a_training_is_dropped(target: str, plan: str) -> None:
     dropped = [name for name, setting in SETTINGS.items() if written(target, plan, setting) == usual]
     if adapted is not None:
         dropped += [base for base in FROZEN if written(target, plan, LORA | {"base_weights": base}) == adapted]
+        stored = LORA | {"base_weights": "nf4"}
+        by_tools = [name for name, tool in quantizers().items() if tool.requires is not None]
+        usual = written(target, plan, stored)
+        dropped += [name for name in by_tools if usual and written(target, plan, stored | {"quantizer": name}) == usual]
     assert dropped == []
+
+
+@pytest.mark.parametrize("target", ["trl", "accelerate", "axolotl", "hf-trainer"])
+def test_the_release_that_stores_the_weights_is_told(target: str) -> None:
+    exported = export_plan(subject("zero-3", **LORA, base_weights="nf4:double", quantizer="transformers-4"), target)
+    assert any("pip install 'transformers>=4.47,<5'" in note for note in exported.notes)
+    assert exported.gaps == ()
 
 
 @pytest.mark.parametrize("target", ["accelerate", "hf-trainer"])

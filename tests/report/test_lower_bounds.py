@@ -16,6 +16,7 @@ from paraplan.cost.workload import Workload
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile
 from paraplan.model.reader import read_model
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.stack import StackSettings
 from paraplan.plan.training import LossKernel, TrainingSpec
 from paraplan.report.estimate_json import estimate_report
 from paraplan.report.plan_words import cautions
@@ -58,6 +59,38 @@ def test_a_comparison_with_a_bound_names_no_ratio(tmp_path: Path) -> None:
     assert compared.now.is_lower_bound
     assert compared.now.fits
     assert compared.verdict == "Of what runs today a bound is predicted, not a speed: a ratio would say nothing."
+
+
+@pytest.mark.parametrize(
+    ("model", "whole_experts", "is_bound"),
+    [
+        ("qwen3-30b-a3b", None, True),
+        ("qwen3-30b-a3b", True, False),  # a script that names transformers 5's products of experts
+        ("qwen3.5-35b-a3b", None, False),  # no release of transformers 4 has the family
+        ("gpt-oss-20b", None, False),  # whole tensors in transformers 4 too
+        ("qwen3-vl-30b-a3b", None, False),
+        ("qwen3.5-35b-a3b", False, True),
+    ],
+)
+@pytest.mark.parametrize("framework", ["deepspeed", "huggingface-trainer"])
+def test_a_bound_is_told_where_transformers_4_has_experts_as_modules(
+    model: str, framework: str, *, whole_experts: bool | None, is_bound: bool
+) -> None:
+    workload = made(model, framework)
+    workload = workload.trained_as(workload.training.replace(stack=StackSettings(whole_experts=whole_experts)))
+    assert (lower_bound_reason(workload, PLAN) is not None) is is_bound
+
+
+@pytest.mark.parametrize(("words", "note"), [("grouped_mm", None), ("eager", "experts_impl eager: priced as")])
+def test_a_script_that_chooses_products_of_experts_runs_transformers_5(
+    words: str, note: str | None, tmp_path: Path
+) -> None:
+    command = f"swift sft --model Qwen/Qwen3-30B-A3B --experts_impl {words} --deepspeed zero3 --tuner_type full"
+    path = tmp_path / "train.sh"
+    path.write_text(f"NPROC_PER_NODE=8 {command}\n")
+    imported = import_plan(path)
+    assert imported.setup.stack.whole_experts is True
+    assert [one for one in imported.notes if "experts" in one] == ([] if note is None else [f"{note} grouped_mm"])
 
 
 @pytest.mark.parametrize(

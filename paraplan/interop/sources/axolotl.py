@@ -78,7 +78,8 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.Rea
         task=objective.task,
     )
     notes += [*trainer.tf32_note(fields, setup.precision), *_plugins(fields)]
-    tiled = trainer.with_tiled_mlp(setup.replace(notes=tuple(notes)), fields, key="tiled_mlp", tile=_TILE)
+    setup = trainer.with_whole_experts(setup.replace(notes=tuple(notes)), fields, key="experts_implementation")
+    tiled = trainer.with_tiled_mlp(setup, fields, key="tiled_mlp", tile=_TILE)
     setup = axolotls_fp8(with_axolotls_liger(tiled, fields), fields)
     return setup.replace(notes=(*setup.notes, *key_table("axolotl").notes(fields)))
 

@@ -217,6 +217,7 @@ def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup
         notes=(*setup.notes, *objective.notes, *notes),
     )
     setup = setup.replace(notes=(*setup.notes, *trainer.unsharded_note(fields, setup)))
+    setup = trainer.with_whole_experts(setup, fields, key="experts_impl")
     return with_trainers_liger(trainer.with_tiled_mlp(setup, fields, key="use_tiled_mlp", tiles=_TILES), fields)
 
 

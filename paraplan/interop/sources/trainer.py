@@ -279,6 +279,18 @@ def galore_note(rank: int) -> list[str]:
     return [] if rank == GALORE_RANK else [f"use_galore: priced at rank {GALORE_RANK}, its rank is {rank}"]
 
 
+def with_whole_experts(setup: Setup, fields: Fields, *, key: str) -> Setup:
+    """Return a setup with experts in whole tensors where `key` chooses their products, as transformers 5 alone can.
+
+    Its `experts_implementation` is grouped_mm by default, which is priced for every other one too.
+    """
+    kind = fields.text(key)
+    if kind is None:
+        return setup
+    told = [] if kind == "grouped_mm" else [f"{key} {kind}: priced as grouped_mm"]
+    return setup.replace(stack=setup.stack.replace(whole_experts=True), notes=(*setup.notes, *told))
+
+
 def with_tiled_mlp(setup: Setup, fields: Fields, *, key: str, tile: int | None = None, tiles: int = 1) -> Setup:
     """Return a setup whose MLPs run in tiles where `key` says so: of `tile` tokens, or so many `tiles`."""
     given = fields.count("tiled_mlp_num_shards")

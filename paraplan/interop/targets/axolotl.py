@@ -252,7 +252,7 @@ def axolotl_gaps(subject: Subject) -> list[Gap]:
             plan, "cp", (1,) if training.attention != "flash" else (plan.cp,), "axolotl's ring attention is flash alone"
         )
     gaps += adapter_gap(trainable, "axolotl") + base_gap(subject, "axolotl", _BASES)
-    gaps += quantizer_gap(subject, "axolotl", ("axolotl", "transformers"))
+    gaps += quantizer_gap(subject, "axolotl", ("axolotl", "transformers", "transformers-4"))
     adapter = trainable.adapter
     tool = None if training is None else training.quantizer
     if tool and quantizer_of(tool).names_layers and adapter and adapter.targets == (ALL_LINEAR,):

@@ -24,6 +24,7 @@ from paraplan.interop.targets.adapters import (
     alpha_of,
     base_gap,
     modules_of,
+    quantizer_gap,
     trainable_of,
     whole_modules,
 )
@@ -281,7 +282,7 @@ def transformers_gaps(subject: Subject) -> list[Gap]:
     gaps += order_gap(plan, "transformers", MEGATRON_RANK_ORDER)
     if trainable.adapter is not None:
         gaps += field_gap(plan, "tp", (1,), "peft adds adapters after the layers are split, and sees whole ones")
-    gaps += adapter_gap(trainable, "peft")
+    gaps += adapter_gap(trainable, "peft") + quantizer_gap(subject, "transformers", ("transformers",))
     if plan.zero_stage == 0 and plan.tp == 1:
         gaps += base_gap(subject, "the Trainer that paraplan writes", ("bf16", "fp32", *_QUANTIZED))
     elif training is not None and training.base_weights not in (None, "bf16", "fp32"):
