@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paraplan.api.estimates import Estimate, estimate
@@ -35,6 +35,7 @@ from paraplan.interop.sources.torchtitan import read_torchtitan
 from paraplan.interop.sources.transformers import read_transformers
 from paraplan.interop.sources.trl import read_trl
 from paraplan.interop.stage_rule import with_stages
+from paraplan.interop.stock_configs import StockConfig, stock_config
 from paraplan.model.spec import ModelSpec
 from paraplan.plan.files import ModelReference, PlanFile
 from paraplan.plan.parallel import ParallelPlan, Recompute
@@ -118,20 +119,11 @@ def import_plan(
     if not has_arguments and (named := _FUNCTION.fullmatch(words)) is not None:
         path, function = Path(named.group(1)), named.group(2)
 
-    written: dict[str, str] = {}
-
-    def read_beside(name: str) -> str:
-        if Path(name).name in written:
-            return written[Path(name).name]
-        # A name is as the tool finds it from where it is started: in the file's folder, or in one above.
-        beside = (folder / name for folder in path.absolute().parents)
-        found = (one for one in beside if os.path.exists(one))  # noqa: PTH110  # Path.exists raises for long names
-        return _read(next(found, Path(name)))
-
+    read_beside = _FilesBeside(path)
     text = words if has_arguments else _read(path)
     if path.suffix in SCRIPTS:
         text, documents = without_documents(with_arguments(with_sourced(text, read_beside), arguments), words)
-        written |= documents
+        read_beside.written |= documents
     if path.suffix in (".yaml", ".yml") and tool is None and not is_known_document(text, words):
         text = script_of_job(text, words) or text
     tool = tool or ("megatron-lm" if has_arguments else tool_of(text, words, read_beside))
@@ -143,7 +135,39 @@ def import_plan(
         setup = _OF_ONE_FILE[tool](text, source=words, given=given)
     else:
         setup = _READERS[tool](text, source=words, given=given, read_file=read_beside)
-    return ImportedPlan(with_allocator(setup, text))
+    return ImportedPlan(with_allocator(setup.replace(notes=(*read_beside.notes, *setup.notes)), text))
+
+
+@dataclass(eq=False)
+class _FilesBeside:
+    """The files that a configuration names."""
+
+    path: Path
+    """The configuration."""
+    written: dict[str, str] = field(default_factory=dict)
+    """Files that a script writes before it starts the training, by their names."""
+    stock: dict[str, StockConfig] = field(default_factory=dict)
+    """Files that are not on this machine, and come with a tool, by the path that names them."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of files that were not read from this machine."""
+        return [one.note for one in self.stock.values()]
+
+    def __call__(self, name: str) -> str:
+        if Path(name).name in self.written:
+            return self.written[Path(name).name]
+        # A name is as the tool finds it from where it is started: in the file's folder, or in one above.
+        beside = (folder / name for folder in self.path.absolute().parents)
+        place = next((one for one in beside if os.path.exists(one)), None)  # noqa: PTH110  # raises for long names
+        if place is None and (stock := stock_config(name)) is not None:
+            self.stock[name] = stock
+            return stock.text
+        try:
+            return _read(place or Path(name))
+        except PlanError as error:
+            hint = f"it is named in {self.path}: put it there, in {self.path.absolute().parent} or above"
+            raise PlanError(error.message, hint=error.hint if "$" in name else hint) from None
 
 
 _OF_ONE_FILE = {

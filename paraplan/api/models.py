@@ -8,8 +8,8 @@ from typing import Any
 
 from paraplan.errors import WrongArgumentError
 from paraplan.model.reader import bundled_models as bundled_models
-from paraplan.model.reader import read_model
-from paraplan.model.spec import ModelSpec
+from paraplan.model.reader import read_model, tuned_sibling
+from paraplan.model.spec import ModelSpec as ModelSpec
 from paraplan.progress import doing
 
 USUAL_LENGTH = 4096
@@ -56,3 +56,13 @@ def usual_length(model: ModelSpec) -> int | None:
     does not say what its longest is.
     """
     return None if model.max_seq_length is None else min(model.max_seq_length, USUAL_LENGTH)
+
+
+def stands_for(reference: str | Path) -> str | None:
+    """Return the bundled name whose configuration stands for that of a hub id, None where the reference has its own."""
+    words = str(reference)
+    owner, slash, name = words.partition("/")
+    if not (slash and owner and name) or "/" in name or Path(words).exists():
+        return None
+    bundled = tuned_sibling(words)
+    return None if bundled is None else bundled.stem

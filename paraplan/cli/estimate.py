@@ -13,7 +13,6 @@ import typer
 
 from paraplan.api.estimates import Estimate
 from paraplan.api.estimates import estimate as estimate_plan
-from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
 from paraplan.cli import completion
@@ -21,6 +20,7 @@ from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.ci import LimitOptions
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given
+from paraplan.cli.models import load_shown
 from paraplan.cli.old_spellings import OldImportOptions
 from paraplan.cli.options import PLAN_PANEL, JsonOption, ModelArgument
 from paraplan.cli.outputs import HtmlOption, TraceOption, require_files, write_estimate_files
@@ -152,7 +152,7 @@ def estimate(
         framework = framework if "framework" in given else file.framework or framework
     else:
         chosen = plan.plan(training.global_batch, framework, **one.fields)
-    spec = load_model(model, seq_length=seq_len, micro_batch_size=chosen.micro_batch_size)
+    spec = load_shown(model, seq_length=seq_len, micro_batch_size=chosen.micro_batch_size)
     cluster = hardware.cluster_for(chosen.world_size)
     if one.plan_path is None:
         choices = with_precision(training, cluster).fields

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paraplan.api.imported import SCRIPTS, Alternatives, ImportedPlan, Tool, alternatives, import_plan, workloads_of
-from paraplan.api.models import load_model
 from paraplan.api.workloads import Workload, training_of
 from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given, require_folder, write_beside_and_rename
+from paraplan.cli.models import known_model, load_shown
 from paraplan.cli.options import PLAN_PANEL, JsonOption, RecomputeName, one_of
 from paraplan.cli.outputs import write_estimate_files
 from paraplan.cli.plan_choices import plan_count
@@ -76,6 +76,8 @@ def import_config(
     is_script = len(source) > 1 and Path(source[0]).suffix in SCRIPTS
     text, words = (source[0], source[1:]) if is_script else (" ".join(source), [])
     imported = _read(text, None, hardware, training, micro_batch=micro_batch, recompute=recompute, arguments=words)
+    if model is None and _names_machine(hardware):
+        model = known_model(imported.setup.model_name)
     if model is None:
         compared = None
         file = imported.plan_file(training.seq_len)
@@ -152,7 +154,7 @@ def _read(
     }
     if hardware.nodes is not None or hardware.gpus_per_node is not None:
         return import_plan(source, tool, num_gpus=hardware.cluster().num_gpus, **values)
-    names_machine = hardware.profile is not None or hardware.gpu is not None
+    names_machine = _names_machine(hardware)
     try:
         imported = import_plan(source, tool, **values)
         if imported.setup.says_gpus or not names_machine:
@@ -163,12 +165,16 @@ def _read(
     return import_plan(source, tool, num_gpus=hardware.cluster().num_gpus, **values)
 
 
+def _names_machine(hardware: HardwareOptions) -> bool:
+    return hardware.profile is not None or hardware.gpu is not None
+
+
 def _compare(
     imported: ImportedPlan, model: str, hardware: HardwareOptions, training: TrainingChoices, given: frozenset[str]
 ) -> Alternatives:
     """Return what a configuration costs and what would be faster. Options that are given come first."""
     length = training.seq_len or imported.setup.seq_length
-    spec = load_model(model, seq_length=length)
+    spec = load_shown(model, seq_length=length)
     imported = imported.for_model(spec)
     setup = imported.setup
     said = training.fields | setup.training | training.asked(given)
@@ -187,7 +193,9 @@ def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
         trained = f", {imported.setup.train}" if imported.setup.train else ""
         typer.echo(f"{imported.setup.tool}: {imported.plan.describe()}{trained}")
         if imported.setup.model_name is not None:
-            typer.echo(f"it trains {imported.setup.model_name}: --model says which model is priced")
+            typer.echo(
+                f"it trains {imported.setup.model_name}: --model says which model is priced, and --profile on what"
+            )
         return
     now = compared.now
     typer.echo(f"As {imported.setup.tool} runs it, predicted for {imported.framework}:")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import SEQUENCES_PER_GPU, SearchRequest, largest_model, nothing_fits_dict
 from paraplan.api.workloads import OWN_RUNTIME, Workload, training_of
@@ -19,6 +18,7 @@ from paraplan.cli import completion
 from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.ci import check_plan_file, read_percent
 from paraplan.cli.groups import grouped
+from paraplan.cli.models import load_shown
 from paraplan.cli.old_spellings import OldCheckOptions
 from paraplan.cli.options import SEARCH_PANEL, FindName, JsonOption, ObjectiveName, OptionalModelArgument, amount, count
 from paraplan.cli.outputs import MANY_KINDS, HtmlOption, TraceOption, recommended, require_files, write_files
@@ -216,7 +216,7 @@ class SearchOptions:
     ) -> ModelSpec:
         """Return the model that is named, or the largest bundled one that fits where that is asked for."""
         if reference is not None:
-            return load_model(
+            return load_shown(
                 reference, seq_length=training.seq_len, finds_length=self.find is FindName.longest_sequence
             )
         cluster = hardware.cluster()

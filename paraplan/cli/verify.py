@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from paraplan.api.models import load_model
 from paraplan.api.plans import load_plan
 from paraplan.api.workloads import OWN_RUNTIME, Workload
 from paraplan.cli.choices import HardwareOptions, TrainingChoices
 from paraplan.cli.ci import GithubOption, JunitOption, ToleranceOption, check_plan_file
 from paraplan.cli.groups import grouped
 from paraplan.cli.inputs import options_given
+from paraplan.cli.models import load_shown
 from paraplan.cli.options import JsonOption
 from paraplan.errors import UsageError
 
@@ -48,7 +48,7 @@ def verify(
     if reference is None:
         raise UsageError(f"{plan} does not name its model", hint="give --model")
     cluster = hardware.or_of(file).cluster()
-    spec = load_model(reference, seq_length=training.seq_len or (file.training.seq_length if file.training else None))
+    spec = load_shown(reference, seq_length=training.seq_len or (file.training.seq_length if file.training else None))
     asked = training.or_of(file, spec, plan, options_given(ctx))
     workload = hardware.calibrated(Workload.of(spec, asked, cluster, framework=file.framework or OWN_RUNTIME))
     check_plan_file(workload, plan, tolerance=tolerance, github=github, junit=junit, as_json=as_json)

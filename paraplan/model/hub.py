@@ -25,21 +25,30 @@ def hub_config(repository: str, environment: Mapping[str, str] = os.environ) -> 
 
     Raises `ModelError` where it is not on this machine and cannot be fetched, with the reason.
     """
-    cache = _cache(environment)
-    folder = cache / f"models--{repository.replace('/', '--')}"
-    main = folder / "refs" / "main"
-    found = folder / "snapshots" / main.read_text(encoding="utf-8").strip() if main.is_file() else folder
-    if (found / "config.json").is_file():
-        return found / "config.json"
+    cached = cached_config(repository, environment)
+    if cached is not None:
+        return cached
     if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise _failed(repository, "HF_HUB_OFFLINE is set, and it is not in the cache")
-    content = _fetched(repository, environment)
+    content, folder = _fetched(repository, environment), _folder(repository, environment)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_bytes(content)
     except OSError as error:
         raise _failed(repository, f"{folder} cannot be written: {error.strerror}") from error
     return folder / "config.json"
+
+
+def cached_config(repository: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the path of a repository's config.json as huggingface_hub has kept it, None where it has not."""
+    folder = _folder(repository, environment)
+    main = folder / "refs" / "main"
+    newest = folder / "snapshots" / main.read_text(encoding="utf-8").strip() if main.is_file() else folder
+    return newest / "config.json" if (newest / "config.json").is_file() else None
+
+
+def _folder(repository: str, environment: Mapping[str, str]) -> Path:
+    return _cache(environment) / f"models--{repository.replace('/', '--')}"
 
 
 def _cache(environment: Mapping[str, str]) -> Path:

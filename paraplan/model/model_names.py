@@ -23,8 +23,11 @@ def spelled(name: str) -> str:
 
 
 def untuned(name: str) -> str:
-    """Return a name without the words at its end that say whether a release was tuned: `-instruct`, `-chat-hf`."""
-    return re.sub(r"([-_ ](instruct|chat|base|it|pt|hf))+$", "", name.lower())
+    """Return a name without the words that say whether a release was tuned: `-instruct`, `-chat-hf`.
+
+    They stand at its end, or before a version or a date (`Mistral-7B-Instruct-v0.3`).
+    """
+    return re.sub(r"([-_ ](instruct|chat|base|it|pt|hf))+(?=$|[-_](v\d|\d{4}))", "", name.lower())
 
 
 _RELEASES = re.compile(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from paraplan.errors import ModelError, near_names
 from paraplan.model.config_file import MAX_LAYERS, OWN_CODE_HINT, ModelConfig, load_config
 from paraplan.model.family_table import READERS, is_read
-from paraplan.model.hub import hub_config
+from paraplan.model.hub import cached_config, hub_config
 from paraplan.model.hybrid import is_hybrid, read_hybrid
 from paraplan.model.model_names import same_layers, spelled, untuned
 from paraplan.model.multi_token import with_prediction_layers
@@ -89,6 +89,21 @@ def _by_hub_id() -> Mapping[str, Path]:
     return MappingProxyType(found)
 
 
+def tuned_sibling(repository: str) -> Path | None:
+    """Return the bundled configuration of a hub id that differs from a bundled one in how it was tuned alone.
+
+    `Qwen/Qwen2.5-32B-Instruct` has the layers of `Qwen/Qwen2.5-32B`, a mirror of it too. None where there is none, or
+    where several are so called, and for a hub id that is bundled itself or kept on this machine.
+    """
+    if bundled_config(repository) is not None or cached_config(repository) is not None:
+        return None
+    owner, _, name = repository.lower().rpartition("/")
+    alike = {one: path for one, path in _by_hub_id().items() if untuned(one.rpartition("/")[2]) == untuned(name)}
+    of_owner = {path for one, path in alike.items() if one.rpartition("/")[0] == owner}
+    paths = of_owner or set(alike.values())
+    return paths.pop() if len(paths) == 1 else None
+
+
 def _called(name: str) -> Path | None:
     """Return the one bundled configuration of a name without an owner: ours or the hub's, of a base or a tuned model.
 
@@ -123,10 +138,8 @@ def find_config(reference: str) -> Path:
     if called is not None:
         return called
     if _looks_like_hub_id(reference):
-        known = bundled_config(reference)
-        if known is not None:
-            return known
-        return _download_config(reference)
+        known = bundled_config(reference) or tuned_sibling(reference)
+        return known or _download_config(reference)
     what = f"{reference!r} is neither a file, a folder nor a bundled model"
     if not _OWNERLESS_ID.fullmatch(reference):
         raise ModelError(what, hint=_near_models(reference, bundled))

@@ -190,3 +190,23 @@ def test_options_come_before_what_a_file_says_and_packing_needs_a_length(tmp_pat
     training = json.loads(run("import", str(path), *GPT2, *more, "--json")[1])["training"]
     assert (training["packs_samples"], training["sample_length"]) == (True, 300)
     assert (training["offloads_activations"], training["optimizer"]) == (True, "sgd")
+
+
+def test_the_model_that_a_file_names_is_priced_on_a_named_machine(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    text = "stage: sft\nmodel_name_or_path: {}\ncutoff_len: 1024\nper_device_train_batch_size: 1\nbf16: true\n"
+    path.write_text(text.format("Qwen/Qwen2.5-0.5B-Instruct"))
+    status, stdout, stderr = run("import", str(path), "--profile", "dgx-h100")
+    assert status == 0
+    assert "qwen2.5-0.5b" in stdout
+    assert "What would be faster" in stdout
+    assert "Qwen/Qwen2.5-0.5B-Instruct: read as qwen2.5-0.5b" in stderr
+    _, stdout, _ = run("import", str(path))
+    assert "--model says which model is priced" in stdout
+    path.write_text(text.format("/models/Qwen2.5-0.5B-Instruct"))
+    _, stdout, _ = run("import", str(path), "--profile", "dgx-h100")
+    assert "What would be faster" in stdout
+    path.write_text(text.format("/models/none-of-ours"))
+    status, stdout, _ = run("import", str(path), "--profile", "dgx-h100")
+    assert status == 0
+    assert "it trains /models/none-of-ours: --model says which model is priced" in stdout

@@ -467,7 +467,7 @@ def test_modules_that_megatron_recomputes_are_all_read(read: Any) -> None:
 def test_a_short_last_stage_is_told_where_the_number_of_layers_is_not(read: Any) -> None:
     text = "model: m\nmax_length: 64\npipeline_model_parallel_size: 2\ndecoder_last_pipeline_num_layers: 11\n"
     (note,) = read(text, num_gpus=2).notes
-    assert note.startswith("decoder_last_pipeline_num_layers 11: priced as an even cut")
+    assert note.startswith("decoder_last_pipeline_num_layers: its stages follow from the model's layers")
 
 
 def test_adapters_on_the_ends_beside_all_linear_layers_are_told(read: Any) -> None:

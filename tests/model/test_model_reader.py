@@ -16,7 +16,7 @@ from paraplan.errors import ModelError
 from paraplan.model.config_file import ModelConfig, load_config
 from paraplan.model.family_table import READERS
 from paraplan.model.model_names import same_layers, spelled
-from paraplan.model.reader import bundled_models, is_factory, read_fields, read_model
+from paraplan.model.reader import bundled_config, bundled_models, is_factory, read_fields, read_model, tuned_sibling
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -270,3 +270,31 @@ def test_reading_a_known_model_imports_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", sorted(bundled_models()))
+@pytest.mark.parametrize("words", ["-Instruct", "-Chat", "-it", "-Base"])
+def test_a_tuned_sibling_of_a_bundled_model_is_read_without_a_network(name: str, words: str) -> None:
+    hub_id = json.loads(bundled_models()[name].read_text(encoding="utf-8")).get("hub_id")
+    if hub_id is None or bundled_config(hub_id + words) is not None:
+        return
+    found = tuned_sibling(hub_id + words)
+    siblings = {"gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}  # text alone, and with the tower of the tuned release
+    assert found == bundled_models()[name] or name.removesuffix("-it") in siblings
+    assert tuned_sibling(hub_id) is None
+
+
+@pytest.mark.parametrize(
+    ("repository", "name"),
+    [
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("NousResearch/Llama-2-70b-chat-hf", "llama-2-70b"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", None),  # another vocabulary
+        ("Qwen/Qwen2.5-Coder-32B-Instruct", None),
+        ("owner/none-Instruct", None),
+    ],
+)
+def test_hub_ids_are_siblings_where_words_of_tuning_alone_differ(repository: str, name: str | None) -> None:
+    found = tuned_sibling(repository)
+    assert (None if found is None else found.stem) == name
