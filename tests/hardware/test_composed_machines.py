@@ -54,7 +54,7 @@ def test_a_bundled_machine_with_these_gpus_is_taken(name: str, machine: str, gpu
     [
         ("gpu_8x_h100_sxm5", "did you mean 8xh100-sxm?"),
         ("Lambda-8xA100", "did you mean 8xa100?"),
-        ("8xmi250", "8xmi250x"),
+        ("8xmi251", "8xmi250"),
         ("g5.2xlarge", "--profile g5.12xlarge --gpus-per-node N"),
         ("Standard_NC24ads_A100_v4", "--profile nc96ads-a100-v4 --gpus-per-node N"),
         ("2xm40", "profiles list --kind gpu"),

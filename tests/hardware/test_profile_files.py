@@ -326,6 +326,26 @@ def test_every_gpu_is_found_by_the_names_that_drivers_report() -> None:
     assert find_gpu("NVIDIA Nothing 9000") is None
 
 
+@pytest.mark.parametrize(
+    ("profile", "gpu", "tensor_tflops", "gib"),
+    [
+        ("8xl20", "l20", 119.5, 45.0),
+        ("4xl20", "l20", 119.5, 45.0),
+        ("8xb100", "b100-sxm-180gb", 1750, 179),
+        ("mi250", "mi250-gcd-64gb", 181, 64),
+        ("2xrtx-4090-48gb", "rtx-4090-48gb", 165, 48),
+        ("8x4090-48gb", "rtx-4090-48gb", 165, 48),
+    ],
+)
+def test_cards_that_people_rent_are_named_as_they_call_them(
+    profile: str, gpu: str, tensor_tflops: float, gib: float
+) -> None:
+    cluster = cluster_from_profile(profile)
+    assert cluster.gpu.name == gpu
+    assert cluster.gpu.peak_flops_per_s["bf16"] == pytest.approx(tensor_tflops * 1e12, rel=0.01)
+    assert cluster.gpu.memory_bytes / 2**30 == pytest.approx(gib, rel=0.01)
+
+
 def test_a_name_in_words_is_no_path() -> None:
     with pytest.raises(ProfileError, match="no network profile is called 'InfiniBand EDR 100 Gb/s a node'"):
         load_network("InfiniBand EDR 100 Gb/s a node")
