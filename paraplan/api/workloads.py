@@ -13,6 +13,7 @@ from paraplan.cost.framework import OWN_RUNTIME as OWN_RUNTIME
 from paraplan.cost.workload import Workload as Workload
 from paraplan.errors import UsageError
 from paraplan.hardware.cluster import Cluster as Cluster
+from paraplan.model.freezing import in_layers_of
 from paraplan.model.quantizers import quantizers as quantizers
 from paraplan.model.spec import ModelSpec
 from paraplan.model.trainable import parse_trainable, without_qlora
@@ -148,4 +149,6 @@ def training_of(model: ModelSpec, *, seq_length: int | None, global_batch_size: 
     if length is None:
         raise UsageError(f"{model.name} does not say how long its sequences are", hint="give --seq-len")
     values = {"global_batch_size": global_batch_size, "seq_length": length}
+    if isinstance(train := fields.get("train"), str):
+        fields["train"] = in_layers_of(model, train)
     return TrainingSpec(**values | fields)

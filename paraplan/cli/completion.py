@@ -76,7 +76,9 @@ def trained(incomplete: str) -> list[str]:
 
 def tasks(incomplete: str) -> list[str]:
     """Return what a step may learn from that begins so, without its settings."""
-    return _beginning(incomplete, ("sft", "dpo", "dpo:precomputed", "reward", "grpo"))
+    return _beginning(
+        incomplete, ("sft", "dpo", "dpo:precomputed", "orpo", "kto", "reward", "grpo", "embedding", "reranker")
+    )
 
 
 def targets(incomplete: str) -> list[str]:

@@ -107,7 +107,12 @@ def task_notes(workload: Workload) -> tuple[str, ...]:
     """Return what to know of a task that is more than one pass over given sequences, a sentence each."""
     training = workload.training
     task, notes = training.learns_from, []
-    if task.group == 2:
+    if task.kind == "embedding":
+        notes.append(
+            f"{training.global_batch_size} sequences of a step are {training.global_batch_size // 2} pairs of texts; "
+            "texts of other ranks, which some losses gather as negatives, are not counted"
+        )
+    elif task.group == 2:
         notes.append(
             f"{training.global_batch_size} sequences of a step are {training.global_batch_size // 2} pairs; a "
             "micro-batch counts both sequences of a pair, where TRL's batch size counts pairs"
@@ -123,6 +128,8 @@ def task_notes(workload: Workload) -> tuple[str, ...]:
     generation = generation_of(workload)
     if generation is not None:
         notes.append(generation.note())
-    if task.kind != "sft":
+    if not task.is_run_by_trl:
+        notes.append(f"paraplan writes no file for --task {task.kind}, and paraplan.runtime trains on given sequences")
+    elif task.kind != "sft":
         notes.append("TRL runs this (paraplan export --to trl); paraplan.runtime trains on given sequences")
     return tuple(notes)

@@ -21,7 +21,8 @@ from paraplan.hardware.link_speed import LinkSpeedTable, load_link_speeds
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.model.attention import LARGEST_FLASH_HEAD
 from paraplan.model.dense_experts import as_routed
-from paraplan.model.freezing import FrozenStorage, freeze, with_one_output
+from paraplan.model.freezing import FrozenStorage, freeze
+from paraplan.model.output_layer import with_one_output, without_output
 from paraplan.model.quantizers import quantizer_of, reached_weights
 from paraplan.model.reader import read_model
 from paraplan.model.spec import BlockSpec, ModelSpec
@@ -115,7 +116,9 @@ class Workload:
             scored = as_routed(scored)
         if profile.tensor_parallel.follows_library_plan:
             scored = as_planned(scored)
-        if training.learns_from.kind == "reward":
+        if training.learns_from.output == "hidden":
+            scored = without_output(scored)
+        if training.learns_from.output == "score":
             scored = with_one_output(scored)
             trainable = trainable if trainable.is_full else trainable.replace(head=True)
         return replace(

@@ -113,6 +113,11 @@ def export_plan(subject: Subject, target: str, *, partial: bool = False) -> Expo
             "target",
             hint="export DDP over as many ranks",
         )
+    if subject.training is not None and not subject.training.learns_from.is_run_by_trl:
+        raise UnsupportedPlanError(
+            f"paraplan writes no file for --task {subject.training.task}",
+            hint="give the plan's degrees and sizes to the tool that trains so",
+        )
     task = subject.training.task if subject.training is not None else "sft"
     if task != "sft" and target != _LEARNS_FROM_MORE:
         raise UnsupportedPlanError(

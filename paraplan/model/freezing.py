@@ -17,7 +17,16 @@ from paraplan.model.part import Part, kept
 from paraplan.model.quantizers import is_reached
 from paraplan.model.spec import BlockRun, BlockSpec, ElementType, Layer, Matmul, ModelSpec, Parameter, SavedTensor
 from paraplan.model.towers import is_of_tower
-from paraplan.model.trainable import AdapterSpec, InputCopy, Trainable, layer_matches, targeted_layers
+from paraplan.model.trainable import (
+    AdapterSpec,
+    InputCopy,
+    Trainable,
+    layer_matches,
+    parse_trainable,
+    targeted_layers,
+    with_split_targets,
+    without_qlora,
+)
 from paraplan.model.weight_formats import WeightFormat, is_quantized, stored_bytes
 
 _ADAPTER_KERNELS: dict[InputCopy, int] = {"fused": 0, "shared": 4, "activation": 7, "fp32": 6}
@@ -163,29 +172,18 @@ def _with_towers(
     return model.replace(embedding=embedding, media=tuple(map(work, model.media)))
 
 
-def with_one_output(model: ModelSpec) -> ModelSpec:
-    """Return the model with a head of one output for each token: a score in place of logits (a reward model).
-
-    Raises `PlanError` for a model without such a head.
-    """
-    outputs = model.vocabulary
-    heads = [one for one in model.head.matmuls if one.n == outputs]
-    if len(heads) != 1:
-        raise PlanError(
-            f"{model.name} has {len(heads)} output layers of the vocabulary's size, and a reward model needs one",
-            hint="give a language model, or a factory of one with a head of one output",
-        )
-    (head,) = heads
-    others = tuple(one for one in model.head.parameters if outputs not in one.shape)
-    score = Parameter(name="score.weight", shape=(1, head.k), layer="linear")
-    matmuls = tuple(one.replace(name="score", n=1, split="none") if one is head else one for one in model.head.matmuls)
-    return model.replace(head=model.head.replace(parameters=(*others, score), matmuls=matmuls), tied_embeddings=False)
-
-
 def linear_layers(block: BlockSpec) -> list[Matmul]:
     """Return the products of a block whose weights are those of linear layers, which adapters may stand beside."""
     weights = {one.name.removesuffix(".weight") for one in block.parameters if one.layer == "linear"}
     return [one for one in block.matmuls if one.name in weights]
+
+
+def in_layers_of(model: ModelSpec, train: str) -> str:
+    """Return the words of `--train` with the names that a model's own layers have for those that stand for several."""
+    trainable = parse_trainable(without_qlora(train))
+    names = tuple(one.name for run in model.runs for one in linear_layers(run.block))
+    spread = with_split_targets(trainable, names)
+    return train if spread == trainable else "q" * train.strip().startswith("qlora") + spread.text
 
 
 def _check_reached(model: ModelSpec, storage: FrozenStorage) -> None:

@@ -179,6 +179,10 @@ _SHORT_NAMES = {
 """Short names of layers, and what models call them."""
 
 
+_ATTENTION_INPUTS = ("q", "k", "v", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Layers that `qkv` means where a model has none that makes all three: single ones, or those of latent attention."""
+
+
 def module_name(target: str) -> str:
     """Return the name that Llama and its kin have for a short one: q_proj for q; others as they are."""
     return _SHORT_NAMES.get(target, (target,))[0]
@@ -190,6 +194,19 @@ def layer_matches(target: str, name: str) -> bool:
     return target == ALL_LINEAR or any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
+def with_split_targets(trainable: Trainable, names: tuple[str, ...]) -> Trainable:
+    """Return what trains with `qkv` as the layers of a model that has them apart, for tools that know no other names.
+
+    `names` are the model's linear layers.
+    """
+    adapter = trainable.adapter
+    if adapter is None or "qkv" not in adapter.targets or any(layer_matches("qkv", name) for name in names):
+        return trainable
+    apart = [one for one in _ATTENTION_INPUTS if any(layer_matches(one, name) for name in names)]
+    spread = [one for target in adapter.targets for one in (apart if target == "qkv" else [target])]
+    return trainable.replace(adapter=adapter.replace(targets=tuple(dict.fromkeys(spread)) or adapter.targets))
+
+
 def targeted_layers(adapter: AdapterSpec, names: tuple[str, ...]) -> frozenset[str]:
     """Return which linear layers of `names` have an adapter.
 
@@ -198,6 +215,8 @@ def targeted_layers(adapter: AdapterSpec, names: tuple[str, ...]) -> frozenset[s
     found: set[str] = set()
     for target in adapter.targets:
         matching = {name for name in names if layer_matches(target, name)}
+        if not matching and target == "qkv":
+            matching = {name for name in names if any(layer_matches(one, name) for one in _ATTENTION_INPUTS)}
         if not matching:
             last = sorted({name.rpartition(".")[2] for name in names})
             near = get_close_matches(target, last, n=3, cutoff=0.4)

@@ -10,8 +10,26 @@ from pydantic import Field
 from paraplan.errors import PlanError
 from paraplan.records import Record
 
-TaskKind = Literal["sft", "dpo", "reward", "grpo"]
-FORMS = "sft, dpo, dpo:precomputed, reward or grpo:completion=512,gpus=2,beta=0.04"
+TaskKind = Literal["sft", "dpo", "orpo", "kto", "reward", "grpo", "embedding", "reranker"]
+FORMS = "sft, dpo, dpo:precomputed, orpo, kto, reward, embedding, reranker or grpo:completion=512,gpus=2,beta=0.04"
+_OTHER_NAMES: dict[str, TaskKind] = {
+    **dict.fromkeys(("pt", "pretrain", "pretraining", "clm"), "sft"),
+    **dict.fromkeys(("ipo",), "dpo"),
+    **dict.fromkeys(("simpo", "cpo"), "orpo"),
+    **dict.fromkeys(("bco",), "kto"),
+    **dict.fromkeys(("rm", "reward_model"), "reward"),
+    **dict.fromkeys(("contrastive", "retrieval"), "embedding"),
+    **dict.fromkeys(("cross-encoder", "cross_encoder"), "reranker"),
+}
+"""Names of objectives that take the passes and the memory of another one."""
+_UNPRICED = {
+    "ppo": ("reward, value and reference models beside the policy", "grpo"),
+    "gkd": ("the teacher beside the student and what that generates", "grpo"),
+    "distillation": ("the teacher beside the student", "sft"),
+    "kd": ("the teacher beside the student", "sft"),
+}
+"""Objectives that are not priced: the parts that are missing, and the nearest one that is."""
+_RUN_BY_TRL = frozenset({"sft", "dpo", "kto", "reward", "grpo"})
 
 
 class Task(Record):
@@ -19,8 +37,11 @@ class Task(Record):
 
     kind: TaskKind = "sft"
     """sft: sequences (also pretraining). dpo: pairs of a chosen and a rejected answer, compared with a reference model
-    (Rafailov et al. 2023). reward: pairs, by a model whose head has one output. grpo: answers that the model generates
-    (Shao et al. 2024)."""
+    (Rafailov et al. 2023). orpo: pairs without a reference model (Hong et al. 2024; SimPO and CPO too). kto: single
+    answers, compared with a reference model, and with answers to other prompts (Ethayarajh et al. 2024). reward: pairs,
+    by a model whose head has one output. grpo: answers that the model generates (Shao et al. 2024). embedding: pairs of
+    texts, whose pooled hidden states are compared within a micro-batch. reranker: texts of a question and an answer, by
+    a model whose head has one output."""
     is_precomputed: bool = False
     """The reference model's log-probabilities were computed before the training (TRL, precompute_ref_log_probs)."""
     completion: int | None = Field(default=None, ge=1)
@@ -42,16 +63,27 @@ class Task(Record):
     @property
     def has_reference(self) -> bool:
         """Whether a step runs a reference model: a copy as it was before, or the base model without its adapters."""
-        return (self.kind == "dpo" and not self.is_precomputed) or self.beta > 0
+        return (self.kind == "dpo" and not self.is_precomputed) or self.kind == "kto" or self.beta > 0
 
     @property
     def extra_forwards(self) -> int:
         """Forward passes without gradients of each sequence, beside the one of the training.
 
         GRPO's trainer computes the log-probabilities of what another engine has generated once more: its kernels round
-        otherwise (TRL, vllm_importance_sampling_correction).
+        otherwise (TRL, vllm_importance_sampling_correction). KTO estimates its distance to the reference on answers to
+        other prompts, by a pass of both models (TRL, experimental/kto/kto_trainer.py, calculate_KL).
         """
-        return int(self.has_reference) + int(self.kind == "grpo")
+        return int(self.has_reference) + int(self.kind == "grpo") + 2 * int(self.kind == "kto")
+
+    @property
+    def output(self) -> Literal["vocabulary", "score", "hidden"]:
+        """What the head makes of a token: logits, one score, or nothing beside the hidden state that is pooled."""
+        return {"reward": "score", "reranker": "score", "embedding": "hidden"}.get(self.kind, "vocabulary")  # type: ignore[return-value]  # words of the annotation
+
+    @property
+    def is_run_by_trl(self) -> bool:
+        """Whether a command of TRL trains so."""
+        return self.kind in _RUN_BY_TRL
 
     def completion_tokens(self, seq_length: int) -> int:
         """Return how many tokens of a sequence are generated."""
@@ -60,13 +92,19 @@ class Task(Record):
     @property
     def group(self) -> int:
         """Sequences that belong together, and so to one micro-batch: the two of a pair."""
-        return 2 if self.kind in ("dpo", "reward") else 1
+        return 2 if self.kind in ("dpo", "orpo", "reward", "embedding") else 1
 
 
 @lru_cache(maxsize=64)
 def parse_task(text: str) -> Task:
     """Return what the words of `--task` say. Raises `PlanError` for others, with what would do."""
     kind, _, rest = text.strip().lower().partition(":")
+    if kind in _UNPRICED:
+        missing, nearest = _UNPRICED[kind]
+        raise PlanError(
+            f"--task {kind} is not priced: it has {missing}", hint=f"--task {nearest} is the nearest that is priced"
+        )
+    kind = _OTHER_NAMES.get(kind, kind)
     values: dict[str, object] = {"kind": kind}
     known = {"dpo": {"precomputed"}, "grpo": {"completion", "gpus", "beta"}}.get(kind, set())
     for word in filter(None, rest.split(",")):

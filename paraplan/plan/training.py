@@ -125,8 +125,8 @@ class TrainingSpec(Spec):
     """True where activations of blocks go to the host's memory, and come back, beside compute (torchtune's
     and TRL's activation offloading)."""
     task: str = "sft"
-    """Objective, in the words of `--task`: sft, dpo, dpo:precomputed, reward, grpo. The sequences of a
-    batch are counted one by one, those of pairs and generated ones too."""
+    """Objective, in the words of `--task`: sft, dpo, dpo:precomputed, orpo, kto, reward, grpo, embedding, reranker.
+    The sequences of a batch are counted one by one, those of pairs and generated ones too."""
 
     sample_length: int | None = Field(default=None, gt=0)
     """Mean tokens of a sample, which is padded to its sequence; None where samples fill their sequences. Of what is

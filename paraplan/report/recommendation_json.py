@@ -15,7 +15,10 @@ from paraplan.search.recommendation import Recommendation
 def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
     """Return the commands that start the plan, or write it for another tool; none where nothing is written for that."""
     path = str(plan_path or "plan.json")
-    if answer.workload.training.task != "sft":  # which TRL runs, under any framework
+    task = answer.workload.training.learns_from
+    if not task.is_run_by_trl:
+        return {}
+    if task.kind != "sft":  # which TRL runs, under any framework
         return {"export": shlex.join(["paraplan", "export", path, "--to", "trl"])}
     if answer.framework is not None:
         target = answer.workload.framework.export_target

@@ -402,9 +402,20 @@ def test_a_load_is_a_number_or_a_word() -> None:
 
 
 def test_an_unknown_task_is_an_error() -> None:
+    status, _, errors = run(*LLAMA, "--task", "rlvr")
+    assert status == 2
+    assert errors.startswith(
+        "error: --task does not know 'rlvr'\nhint: use sft, dpo, dpo:precomputed, orpo, kto, reward"
+    )
+
+
+def test_a_task_that_is_not_priced_says_what_is_missing_and_what_is_nearest() -> None:
     status, _, errors = run(*LLAMA, "--task", "ppo")
     assert status == 2
-    assert errors.startswith("error: --task does not know 'ppo'\nhint: use sft, dpo, dpo:precomputed, reward or grpo:")
+    assert errors == (
+        "error: --task ppo is not priced: it has reward, value and reference models beside the policy\n"
+        "hint: --task grpo is the nearest that is priced\n"
+    )
 
 
 def test_the_load_that_plans_of_mixtures_assume_is_told_unless_it_is_stated() -> None:

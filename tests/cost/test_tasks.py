@@ -23,7 +23,11 @@ PIPELINE = ParallelPlan(dp=2, pp=4, micro_batch_size=2, num_microbatches=16, pip
 
 
 @pytest.mark.parametrize(
-    "words", ["sft", "dpo", "dpo:precomputed", "reward", "grpo", "grpo:completion=512,gpus=2,beta=0.04"]
+    "words",
+    [
+        *("sft", "dpo", "dpo:precomputed", "orpo", "kto", "reward", "embedding", "reranker", "grpo"),
+        "grpo:completion=512,gpus=2,beta=0.04",
+    ],
 )
 def test_words_are_read_as_they_are_written(words: str) -> None:
     assert parse_task(words.upper() + " ").text == words
@@ -34,7 +38,7 @@ def test_words_are_read_as_they_are_written(words: str) -> None:
     "words",
     [
         "",
-        "ppo",
+        "rlvr",
         "dpo:completion=3",
         "grpo:completion=many",
         "grpo:completion=0",
@@ -150,3 +154,50 @@ def test_an_optimizer_that_projects_whole_gradients_is_refused_where_they_are_di
     for plan in (ZERO_3, ParallelPlan(dp=4, tp=2, micro_batch_size=2, num_microbatches=8)):
         with pytest.raises(PlanError, match="galore_adamw projects whole gradients"):
             estimate_plan(made, plan)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [("simpo", "orpo"), ("cpo", "orpo"), ("bco", "kto"), ("contrastive", "embedding"), ("rm", "reward"), ("pt", "sft")],
+)
+def test_objectives_with_the_passes_of_another_one_are_priced_as_that(words: str, kind: str) -> None:
+    assert parse_task(words).text == kind
+
+
+@pytest.mark.parametrize("words", ["ppo", "gkd", "kd", "distillation"])
+def test_objectives_with_further_models_are_refused_with_the_nearest_one(words: str) -> None:
+    with pytest.raises(PlanError, match=f"task {words} is not priced") as caught:
+        parse_task(words)
+    assert "nearest" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("plan", [DDP, ZERO_3, PIPELINE], ids=str)
+def test_pairs_without_a_reference_take_what_precomputed_ones_do(workload: MakeWorkload, plan: ParallelPlan) -> None:
+    orpo, dpo = (estimate_plan(workload("gpt2-xl", task=task), plan) for task in ("orpo", "dpo:precomputed"))
+    assert orpo.memory == dpo.memory
+    assert orpo.step == dpo.step
+
+
+def test_kto_runs_both_models_on_answers_to_other_prompts_too(workload: MakeWorkload) -> None:
+    kto, dpo = (estimate_plan(workload("gpt2-xl", task=task), DDP) for task in ("kto", "dpo"))
+    assert kto.memory == dpo.memory
+    assert kto.step.step_time_s > 1.2 * dpo.step.step_time_s
+    alone = DDP.replace(micro_batch_size=1, num_microbatches=8)
+    assert estimate_plan(workload("gpt2", task="kto"), alone).step.step_time_s > 0
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2", "qwen3-0.6b", "gemma-2-2b"])
+def test_an_embedding_model_has_no_logits(workload: MakeWorkload, name: str) -> None:
+    plain, pooled, scored = (workload(name, task=task) for task in ("sft", "embedding", "reranker"))
+    assert pooled.model.head.matmuls == ()
+    assert pooled.model.parameters.total <= plain.model.parameters.total
+    assert pooled.model.parameters.embedding == plain.model.parameters.embedding
+    before, after = (estimate_plan(each, DDP) for each in (plain, pooled))
+    assert after.peak_memory_bytes < before.peak_memory_bytes
+    assert after.step.step_time_s < before.step.step_time_s
+    assert max(one.n for one in scored.model.head.matmuls) == 1
+    assert any("writes no file for --task embedding" in note for note in task_notes(pooled))
+    odd = ParallelPlan(dp=8, num_microbatches=8)
+    with pytest.raises(PlanError, match="holds no pairs"):
+        estimate_plan(pooled, odd)
+    assert estimate_plan(scored, odd).step.step_time_s > 0

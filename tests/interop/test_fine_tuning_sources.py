@@ -178,8 +178,8 @@ def test_keys_without_a_value_say_nothing_of_an_objective(read: Any) -> None:
     ("words", "task", "said"),
     [
         ("", "dpo", "taken for dpo"),
-        ("output_dir: data/zephyr-orpo\n", "dpo:precomputed", "its name says orpo"),
-        ("hub_model_id: me/kto-7b\n", None, "its name says kto"),
+        ("output_dir: data/zephyr-orpo\n", "orpo", "its name says orpo"),
+        ("hub_model_id: me/kto-7b\n", "kto", "its name says kto"),
         ("run_name: dpo-2\n", "dpo", "its name says dpo"),
     ],
 )
@@ -189,7 +189,7 @@ def test_preferences_of_several_kinds_are_told_apart_by_names(
     found = read(TRL + "beta: 0.1\nmax_prompt_length: 512\n" + words)
     assert found.task == task
     assert any(said in note for note in found.notes)
-    assert found.plan.micro_batch_size == (16 if task else 8)
+    assert found.plan.micro_batch_size == (8 if task == "kto" else 16)
 
 
 def test_machines_that_nobody_names_are_said_to_be_assumed(read: Any) -> None:

@@ -12,6 +12,7 @@ from paraplan.api.imported import import_plan
 from paraplan.errors import PlanError
 
 AXOLOTL = "base_model: m\nsequence_len: 8192\n"
+PAIRS = "model: m\ntuner_type: lora\nmax_length: 512\nper_device_train_batch_size: 2\n"
 FACTORY = "model_name_or_path: m\ndo_train: true\nbf16: true\n"
 
 
@@ -105,13 +106,18 @@ def test_deepspeeds_auto_sizes_are_said_beside_a_global_batch(read: Any) -> None
     ("text", "task", "sequences"),
     [
         (AXOLOTL + "rl: ipo\nmicro_batch_size: 2\n", "dpo", 4),
-        (AXOLOTL + "rl: orpo\n", "dpo:precomputed", 2),
+        (AXOLOTL + "rl: orpo\n", "orpo", 2),
         (AXOLOTL + "rl: grpo\ntrl: {max_completion_length: 256}\n", "grpo:completion=256", 1),
         (AXOLOTL + "reward_model: true\n", "reward", 2),
         (FACTORY + "stage: dpo\nper_device_train_batch_size: 2\n", "dpo", 4),
-        (FACTORY + "stage: dpo\npref_loss: simpo\nper_device_train_batch_size: 1\n", "dpo:precomputed", 2),
+        (FACTORY + "stage: dpo\npref_loss: simpo\nper_device_train_batch_size: 1\n", "orpo", 2),
+        (FACTORY + "stage: kto\nper_device_train_batch_size: 3\n", "kto", 3),
+        (AXOLOTL + "rl: kto\n", "kto", 1),
+        (PAIRS + "rlhf_type: orpo\n", "orpo", 4),
+        (PAIRS + "task_type: embedding\n", "embedding", 4),
+        (PAIRS + "task_type: reranker\n", "reranker", 2),
         (FACTORY + "stage: rm\nper_device_train_batch_size: 3\n", "reward", 6),
-        ("model: m\ntuner_type: lora\nmax_length: 512\nrlhf_type: dpo\nper_device_train_batch_size: 2\n", "dpo", 4),
+        (PAIRS + "rlhf_type: dpo\n", "dpo", 4),
         ("model_name_or_path: m\nuse_peft: true\nloss_type: sigmoid\nper_device_train_batch_size: 1\n", "dpo", 2),
     ],
 )
@@ -120,7 +126,7 @@ def test_objectives_are_tasks_and_pairs_two_sequences(read: Any, text: str, task
     assert (setup.task, setup.plan.micro_batch_size) == (task, sequences)
 
 
-@pytest.mark.parametrize(("key", "name"), [("rl: kto\n", "kto"), ("kd_trainer: true\n", "kd"), ("rl: ebft\n", "ebft")])
+@pytest.mark.parametrize(("key", "name"), [("kd_trainer: true\n", "kd"), ("rl: ebft\n", "ebft")])
 def test_an_objective_that_is_not_modelled_is_named(read: Any, key: str, name: str) -> None:
     assert any(name in note and "not priced" in note for note in read(AXOLOTL + key, num_gpus=2).notes)
 
@@ -490,7 +496,7 @@ def test_packed_rows_of_pairs_hold_both_sequences(read: Any) -> None:
 def test_megatrons_names_of_layers_are_those_of_transformers(read: Any) -> None:
     text = "model: m\ntuner_type: lora\nmax_length: 64\ntensor_model_parallel_size: 1\n"
     setup = read(text + "target_modules: [linear_qkv, linear_proj]\n", num_gpus=1)
-    assert (setup.train or "").startswith("lora:r=8,targets=q_proj|k_proj|v_proj|o_proj")
+    assert (setup.train or "").startswith("lora:r=8,targets=qkv|o_proj")
 
 
 @pytest.mark.parametrize(

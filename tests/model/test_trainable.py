@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paraplan.api.workloads import trainable_words
+from paraplan.api.models import bundled_models, load_model
+from paraplan.api.workloads import trainable_words, training_of
 from paraplan.errors import PlanError
+from paraplan.model.freezing import linear_layers
 from paraplan.model.trainable import ALL_LINEAR, AdapterSpec, Trainable, parse_trainable, targeted_layers
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import TrainingSpec
@@ -97,3 +99,24 @@ def test_a_target_that_no_layer_has_is_refused_with_near_names() -> None:
         targeted_layers(AdapterSpec(targets=("q_prj",)), LAYERS)
     assert caught.value.hint is not None
     assert "q_proj" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", sorted(bundled_models()))
+def test_qkv_means_the_layers_that_every_bundled_model_has_for_it(name: str) -> None:
+    model = load_model(name)
+    training = training_of(model, seq_length=1024, global_batch_size=8, train="lora:r=8,targets=qkv")
+    layers = tuple(one.name for run in model.runs for one in linear_layers(run.block))
+    assert training.trainable.adapter is not None
+    found = targeted_layers(training.trainable.adapter, layers)
+    assert found == targeted_layers(AdapterSpec(rank=8, targets=("qkv",)), layers)
+    assert found
+    assert not any(name.rpartition(".")[2].startswith(("o_proj", "gate", "up", "down")) for name in found)
+    if {"self_attn.q_proj", "self_attn.v_proj"} <= set(layers):
+        assert training.train.startswith("lora:r=8,targets=q|k|v")
+
+
+def test_the_words_of_qlora_stay_qlora_where_layers_are_named_apart() -> None:
+    training = training_of(
+        load_model("glm-4.5-air"), seq_length=1024, global_batch_size=8, train="lora:r=8,targets=qkv|o"
+    )
+    assert training.train == "lora:r=8,targets=q|k|v|o"

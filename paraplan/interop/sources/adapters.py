@@ -14,7 +14,7 @@ _EVERY = ("all", "all-linear", "all_linear")
 _PARTS = {"lm_head": "head", "output": "head", "embed_tokens": "embeddings", "wte": "embeddings"}
 """Modules outside of blocks that people train beside adapters, by their names in transformers."""
 _OTHER_NAMES = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_qkv": ("qkv",),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),

@@ -38,7 +38,7 @@ def read_axolotl(text: str, *, source: str, given: Given, read_file: trainer.Rea
     command = content_of(text, source, read_file, hint="examples of axolotl has working ones")
     fields = Fields(command.values, source=source)
     train, found = _trainable(fields)
-    objective = _objective(fields, is_full=train is None)
+    objective = _objective(fields)
     micro = (fields.count("micro_batch_size") or 1) * objective.group
     steps = fields.count("gradient_accumulation_steps") or 1
     config = fields.taken("fsdp_config")
@@ -102,14 +102,14 @@ def _axes(fields: Fields) -> trainer.Axes:
     )
 
 
-def _objective(fields: Fields, *, is_full: bool) -> Objective:
+def _objective(fields: Fields) -> Objective:
     for key, name in (
         ("reward_model", "reward"),
         ("process_reward_model", "process_reward_model"),
         ("kd_trainer", "kd"),
     ):
         if fields.flag(key):
-            return objective_of(name, key=key, is_full=is_full)
+            return objective_of(name, key=key)
     if fields.is_on("diffusion"):
         return objective_of("diffusion", key="diffusion")
     trl = fields.section("trl") if fields.text("rl") in ("grpo", "gdpo") else Fields({}, source=fields.source)
@@ -119,7 +119,6 @@ def _objective(fields: Fields, *, is_full: bool) -> Objective:
         precomputed=bool(fields.flag("precompute_ref_log_probs")),
         completion=trl.count("max_completion_length"),
         beta=trl.value("beta"),
-        is_full=is_full,
     )
 
 

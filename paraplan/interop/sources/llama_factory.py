@@ -37,7 +37,6 @@ def read_llama_factory(text: str, *, source: str, given: Given, read_file: train
         if fields.text("stage") == "dpo" and _is_without_reference(fields)
         else fields.text("stage"),
         key="stage",
-        is_full=train is None or train.startswith("text"),
     )
     batches = trainer.Batches(
         micro_batch=(fields.count("per_device_train_batch_size") or _MICRO_BATCH) * objective.group,

@@ -31,7 +31,7 @@ def read_llama_factory_v1(text: str, *, source: str, given: Given, read_file: tr
         )
     train, notes = _trainable(fields)
     is_preference = "dpo" in str(fields.value("train_dataset"))
-    objective = objective_of("dpo" if is_preference else None, key="train_dataset", is_full=train is None)
+    objective = objective_of("dpo" if is_preference else None, key="train_dataset")
     backend = fields.section("dist_config")
     sharding = _sharding(backend)
     checkpoints = fields.flag("enable_activation_checkpointing")

@@ -164,7 +164,7 @@ def _document(text: str, source: str) -> dict[str, object]:
 def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup:
     """Return the training of `swift sft` and its kin, which transformers' Trainer runs."""
     train, notes = _trainable(fields, default="lora")
-    objective = _objective(fields, is_full=train is None or train.startswith("text"))
+    objective = _objective(fields)
     batch = fields.count("per_device_train_batch_size") or 1
     steps = fields.count("gradient_accumulation_steps") or max(1, ceil(_BATCH / batch / (given.num_gpus or 1)))
     cp = fields.count("sequence_parallel_size") or 1
@@ -224,7 +224,7 @@ def _trainer(fields: Fields, given: Given, read_file: trainer.ReadFile) -> Setup
 def _megatron(fields: Fields, given: Given) -> Setup:
     """Return the training of Megatron-SWIFT, which Megatron-Core runs."""
     train, notes = _trainable(fields, default="full")
-    objective = _objective(fields, is_full=train is None or train.startswith("text"))
+    objective = _objective(fields)
     keys = (*key_table("megatron-lm").read, *key_table("megatron-lm").not_priced_keys)
     named = {key: fields.value(key) for key in keys if key in fields and key not in _LAUNCHER}
     values: dict[str, object] = {**key_table("megatron-swift").defaults, **named}
@@ -266,16 +266,16 @@ def _deepspeed(fields: Fields) -> object:
     return config
 
 
-def _objective(fields: Fields, *, is_full: bool) -> Objective:
+def _objective(fields: Fields) -> Objective:
     name = fields.text("rlhf_type")
     task = fields.text("task_type")
     if name is None and task not in (None, "causal_lm"):
-        return objective_of(task, key="task_type", is_full=is_full)
+        return objective_of(task, key="task_type")
     is_generated = name in ("grpo", "gkd")
     completion = fields.count("max_completion_length") if is_generated else None
     beta = fields.value("beta") if is_generated else None
     beta = _GRPO_BETA if beta is None and name == "grpo" else beta
-    return objective_of(name, key="rlhf_type", completion=completion, beta=beta, is_full=is_full)
+    return objective_of(name, key="rlhf_type", completion=completion, beta=beta)
 
 
 def _trainable(fields: Fields, *, default: str) -> tuple[str | None, list[str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from paraplan.plan.task import parse_task
+
 _WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
 _PLAIN = ("sft", "pt", "pretrain", "clm", "causal_lm")
 
@@ -19,7 +21,7 @@ class Objective(NamedTuple):
     @property
     def group(self) -> int:
         """Sequences of what the tool's batch counts as one: the two of a pair."""
-        return 2 if self.task is not None and self.task.startswith(("dpo", "reward")) else 1
+        return 1 if self.task is None else parse_task(self.task).group
 
 
 def objective_of(
@@ -29,12 +31,11 @@ def objective_of(
     precomputed: bool = False,
     completion: int | None = None,
     beta: object = None,
-    is_full: bool = True,
 ) -> Objective:
     """Return the objective that `name`, the value of `key`, stands for.
 
     `precomputed`: the reference's log-probabilities are. `completion`: generated tokens. `beta`: GRPO's distance to a
-    reference model. `is_full`: no adapters, beside which the reference is a second copy of the model.
+    reference model.
     """
     words = (name or "sft").lower()
     if words in _PLAIN:
@@ -44,8 +45,17 @@ def objective_of(
             "dpo:precomputed" if precomputed else "dpo", [f"{key} {name}: a batch counts pairs, two sequences each"]
         )
     if words in _WITHOUT_REFERENCE:
-        note = f"{key} {name}: priced as dpo without a reference model; a batch counts pairs, two sequences each"
-        return Objective("dpo:precomputed", [note])
+        note = f"{key} {name}: priced as orpo, without a reference model; a batch counts pairs, two sequences each"
+        return Objective("orpo", [note])
+    if words in ("kto", "bco"):
+        note = f"{key} {name}: priced as kto, of single answers and a reference model"
+        return Objective("kto", [note])
+    if words in ("embedding", "contrastive", "retrieval"):
+        return Objective(
+            "embedding", [f"{key} {name}: a batch counts pairs, two sequences each; more negatives no more"]
+        )
+    if words in ("reranker", "generative_reranker", "cross-encoder"):
+        return Objective("reranker", [f"{key} {name}: a batch is priced as single sequences, without negatives"])
     if words in ("reward", "rm", "reward_model"):
         return Objective("reward", [f"{key} {name}: a batch counts pairs, two sequences each"])
     if words in ("grpo", "gdpo", "rloo", "dapo", "gspo"):
@@ -54,10 +64,7 @@ def objective_of(
         fields += [f"beta={beta:g}"] if is_weight else []
         notes = [] if words == "grpo" else [f"{key} {name}: priced as grpo"]
         return Objective(":".join(["grpo", ",".join(fields)] if fields else ["grpo"]), notes)
-    reference = "a reference model of its own" if is_full else "the passes of the base as its reference"
     what = {
-        "kto": f"kto: {reference} and its passes are not priced",
-        "bco": f"bco: {reference} and its passes are not priced",
         "ppo": "ppo: the generation, the reward, value and reference models and their passes are not priced",
         "gkd": "gkd: the teacher and the generation are not priced",
         "distillation": "distillation: the teacher and its passes are not priced",

@@ -158,8 +158,7 @@ def _objective(fields: Fields, command: str | None) -> Objective:
     completion = (fields.count("max_completion_length") or _COMPLETION) if name == "grpo" else None
     beta = fields.value("beta") if name == "grpo" else None
     precomputed = bool(fields.flag("precompute_ref_log_probs"))
-    is_full = not fields.flag("use_peft")
-    return objective_of(name, key=key, precomputed=precomputed, completion=completion, beta=beta, is_full=is_full)
+    return objective_of(name, key=key, precomputed=precomputed, completion=completion, beta=beta)
 
 
 def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:
