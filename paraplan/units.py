@@ -49,6 +49,10 @@ def format_share(share: float) -> str:
     return f"{share:.0%}" if share < 100 else "over 9999%"
 
 
+DAYS_OF_A_YEAR = 365
+_MANY_DAYS = 10
+
+
 def format_seconds(seconds: float | None) -> str:
     """Return a duration with three significant digits and the unit that suits it: `3.20 ms`."""
     if seconds is None:
@@ -72,6 +76,14 @@ def format_days(days: float) -> str:
     """Return a number of days: `1 day`, `2.46 days`."""
     text = format_digits(days)
     return f"{text} day" if text == "1" else f"{text} days"
+
+
+def format_run(seconds: float) -> str:
+    """Return how long a training takes: `14 h 05 min`, `25.4 days`, `6.28 years`."""
+    days = seconds / 86_400
+    if days >= DAYS_OF_A_YEAR:
+        return f"{format_digits(days / DAYS_OF_A_YEAR)} years"
+    return format_days(days) if days >= _MANY_DAYS else format_seconds(seconds)
 
 
 def format_count(count: float | None) -> str:

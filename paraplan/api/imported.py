@@ -151,7 +151,7 @@ class _FilesBeside:
 
     @property
     def notes(self) -> list[str]:
-        """What to say of files that were not read from this machine."""
+        """Notes on files that were not read from this machine."""
         return [one.note for one in self.stock.values()]
 
     def __call__(self, name: str) -> str:

@@ -10,6 +10,9 @@ from paraplan.cost.implementations import Dispatch, implementations
 from paraplan.errors import PlanError
 from paraplan.records import Record, Source
 
+_MOST_NAMED = 4
+"""Degrees in a hint."""
+
 
 class ExpertsProfile(Record):
     """Mixtures of experts: how tokens reach their experts and return."""
@@ -39,10 +42,11 @@ class ExpertsProfile(Record):
         which divide each expert.
         """
         if self.over_tensor_ranks and ep % tp:
-            lower = ep // tp * tp
+            degrees = [tp * share for share in range(1, data_ranks + 1) if data_ranks % share == 0]
+            near = sorted(sorted(degrees, key=lambda degree: abs(degree - ep))[:_MOST_NAMED])
             raise PlanError(
                 f"ep={ep} of {title} counts the ranks of tp={tp} too, and experts on a part of these are not modelled",
-                hint=f"use --ep {f'{lower} or ' if lower else ''}{lower + tp}",
+                hint=f"use --ep {' or '.join(map(str, near))}",
             )
         if self.over_tensor_ranks:
             return ep // tp

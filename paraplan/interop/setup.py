@@ -43,7 +43,7 @@ class StageRule(Record):
 
     @property
     def note(self) -> str:
-        """What is assumed while the number of layers is not known."""
+        """Note for readers while the number of layers is not known."""
         return f"{self.option}: its stages follow from the model's layers; give --model"
 
 

@@ -18,9 +18,9 @@ class StockConfig(Record):
     folder: str
     """The folder that holds it there, under which scripts name it."""
     name: str
-    """Its name."""
+    """File name."""
     content: dict[str, object]
-    """Its keys and values."""
+    """Keys and values."""
 
     @property
     def text(self) -> str:
@@ -29,7 +29,7 @@ class StockConfig(Record):
 
     @property
     def note(self) -> str:
-        """What is said where it stands for a file that is missing."""
+        """Note where it stands for a file that is missing."""
         return f"{self.folder}/{self.name} is not on this machine: taken as {self.tool}'s repository has it"
 
 

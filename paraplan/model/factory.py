@@ -7,12 +7,12 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paraplan.errors import ModelError, near_names
+from paraplan.errors import ModelError, ParaplanError, near_names
 
 
 def load_factory(reference: str) -> Callable[[], Any]:
@@ -48,6 +48,72 @@ def call_user_code(reference: str, what: str, call: Callable[[], Any]) -> Any:
         return call()
     except (Exception, SystemExit) as error:
         raise explain(reference, what, error) from error
+
+
+def check_method_names(reference: str, module: Any, base: type) -> None:
+    """Raise ModelError where a part of a model hides a method of `base`, torch's `nn.Module`, by an attribute.
+
+    A submodule or parameter so called is not reached by its name; any other value stands in the way of those methods
+    that a trace calls.
+    """
+    for path, part in _parts(module):
+        registered = {name for kind in ("_modules", "_parameters", "_buffers") for name in vars(part).get(kind) or ()}
+        values = {name for name, value in vars(part).items() if name in CALLED_BY_TRACES and not callable(value)}
+        hidden = sorted(name for name in registered | values if callable(getattr(base, name, None)))
+        if hidden:
+            name = f"self.{hidden[0]}" + (f" in its part {path}" if path else "")
+            raise ModelError(
+                f"{reference}: {_where_defined(type(part))} sets {name}, which is a method of nn.Module",
+                hint=f"call it otherwise, such as self.{hidden[0]}_layer",
+            )
+
+
+CALLED_BY_TRACES = frozenset(
+    {
+        *("train", "to", "apply", "requires_grad_", "forward", "register_forward_hook", "register_forward_pre_hook"),
+        *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules"),
+        *("children", "named_children", "get_submodule"),
+    }
+)
+"""Methods of `nn.Module` that a trace calls, by itself or through torch."""
+
+
+def _parts(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a module and all inside of it with their paths, by what torch has registered."""
+    yield path, module
+    for name, child in (vars(module).get("_modules") or {}).items():
+        if child is not None:
+            yield from _parts(child, f"{path}.{name}" if path else name)
+
+
+def _where_defined(kind: type) -> str:
+    """Return a class with its file and line, without these where it has no file."""
+    try:
+        return f"{kind.__name__} ({inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]})"
+    except (OSError, TypeError):  # defined in an interpreter
+        return kind.__name__
+
+
+def with_user_errors(reference: str, what: str, call: Callable[[], Any]) -> Any:
+    """Return `call()`; an error that code of the user raises within becomes a ModelError, others stay as they are."""
+    try:
+        return call()
+    except ParaplanError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if not any(_is_users(Path(frame.filename)) for frame in frames[-_DEEPEST:]):
+            raise
+        raise explain(reference, what, error) from error
+
+
+_DEEPEST = 3
+"""Frames at the end of a traceback among which the user's own is looked for: torch's may stand below it."""
+
+
+def _is_users(path: Path) -> bool:
+    inside = {"site-packages", "paraplan", "torch"} & set(path.parts)
+    return not inside and path.is_file() and not path.is_relative_to(Path(traceback.__file__).parent)
 
 
 def explain(reference: str, what: str, error: BaseException) -> ModelError:

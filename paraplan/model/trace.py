@@ -7,9 +7,10 @@ keep. Only the modules of this package that are called `trace...` import torch.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from math import gcd
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paraplan.errors import ModelError
-from paraplan.model.factory import call_user_code, load_factory
+from paraplan.model.factory import call_user_code, check_method_names, load_factory, with_user_errors
 from paraplan.model.measured import Measured, loops_over_tokens, products_of, saved_of, with_reasons
 from paraplan.model.spec import Attention, BlockRun, BlockSpec, Layer, Matmul, ModelSpec, Parameter, SavedTensor
 from paraplan.model.tp_plan import style_of
@@ -81,13 +82,40 @@ def trace_module(
     is False: it takes half of the time, and what freezing saves is then not known.
     """
     seq_length = seq_length or DEFAULT_SEQ_LENGTH
-    with torch.device("meta"):
+    with torch.device("meta"), _without_warnings():
         module = call_user_code(source, "the model was built", factory)
     if not isinstance(module, nn.Module):
         raise ModelError(
             f"{source} returned {type(module).__name__}, expected an nn.Module",
             hint="return the model itself",
         )
+    check_method_names(source, module, nn.Module)
+    traced = partial(_traced, module, source, seq_length=seq_length, micro_batch_size=micro_batch_size)
+    with _without_warnings():
+        spec: ModelSpec = with_user_errors(
+            source, "the model was traced", partial(traced, dtype=dtype, tells_reasons=tells_reasons)
+        )
+    return spec
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out warnings of code that runs without values: they say nothing about a training."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _traced(
+    module: nn.Module,
+    source: str,
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    dtype: torch.dtype,
+    tells_reasons: bool,
+) -> ModelSpec:
+    """Return a module on the meta device as a `ModelSpec`; see `trace_module`."""
     sizes = {name: parameter.element_size() for name, parameter in module.named_parameters()}
     kept_types = {parameter.requires_grad: parameter.dtype for parameter in module.parameters()}
     is_mixed = len(set(kept_types.values())) > 1
@@ -268,7 +296,7 @@ def _assemble(
     projections = [part for part in module.modules() if isinstance(part, nn.Linear)]
     runs = [(block, len(list(group))) for block, group in groupby(specs[name] for name in blocks)]
     return ModelSpec(
-        name=source.rpartition(":")[2] or type(module).__name__,
+        name=type(module).__name__,
         model_type=type(module).__name__,
         source=source,
         hidden_size=whole.hidden_size or 1,

@@ -77,7 +77,7 @@ class Task(Record):
 
     @property
     def output(self) -> Literal["vocabulary", "score", "hidden"]:
-        """What the head makes of a token: logits, one score, or nothing beside the hidden state that is pooled."""
+        """Output of the head for a token: logits, one score, or nothing beside the hidden state that is pooled."""
         return {"reward": "score", "reranker": "score", "embedding": "hidden"}.get(self.kind, "vocabulary")  # type: ignore[return-value]  # words of the annotation
 
     @property

@@ -8,7 +8,7 @@ from paraplan.cost.workload import Workload
 from paraplan.report.page import page, paragraph, section, table
 from paraplan.report.sections import Column, Row
 from paraplan.search.machine_comparison import MachineComparison, MachineOffer
-from paraplan.units import format_bytes, format_count, format_seconds
+from paraplan.units import DAYS_OF_A_YEAR, format_bytes, format_count, format_run, format_seconds
 
 
 def machines_title(found: MachineComparison) -> str:
@@ -37,8 +37,21 @@ def machine_rows(
         each = "; ".join(f"{offer.machine}, {offer.price_source}" for offer in priced)
         notes = [f"prices: {each}. Their links: --json"] if each else []
     if found.tokens is not None:
+        notes[:0] = _over_a_year(found)
         notes.insert(0, f"run: {format_count(found.tokens)} tokens; steps alone, without starts and failures")
     return columns, rows, tuple(notes)
+
+
+def _over_a_year(found: MachineComparison) -> list[str]:
+    """Return which machines would take over a year: of those shown, and of those left out for that."""
+    slow = [one for one in found.machines if (one.seconds or 0.0) > DAYS_OF_A_YEAR * 86_400]
+    notes = [f"over a year: {', '.join(one.machine for one in slow)}"] if slow else []
+    if found.too_long:
+        left_out = "; ".join(
+            f"{one.machine}, {format_run(one.seconds or 0.0)} for {_money(one.cost)}" for one in found.too_long
+        )
+        notes.append(f"cheaper and left out, as they take over a year: {left_out}. --days takes in what ends by then")
+    return notes
 
 
 def machines_page(found: MachineComparison, workload: Workload) -> str:
@@ -74,7 +87,7 @@ def _cells(offer: MachineOffer, *, has_run: bool) -> tuple[str, ...]:
         _money(offer.cost_per_billion_tokens),
     ]
     if has_run:
-        cells += [format_seconds(offer.seconds or 0.0), _money(offer.cost)]
+        cells += [format_run(offer.seconds or 0.0), _money(offer.cost)]
     return tuple(cells)
 
 

@@ -12,7 +12,15 @@ from paraplan.search.recommendation import Recommendation
 from paraplan.search.results import Decision, Rejection
 from paraplan.search.sizes import Budget, SizeOffer
 from paraplan.search.what_helps import Help
-from paraplan.units import format_bytes, format_count, format_days, format_digits, format_seconds
+from paraplan.units import (
+    DAYS_OF_A_YEAR,
+    format_bytes,
+    format_count,
+    format_days,
+    format_digits,
+    format_run,
+    format_seconds,
+)
 
 
 class Column(NamedTuple):
@@ -162,6 +170,7 @@ def size_table(offers: Sequence[SizeOffer], *, now: int | None = None) -> Table:
 def _budget(budget: Budget, source: str | None, goodput: GoodputEstimate | None) -> Section:
     days = budget.seconds / 86_400
     length = f"{days:,.1f} days" if days >= 2 else format_seconds(budget.seconds)
+    length += f", {format_run(budget.seconds)}" * (days >= DAYS_OF_A_YEAR)
     whose = source or "in the currency of --price"
     cost = "" if budget.cost is None else f", cost of the run {_rounded(budget.cost)} ({whose})"
     failing: tuple[str, ...] = ()

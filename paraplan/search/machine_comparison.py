@@ -11,7 +11,7 @@ from paraplan.hardware.prices import MachinePrice, PriceFile, price_of
 from paraplan.records import Record
 from paraplan.search.recommendation import SearchRequest, recommendation
 from paraplan.search.sizes import budget
-from paraplan.units import format_days
+from paraplan.units import DAYS_OF_A_YEAR, format_days
 
 _DAY_S = 86_400
 
@@ -55,18 +55,23 @@ class MachineComparison(Record):
     is_by_cost: bool
     tokens: float | None
     currency: str | None
+    too_long: tuple[MachineOffer, ...] = ()
+    """Machines that are left out, as they would take over a year, the cheapest first."""
 
     def cheapest_in_time(self, *, days: float | None, most: int) -> MachineComparison:
         """Return the cheapest size of the `most` cheapest machines that end in `days`, and the fastest of all.
 
-        Raises `NoPlanFitsError` where none ends in time.
+        Without `days` those that take over a year are left out, where some do not, and named apart. Raises
+        `NoPlanFitsError` where none ends in time.
         """
-        limit_s = float("inf") if days is None else days * _DAY_S
+        limit_s = (DAYS_OF_A_YEAR if days is None else days) * _DAY_S
         by_cost = sorted((one for one in self.machines if one.cost is not None), key=lambda one: one.cost or 0.0)
         fastest = min(by_cost, key=lambda one: one.seconds or 0.0, default=None)
         hint = "--days says when it has to end, --nodes how many machines it may take"
         if fastest is None:
             raise NoPlanFitsError("no plan fits any machine that a price is known of", hint=hint)
+        if days is None:
+            limit_s = max(limit_s, fastest.seconds or 0.0)
         if (fastest.seconds or 0.0) > limit_s:
             took = f"the fastest, {fastest.machine}, takes {format_days((fastest.seconds or 0.0) / _DAY_S)}"
             raise NoPlanFitsError(
@@ -75,7 +80,15 @@ class MachineComparison(Record):
         in_time = [one for one in by_cost if (one.seconds or 0.0) <= limit_s]
         cheapest = {one.profile: one for one in reversed(in_time)}.values()
         shown = [one for one in in_time if one in cheapest][:most]
-        return self.replace(machines=(*shown, *([] if fastest in shown else [fastest])), is_by_cost=True)
+        later = [one for one in by_cost if days is None and one not in in_time]
+        # Larger numbers of a machine that is named may be too slow as well: the cheapest of each says enough.
+        too_long = {one.profile: one for one in reversed(later) if one.cost is not None}
+        cheaper = [one for one in too_long.values() if not shown or (one.cost or 0.0) < (shown[-1].cost or 0.0)]
+        return self.replace(
+            machines=(*shown, *([] if fastest in shown else [fastest])),
+            is_by_cost=True,
+            too_long=tuple(sorted(cheaper, key=lambda one: one.cost or 0.0)),
+        )
 
 
 def compare_machines(

@@ -11,6 +11,7 @@ import pytest
 
 from paraplan.errors import ModelError
 from paraplan.model.config_file import load_config
+from paraplan.model.factory import CALLED_BY_TRACES
 from paraplan.model.freezing import FrozenStorage, freeze
 from paraplan.model.reader import bundled_models, read_fields, read_model
 from paraplan.model.saved import saved_bytes
@@ -344,3 +345,101 @@ def test_tensor_parallelism_divides_a_traced_model_as_its_own_plan_says() -> Non
     products = [sorted((one.k, one.n, one.split) for one in model.runs[0].block.matmuls) for model in (traced, read)]
     assert products[0] == products[1]
     assert split_reason(traced, 8) == "8 does not divide the 32 attention and 4 key-value heads of qwen3-30b-a3b"
+
+
+SHADOWS = """
+import warnings
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids):
+        warnings.warn("said while it runs")
+        nn.functional.dropout2d(torch.zeros(2, 3))
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Planned(Net):
+    @property
+    def tp_plan(self):
+        raise RuntimeError("no plan today")
+
+
+def make():
+    return Net()
+
+
+def make_planned():
+    return Planned()
+
+
+def of_module(name):
+    net = Net()
+    setattr(net, name, nn.Linear(16, 16))
+    return net
+
+
+def of_value(name):
+    net = Net()
+    setattr(net.blocks[1], name, 5)
+    return net
+"""
+
+
+@pytest.fixture
+def shadows(tmp_path: Path) -> Path:
+    path = tmp_path / "shadows.py"
+    methods = [name for name in dir(torch.nn.Module) if not name.startswith("_")]
+    lines = [f"def module_{name}(): return of_module({name!r})" for name in methods]
+    lines += [f"def value_{name}(): return of_value({name!r})" for name in methods]
+    path.write_text("\n".join([SHADOWS, *lines]))
+    return path
+
+
+METHODS = [
+    name for name in dir(torch.nn.Module) if not name.startswith("_") and callable(getattr(torch.nn.Module, name))
+]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_layer_that_hides_a_method_of_torchs_modules_is_one_sentence(shadows: Path, name: str) -> None:
+    words = rf"Net \(.*shadows.py, line \d+\) sets self.{name}, which is a method of nn.Module"
+    with pytest.raises(ModelError, match=words):
+        read_model(f"{shadows}:module_{name}", seq_length=8)
+
+
+@pytest.mark.parametrize("name", sorted(CALLED_BY_TRACES))
+def test_a_value_in_the_place_of_a_method_that_a_trace_calls_is_one_sentence(shadows: Path, name: str) -> None:
+    with pytest.raises(ModelError, match=f"Linear .*sets self.{name} in its part blocks.1, which is a method"):
+        read_model(f"{shadows}:value_{name}", seq_length=8)
+
+
+@pytest.mark.parametrize("name", sorted({*METHODS} - CALLED_BY_TRACES))
+def test_a_value_in_the_place_of_any_other_method_is_as_good_as_another_name(shadows: Path, name: str) -> None:
+    assert read_model(f"{shadows}:value_{name}", seq_length=8).num_blocks == 3
+
+
+def test_errors_of_a_models_own_code_are_told_with_its_line_wherever_they_come(shadows: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        read_model(f"{shadows}:make_planned", seq_length=8)
+    assert "failed while the model was traced: RuntimeError: no plan today" in caught.value.message
+    assert "shadows.py, line" in caught.value.message
+
+
+def test_a_traced_model_has_the_name_of_its_class_and_says_nothing_while_it_runs(
+    shadows: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = read_model(f"{shadows}:make", seq_length=8)
+    assert (model.name, model.source) == ("Net", f"{shadows}:make")
+    assert not recwarn.list

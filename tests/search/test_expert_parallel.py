@@ -120,7 +120,10 @@ def test_a_degree_of_experts_counts_ranks_of_tp_where_the_framework_does(workloa
     assert (asked(bridge, 32), asked(core, 16), asked(bridge, 16, tp=1)) == (16, 16, 16)
     with pytest.raises(PlanError, match="counts the ranks of tp=2 too") as refused:
         asked(bridge, 5)
-    assert refused.value.hint == "use --ep 4 or 6"
+    assert refused.value.hint == "use --ep 2 or 4 or 8 or 16"
+    with pytest.raises(PlanError) as refused:  # 8 ranks, of which 4 divide tensors: the recipe of gemma-4-26b-a4b
+        bridge.experts.beside_tensor(2, tp=4, data_ranks=2, title=bridge.title)
+    assert refused.value.hint == "use --ep 4 or 8"
     with pytest.raises(PlanError, match="Megatron-Core divides each expert over tp=2 too") as refused:
         asked(core, 32)
     assert "use --ep 16, or --framework megatron-bridge" in str(refused.value.hint)

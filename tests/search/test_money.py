@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from paraplan.errors import NoPlanFitsError
 from paraplan.hardware.prices import load_prices, machines_for_rent
 from paraplan.plan.executor import OWN_RUNTIME
 from paraplan.plan.goodput import FailureRate
+from paraplan.report.machines_page import machine_rows
 from paraplan.search.constraints import Constraints
 from paraplan.search.machine_comparison import compare_machines
 from paraplan.search.money import affords
@@ -96,3 +98,23 @@ def test_of_machines_anywhere_the_cheapest_size_in_time_and_the_fastest_are_kept
     assert slowest > fastest
     with pytest.raises(NoPlanFitsError, match="the fastest, 4 x aws-p5-48xlarge, takes"):
         found.cheapest_in_time(days=fastest / 2 / 86_400, most=5)
+
+
+def test_machines_that_take_over_a_year_are_named_apart_unless_days_ask_for_them(workload: MakeWorkload) -> None:
+    names = ["8xrtx-3090", "8xrtx-4090", "dgx-b200"]
+    fields: dict[str, Any] = {"seq_length": 4096, "global_batch_size": 512}
+    machines = [workload("llama-3-8b", name, **fields) for name in names]
+    found = compare_machines(machines, SearchRequest(tokens=1e12, fixed=PLAIN), load_prices())
+    kept = found.cheapest_in_time(days=None, most=5)
+    assert [offer.profile for offer in kept.machines] == ["dgx-b200"]
+    assert [offer.profile for offer in kept.too_long] == ["8xrtx-3090"], "8 RTX 4090 cost more than what is shown"
+    _, _, notes = machine_rows(kept, with_links=False)
+    assert any("over a year: 8xrtx-3090, 6." in note and "years for" in note for note in notes)
+    late = found.cheapest_in_time(days=365 * 20, most=5)
+    assert late.machines[0].profile == "8xrtx-3090"
+    assert late.too_long == ()
+    _, rows, notes = machine_rows(late, with_links=False)
+    assert any(note.startswith("over a year: 8xrtx-3090") for note in notes)
+    assert "years" in rows[0].cells[-2]
+    slow = compare_machines(machines[:2], SearchRequest(tokens=1e12, fixed=PLAIN), load_prices())
+    assert len(slow.cheapest_in_time(days=None, most=5).machines) > 0, "where all take longer the fastest is shown"
