@@ -10,7 +10,7 @@ from paraplan.cost.framework import FrameworkProfile
 from paraplan.errors import PlanError
 from paraplan.model.quantizers import DEFAULT_QUANTIZER
 from paraplan.model.spec import ModelSpec
-from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, targeted_layers
+from paraplan.model.trainable import ALL_LINEAR, AdapterKind, AdapterSpec, Trainable, layer_matches
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.training import LossKernel, OptimizerName, TrainingSpec
 
@@ -180,12 +180,8 @@ def with_named_targets(training: TrainingSpec, model: ModelSpec) -> TrainingSpec
     names = tuple({one.name for run in model.runs for one in run.block.matmuls if one.num_experts == 1})
     targets: list[str] = []
     for target in adapter.targets:
-        for one in (target, *_FUSED_PROJECTIONS.get(target, ()), *("qkv",) * (target in ("q", "k", "v"))):
-            try:
-                targeted_layers(adapter.replace(targets=(one,)), names)
-            except PlanError:
-                continue
-            targets.append(one)
+        spellings = (target, *_FUSED_PROJECTIONS.get(target, ()), *("qkv",) * (target in ("q", "k", "v")))
+        targets += [one for one in spellings if any(layer_matches(one, name) for name in names)]
     found = tuple(dict.fromkeys(targets)) or adapter.targets
     return training.replace(train=trainable.replace(adapter=adapter.replace(targets=found)).text)
 

@@ -50,14 +50,16 @@ def call_user_code(reference: str, what: str, call: Callable[[], Any]) -> Any:
         raise explain(reference, what, error) from error
 
 
-def check_method_names(reference: str, module: Any, base: type) -> None:
+def check_method_names(reference: str, module: Any, base: Any) -> None:
     """Raise ModelError where a part of a model hides a method of `base`, torch's `nn.Module`, by an attribute.
 
     A submodule or parameter so called is not reached by its name; any other value stands in the way of those methods
     that a trace calls.
     """
-    for path, part in _parts(module):
-        registered = {name for kind in ("_modules", "_parameters", "_buffers") for name in vars(part).get(kind) or ()}
+    for path, part in _parts(module, base):
+        registered = {name for name, _ in base.named_children(part)}
+        registered |= {name for name, _ in base.named_parameters(part, recurse=False)}
+        registered |= {name for name, _ in base.named_buffers(part, recurse=False)}
         values = {name for name, value in vars(part).items() if name in CALLED_BY_TRACES and not callable(value)}
         hidden = sorted(name for name in registered | values if callable(getattr(base, name, None)))
         if hidden:
@@ -78,12 +80,11 @@ CALLED_BY_TRACES = frozenset(
 """Methods of `nn.Module` that a trace calls, by itself or through torch."""
 
 
-def _parts(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a module and all inside of it with their paths, by what torch has registered."""
+def _parts(module: Any, base: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a module and all inside of it with their paths, by the methods of `base` whatever they hide."""
     yield path, module
-    for name, child in (vars(module).get("_modules") or {}).items():
-        if child is not None:
-            yield from _parts(child, f"{path}.{name}" if path else name)
+    for name, child in base.named_children(module):
+        yield from _parts(child, base, f"{path}.{name}" if path else name)
 
 
 def _where_defined(kind: type) -> str:
