@@ -115,7 +115,7 @@ def planned_layout(file: PlanFile) -> tuple[int, int]:
 
 
 def planned_gpus(
-    file: PlanFile, *, read_gpus: Callable[[], Sequence[Gpu]], environment: Mapping[str, str]
+    file: PlanFile, *, read_gpus: Callable[[], Sequence[Gpu]] | None, environment: Mapping[str, str]
 ) -> tuple[str, ...] | None:
     """Return the devices of a plan for some kinds of a machine's GPUs, as CUDA_VISIBLE_DEVICES names them.
 
@@ -124,9 +124,11 @@ def planned_gpus(
     if file.placement is None or not file.placement.skips_gpus:
         return None
     from paraplan.hardware.probe.cuda_devices import cuda_view
+    from paraplan.hardware.probe.nvml import read_this_machine
 
     try:
-        devices = {device.nvml_index: device for device in cuda_view(read_gpus(), environment).devices}
+        gpus = read_this_machine().gpus if read_gpus is None else read_gpus()
+        devices = {device.nvml_index: device for device in cuda_view(gpus, environment).devices}
     except NoGpuError:  # no driver lists them
         return None
     if not all(index in devices for index in file.placement.local_gpus):
