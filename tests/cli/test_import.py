@@ -58,7 +58,7 @@ def test_plans_beside_a_config_stand_by_their_time_and_none_is_called_faster_tha
     rates = [float(line.partition(" tokens/s/GPU")[0].split()[-2]) for line in rows]
     assert len(rates) > 1
     assert rates == sorted(rates, reverse=True)
-    assert "What would be faster" not in text
+    assert "Beside other plans, fastest first" not in text
 
 
 def test_json_keeps_the_keys_of_estimate_and_adds_the_comparison(deepspeed: Path) -> None:
@@ -199,13 +199,13 @@ def test_the_model_that_a_file_names_is_priced_on_a_named_machine(tmp_path: Path
     status, stdout, stderr = run("import", str(path), "--profile", "dgx-h100")
     assert status == 0
     assert "qwen2.5-0.5b" in stdout
-    assert "What would be faster" in stdout
+    assert "Beside other plans, fastest first" in stdout
     assert "Qwen/Qwen2.5-0.5B-Instruct: read as qwen2.5-0.5b" in stderr
     _, stdout, _ = run("import", str(path))
     assert "--model says which model is priced" in stdout
     path.write_text(text.format("/models/Qwen2.5-0.5B-Instruct"))
     _, stdout, _ = run("import", str(path), "--profile", "dgx-h100")
-    assert "What would be faster" in stdout
+    assert "Beside other plans, fastest first" in stdout
     path.write_text(text.format("/models/none-of-ours"))
     status, stdout, _ = run("import", str(path), "--profile", "dgx-h100")
     assert status == 0
