@@ -58,7 +58,7 @@ def test_plans_beside_a_config_stand_by_their_time_and_none_is_called_faster_tha
     rates = [float(line.partition(" tokens/s/GPU")[0].split()[-2]) for line in rows]
     assert len(rates) > 1
     assert rates == sorted(rates, reverse=True)
-    assert "Beside other plans, fastest first" not in text
+    assert "What would be faster" not in text
 
 
 def test_json_keeps_the_keys_of_estimate_and_adds_the_comparison(deepspeed: Path) -> None:
