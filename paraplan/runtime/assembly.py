@@ -223,7 +223,6 @@ def _wrap_whole(model: nn.Module, structure: ModelStructure, split: ModelSplit, 
         precision=parallel.precision,
         device=mesh.world.device,
         sums=gradient_sums(
-            plan,
             mesh,
             parallel.reduce_dtype,
             whole=[one for one in model.parameters() if one in unsharded],

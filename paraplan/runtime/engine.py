@@ -10,8 +10,6 @@ import torch
 
 from paraplan.arguments import checked
 from paraplan.errors import UsageError
-from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.wrapping import complete_reductions
 from paraplan.runtime.experts.layers import forget_load, load_metrics
 from paraplan.runtime.hands import Freezing
@@ -41,21 +39,14 @@ class Engine(TrainingState):
     """
 
     def __init__(
-        self,
-        part: RankPart,
-        optimizer: torch.optim.Optimizer,
-        *,
-        mesh: Mesh,
-        plan: ParallelPlan,
-        shape: StepShape,
-        engine_options: EngineOptions,
+        self, part: RankPart, optimizer: torch.optim.Optimizer, mesh: Mesh, engine_options: EngineOptions
     ) -> None:
-        super().__init__(part, optimizer, mesh=mesh, plan=plan, shape=shape, engine_options=engine_options)
+        super().__init__(part, optimizer, mesh, engine_options)
         self.grad_norm: torch.Tensor | None = None
         self.metrics: dict[str, torch.Tensor] = {}
         self._freezing = Freezing(part.parameters, is_parallel=mesh.world.size > 1)
         self._totals = TotalsOverRanks(mesh)
-        self._predictor = Predictor(part, plan, mesh, self._batches)
+        self._predictor = Predictor(part, mesh, self._batches)
         engine_options.checking = replace(engine_options.checking, reference=None)
         self._loss: torch.Tensor | None = None
         self._tokens: int | None = None
@@ -138,7 +129,8 @@ class Engine(TrainingState):
         return totals
 
     def _lacking_of_all(self, lacking: int) -> list[int]:
-        has_stages_in_ddp = self._plan.pp > 1 and self._mesh.replica_group is not None and not self._plan.zero_stage
+        plan = self._mesh.plan
+        has_stages_in_ddp = plan.pp > 1 and self._mesh.replica_group is not None and not plan.zero_stage
         return self._batches.meet("step", lacking) if has_stages_in_ddp else [lacking]
 
     def _update(self, factor: torch.Tensor | None) -> None:

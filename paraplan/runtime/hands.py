@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checks.trials import anywhere, gathered_numbers
 from paraplan.runtime.data_parallel.script_shards import ScriptShards
 from paraplan.runtime.mesh import Mesh
@@ -41,18 +40,12 @@ class Hands:
     """
 
     def __init__(
-        self,
-        part: RankPart,
-        optimizer: torch.optim.Optimizer,
-        *,
-        plan: ParallelPlan,
-        mesh: Mesh,
-        has_values: bool = True,
+        self, part: RankPart, optimizer: torch.optim.Optimizer, mesh: Mesh, *, has_values: bool = True
     ) -> None:
         self._part = part
         self._optimizers = optimizers_in(optimizer)
         self._mesh = mesh
-        self._has_parts = has_values and plan.tp * plan.pp * plan.ep > 1
+        self._has_parts = has_values and mesh.plan.tp * mesh.plan.pp * mesh.plan.ep > 1
         self._is_parallel = has_values and mesh.world.size > 1
         self._shards = ScriptShards(part.module, part.parameters)
         self._is_sharded = any(isinstance(one, DTensor) for one in part.parameters.values())

@@ -28,7 +28,7 @@ from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weight
 from paraplan.runtime.checks.batch_coupling import Coupling
 from paraplan.runtime.checks.references import Reference, Verify, reference_of
 from paraplan.runtime.connections import Connections
-from paraplan.runtime.data.batches import StepShape, TargetCount, TargetCounter
+from paraplan.runtime.data.batches import TargetCount, TargetCounter
 from paraplan.runtime.data.packing import Packing, check_keeps_apart
 from paraplan.runtime.data.sharding import ShardedBatches, SizedDataset, is_stream, shard_dataset
 from paraplan.runtime.data.streams import DataPasses, SameStream, StreamBatches
@@ -71,7 +71,6 @@ class Job:
     draws a bar.
     """
 
-    plan: ParallelPlan
     file: PlanFile | None
     precision: TrainingPrecision
     mesh: Mesh
@@ -97,6 +96,11 @@ class Job:
             self.close()
         else:
             self._abandon()
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that all ranks run."""
+        return self.mesh.plan
 
     @property
     def world(self) -> World:
@@ -194,10 +198,8 @@ class Job:
         engine = Engine(
             part,
             made,
-            mesh=self.mesh,
-            plan=self.plan,
-            shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
-            engine_options=EngineOptions(
+            self.mesh,
+            EngineOptions(
                 max_grad_norm=options.max_grad_norm,
                 scheduler=schedule,
                 loss_scale=LossScale() if self.precision == "fp16" else None,
@@ -260,7 +262,7 @@ class Job:
             check_gathers(plan)
         share_weights(model, self.world)
         names = names_of_ties(model)
-        reference = reference_of(model, plan, self.mesh, options.verify, recomputes=options.recompute is not None)
+        reference = reference_of(model, self.mesh, options.verify, recomputes=options.recompute is not None)
         if options.batch_coupling == "gather":
             synchronize_batch_norms(model, self.mesh)
         backend = options.compile_backend or ("inductor" if is_compiled(self.file) else None)
@@ -276,7 +278,6 @@ class Job:
     def _parallel(self, options: TrainingOptions, backend: str | None) -> ParallelContext:
         """Return the plan with what `options` say beside it; `backend` is what torch.compile compiles blocks by."""
         return ParallelContext.of(
-            self.plan,
             self.mesh,
             self.precision,
             options.loss_fn,

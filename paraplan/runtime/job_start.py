@@ -93,7 +93,6 @@ def init(
 
         kind = FakeJob
     return kind(
-        plan=chosen,
         file=file,
         precision=precision,
         mesh=mesh,

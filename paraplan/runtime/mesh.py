@@ -22,7 +22,7 @@ _SHARED: tuple[Axis, ...] = ("dp", "cp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands on the axes of its plan. `device_mesh` has the axes longer than 1, None without any.
+    """Where this rank stands on the axes of `plan`. `device_mesh` has the axes longer than 1, None without any.
 
     `replica_mesh` has the ranks of `dp` and `cp` in one axis: those that hold the same parameters. None for one rank.
     `hybrid_mesh` has the ranks of `dp` in two axes, replicas and shards, for hybrid sharding. `expert_mesh` has
@@ -30,13 +30,18 @@ class Mesh:
     rank alone, where one process gathers its parameters from the host.
     """
 
-    grid: RankGrid
+    plan: ParallelPlan
     world: World
     device_mesh: DeviceMesh | None
     replica_mesh: DeviceMesh | None = None
     hybrid_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
     lone_mesh: DeviceMesh | None = None
+
+    @cached_property
+    def grid(self) -> RankGrid:
+        """All ranks of the plan, in its order."""
+        return RankGrid.of_plan(self.plan)
 
     def size(self, axis: Axis) -> int:
         """Return the number of ranks along `axis`."""
@@ -106,7 +111,7 @@ def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
     axes = [axis for axis in grid.axes if grid.size(axis) > 1]
     if not axes:
         lone_mesh = _made(world, torch.zeros(1, dtype=torch.int64), ("shard",)) if plan.gathers_alone else None
-        return Mesh(grid=grid, world=world, device_mesh=None, lone_mesh=lone_mesh)
+        return Mesh(plan, world, device_mesh=None, lone_mesh=lone_mesh)
     ranks = torch.arange(grid.world_size).reshape([grid.size(axis) for axis in axes])
     device_mesh = _made(world, ranks, tuple(axes))
     hybrid_mesh = None
@@ -117,7 +122,7 @@ def build_mesh(plan: ParallelPlan, world: World) -> Mesh:
     if plan.ep > 1:
         groups = torch.tensor(_replicas(grid)).reshape(-1, grid.size("dp") * grid.size("cp") // plan.ep, plan.ep)
         expert_mesh = _made(world, groups, ("rest", "copies", "ep"))["copies", "ep"]
-    return Mesh(grid, world, device_mesh, _replica_mesh(grid, device_mesh, world), hybrid_mesh, expert_mesh)
+    return Mesh(plan, world, device_mesh, _replica_mesh(grid, device_mesh, world), hybrid_mesh, expert_mesh)
 
 
 def _replicas(grid: RankGrid) -> list[list[int]]:

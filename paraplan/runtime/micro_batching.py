@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from paraplan.errors import UsageError
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement, Call, RankSync
 from paraplan.runtime.checks.batch_coupling import Coupling
@@ -55,16 +54,7 @@ class Checking:
 class MicroBatching:
     """Cuts the batches of one engine into micro-batches, each with its weight in the loss of the global batch."""
 
-    def __init__(
-        self,
-        part: RankPart,
-        shape: StepShape,
-        checking: Checking,
-        sync: RankSync,
-        *,
-        plan: ParallelPlan,
-        mesh: Mesh,
-    ) -> None:
+    def __init__(self, part: RankPart, shape: StepShape, checking: Checking, sync: RankSync, mesh: Mesh) -> None:
         self.divider = StepDivider(shape, mesh.grid)
         self._mesh = mesh
         self._sync = sync
@@ -77,7 +67,7 @@ class MicroBatching:
             return part.shardings.whole(name, tensor, mesh)
 
         self._check = PlanCheck(
-            TrialRuns(part, plan=plan, mesh=mesh, precision=checking.precision, counter=checking.counter),
+            TrialRuns(part, mesh, precision=checking.precision, counter=checking.counter),
             coupling=checking.coupling,
             reference=checking.reference,
             whole=whole,

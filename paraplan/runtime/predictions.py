@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from paraplan.errors import UsageError
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.batches import (
     MicroBatch,
     batch_size,
@@ -44,9 +43,8 @@ Options = tuple[tuple[Any, ...], Mapping[str, Any]]
 class Predictor:
     """Predictions of the model of one engine, without a graph and without dropout, on every rank as in one process."""
 
-    def __init__(self, part: RankPart, plan: ParallelPlan, mesh: Mesh, batches: MicroBatching) -> None:
+    def __init__(self, part: RankPart, mesh: Mesh, batches: MicroBatching) -> None:
         self._part = part
-        self._plan = plan
         self._mesh = mesh
         self._batches = batches
 
@@ -79,7 +77,7 @@ class Predictor:
         Sequences are filled up on the right to what the plan divides, which a causal model does not see. Ranks of one
         copy of the model draw the same random numbers. Raises `UsageError` where there is no `generate`.
         """
-        model, plan, mesh = self._part.model or self._part.module, self._plan, self._mesh
+        model, plan, mesh = self._part.model or self._part.module, self._mesh.plan, self._mesh
         method = getattr(type(model), "generate", None)
         if method is None:
             raise UsageError(

@@ -82,7 +82,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A plan on a mesh, in a precision, with the loss that is trained.
+    """The mesh of a plan, a precision, and the loss that is trained.
 
     `find_unused` says that parameters may take no part in some steps; `recompute` refines what the plan says of it.
     `compile_backend` is what torch.compile compiles blocks by, None where it does not. Gradients travel between
@@ -91,7 +91,6 @@ class ParallelContext:
     host's memory.
     """
 
-    plan: ParallelPlan
     mesh: Mesh
     precision: TrainingPrecision
     loss: StepLoss
@@ -106,7 +105,6 @@ class ParallelContext:
     @classmethod
     def of(
         cls,
-        plan: ParallelPlan,
         mesh: Mesh,
         precision: TrainingPrecision,
         loss_fn: LossFunction,
@@ -122,6 +120,7 @@ class ParallelContext:
         Of the `training` that the plan was made for options of the model's code are taken. Raises
         `UnsupportedPlanError` where they do not go with others.
         """
+        plan = mesh.plan
         chunks_loss = training is not None and training.loss == "chunked"
         mlp_tile = None if training is None else training.stack.mlp_tile
         if chunks_loss and find_unused:
@@ -148,7 +147,6 @@ class ParallelContext:
         loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh), logits)
         loss.num_stages = plan.pp
         return cls(
-            plan=plan,
             mesh=mesh,
             precision=precision,
             loss=loss,
@@ -160,6 +158,11 @@ class ParallelContext:
             mlp_tile=mlp_tile,
             offloads_activations=offloads,
         )
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that is run."""
+        return self.mesh.plan
 
     @property
     def logits(self) -> VocabularyLogits:
@@ -269,7 +272,6 @@ def wrap_module(
     called = wrap_data_parallel(
         module,
         blocks,
-        plan=parallel.plan,
         mesh=parallel.mesh,
         precision=parallel.precision,
         unsharded=unsharded,
@@ -279,5 +281,5 @@ def wrap_module(
         find_unused=parallel.find_unused,
         reduce_dtype=parallel.reduce_dtype,
     )
-    watch_blocks(module, blocks, plan, parallel.mesh)
+    watch_blocks(module, blocks, parallel.mesh)
     return called

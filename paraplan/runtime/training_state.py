@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from paraplan.arguments import checked
 from paraplan.errors import UsageError
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import Call, RankSync
 from paraplan.runtime.checkpoints.adapter_files import check_adapters, write_adapters
 from paraplan.runtime.checkpoints.boxes import CheckpointError
@@ -54,29 +53,22 @@ class TrainingState:
     """A model under a plan, with its optimizer, and how far its training is."""
 
     def __init__(
-        self,
-        part: RankPart,
-        optimizer: torch.optim.Optimizer,
-        *,
-        mesh: Mesh,
-        plan: ParallelPlan,
-        shape: StepShape,
-        engine_options: EngineOptions,
+        self, part: RankPart, optimizer: torch.optim.Optimizer, mesh: Mesh, engine_options: EngineOptions
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = engine_options.scheduler
         self._part = part
         self._mesh = mesh
-        self._plan = plan
         self._options = engine_options
         self._sync = engine_options.sync or RankSync(mesh.world)
         if part.orders:
             reached = [one for one in part.reductions if isinstance(one, ReachedShards)]
-            self._sync.orders = BlockOrders([*part.orders, *reached], plan, mesh)
+            self._sync.orders = BlockOrders([*part.orders, *reached], mesh)
         self._losses = LossWatch(mesh.world)
-        self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, plan=plan, mesh=mesh)
+        shape = StepShape.of_plan(mesh.plan, is_fixed=engine_options.file is not None)
+        self._batches = MicroBatching(part, shape, engine_options.checking, self._sync, mesh)
         has_values = engine_options.checking.has_values
-        self._hands = Hands(part, optimizer, plan=plan, mesh=mesh, has_values=has_values)
+        self._hands = Hands(part, optimizer, mesh, has_values=has_values)
         has_writes = weakref.WeakMethod(self._hands.has_writes)  # what ends the job holds the sync until the end
         self._sync.has_writes = lambda: (call := has_writes()) is not None and call()
         self._average: ParameterAverage | None = None
@@ -325,7 +317,6 @@ class TrainingState:
             scheduler=self.scheduler,
             loss_scale=self._options.loss_scale,
             places=self._part.shardings.places(self._mesh),
-            plan=self._plan,
             num_steps=self.num_steps,
             mesh=self._mesh,
             average=self._average,
@@ -351,7 +342,7 @@ class TrainingState:
             work,
             parameters=self._part.parameters.values(),
             optimizer=self.optimizer,
-            plan=self._plan,
+            plan=self._mesh.plan,
             file=self._options.file,
             world=self._mesh.world,
             step=self.num_steps + 1,

@@ -21,6 +21,7 @@ from paraplan.runtime.data_parallel.wrapping import (
     wrap_data_parallel,
 )
 from paraplan.runtime.job_start import check_devices
+from paraplan.runtime.mesh import build_mesh
 from paraplan.runtime.precision import ReduceType
 from paraplan.runtime.structure.blocks import compile_blocks, find_blocks
 from paraplan.runtime.torch_private import default_store
@@ -72,8 +73,7 @@ def test_the_devices_of_the_plan_reach_the_wrapper() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch's DataParallel runs the model alone where there is no GPU")
 def test_a_plan_of_several_devices_is_executed_with_torchs_dataparallel() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    job = runtime.init()
-    called = wrap_data_parallel(model, [], plan=TWO_GPUS, mesh=job.mesh, precision="fp32")
+    called = wrap_data_parallel(model, [], mesh=build_mesh(TWO_GPUS, runtime.init().world), precision="fp32")
     assert isinstance(called, nn.DataParallel)
     assert called.module is model
 

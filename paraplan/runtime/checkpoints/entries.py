@@ -145,7 +145,6 @@ class CheckpointSource:
     scheduler: LRScheduler | None
     loss_scale: LossScale | None
     places: Mapping[str, Sequence[ShardLocation]]
-    plan: ParallelPlan
     num_steps: int
     mesh: Mesh
     average: ParameterAverage | None = None
@@ -272,7 +271,7 @@ def _progress(source: CheckpointSource) -> dict[str, Any]:
     return {
         "num_steps": source.num_steps,
         "num_averaged": 0 if source.average is None else source.average.num_updates,
-        "plan": source.plan.model_dump(mode="json"),
+        "plan": source.mesh.plan.model_dump(mode="json"),
         "seed": torch.initial_seed() if source.mesh.world.rank == 0 else 0,
         "scheduler": None if scheduler is None else _plain_tree(scheduler.state_dict()),
         "loss_scale": None if scale is None else vars(scale),

@@ -246,7 +246,7 @@ def _take_progress(random: Mapping[str, torch.Tensor], progress: Progress, sourc
         taking("the state of the scheduler", lambda: scheduler.load_state_dict(scheduler.state_dict() | saved))
     if source.loss_scale is not None and progress.loss_scale is not None:
         vars(source.loss_scale).update(progress.loss_scale.model_dump())
-    if progress.plan == source.plan and random:
+    if progress.plan == source.mesh.plan and random:
         taking("the state of the random numbers", lambda: restore_random(random, source.mesh.world))
         return
     place = source.mesh.coordinate("dp") + source.mesh.coordinate("pp") * source.mesh.size("dp")

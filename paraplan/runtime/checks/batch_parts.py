@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.data.batches import MicroBatch, is_of_batch
 from paraplan.runtime.mesh import Mesh
@@ -91,10 +90,9 @@ def by_targets(part: Part, labels: Any) -> list[Part]:
 
 
 class BatchParts:
-    """Takes parts of batches as `plan` cuts them. Every rank calls the methods together."""
+    """Takes parts of batches as the plan of `mesh` cuts them. Every rank calls the methods together."""
 
-    def __init__(self, plan: ParallelPlan, mesh: Mesh) -> None:
-        self._plan = plan
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
     def take(self, pieces: Sequence[MicroBatch], *, start: int, is_first: bool) -> list[Part]:
@@ -106,7 +104,7 @@ class BatchParts:
         own, size = [one for one in pieces if one.num_sequences], _num_rows(pieces[0])
         rows = gathered_numbers([float(len(own)), float(size)], self._mesh)
         held = {self._mesh.grid.coordinates(rank)["dp"]: int(count) for rank, (count, _) in enumerate(rows)}
-        fewest, in_step = min(held.values()), 2 * len(pieces) // self._plan.pp if is_first else 2
+        fewest, in_step = min(held.values()), 2 * len(pieces) // self._mesh.plan.pp if is_first else 2
         most = max(2, -(-FEWEST_SEQUENCES // int(rows[0][1])), in_step)
         if len(held) > 1 and self.are_alike(pieces[0]):
             turns = [(place, turn) for turn in range(max(held.values())) for place in sorted(held)]

@@ -54,7 +54,7 @@ class PlanCheck:
         self._is_off = is_off
         self._has_values = has_values
         self._every = every
-        self._batch = BatchParts(runs.plan, runs.mesh)
+        self._batch = BatchParts(runs.mesh)
         self._state = ForwardState(self._module, self._mesh)
         self._coupling = BatchCoupling(runs)
         self._verification = None if reference is None else Verification(reference, runs, whole)

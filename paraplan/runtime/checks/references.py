@@ -52,14 +52,13 @@ class Reference:
     streamed: dict[str, list[str]] = field(default_factory=dict)
 
 
-def reference_of(
-    model: nn.Module, plan: ParallelPlan, mesh: Mesh, verify: Verify, *, recomputes: bool = False
-) -> Reference | None:
+def reference_of(model: nn.Module, mesh: Mesh, verify: Verify, *, recomputes: bool = False) -> Reference | None:
     """Return a copy of `model` without weights on this rank's device to check the plan by; None where none is kept.
 
     That is where the plan changes nothing and, unless all is to be verified, where not even the copy without its blocks
     and one of them would fit, with gradients, into a quarter of the memory that is free. All ranks agree.
     """
+    plan = mesh.plan
     changes = changes_the_model(plan, recomputes=recomputes)
     if verify == "off" or plan.devices_per_process > 1 or (verify == "auto" and not changes):
         return None

@@ -12,7 +12,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UsageError
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import FailedElsewhereError
 from paraplan.runtime.checks.batch_parts import Part
@@ -69,18 +68,10 @@ class TrialRuns:
     `draws` says that random numbers are to belong to sequences: until it is known that none are drawn.
     """
 
-    def __init__(
-        self,
-        part: RankPart,
-        *,
-        plan: ParallelPlan,
-        mesh: Mesh,
-        precision: TrainingPrecision,
-        counter: TargetCounter,
-    ) -> None:
+    def __init__(self, part: RankPart, mesh: Mesh, *, precision: TrainingPrecision, counter: TargetCounter) -> None:
         self.part = part
-        self.plan = plan
         self.mesh = mesh
+        self.plan = plan = mesh.plan
         self.precision = precision
         self.counter = counter
         self.num_runs = plan.pp if plan.pipeline_schedule not in (None, "gpipe") else 1  # that a schedule needs

@@ -29,8 +29,8 @@ _MODULUS = 2**61 - 1
 class BlockOrder:
     """The blocks that a rank enters in the forward passes of `module`, its model or a pipeline stage."""
 
-    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], plan: ParallelPlan, mesh: Mesh) -> None:
-        self._plan = plan
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
+        self._plan = plan = mesh.plan
         self._device = mesh.world.device
         groups = (mesh.group("tp"), mesh.replica_group if plan.zero_stage or plan.ep > 1 else mesh.group("cp"))
         self._groups = [group for group in groups if group is not None]
@@ -99,9 +99,9 @@ class Digested(Protocol):
 class BlockOrders:
     """All that one rank enters and reaches, compared with those that compute the same blocks with it."""
 
-    def __init__(self, orders: Sequence[Digested], plan: ParallelPlan, mesh: Mesh) -> None:
+    def __init__(self, orders: Sequence[Digested], mesh: Mesh) -> None:
         self._orders = orders
-        self._plan = plan
+        self._plan = plan = mesh.plan
         axes: list[Axis] = ["pp"] if plan.zero_stage or plan.ep > 1 else ["pp", "dp"]
         places = [mesh.grid.coordinates(rank) for rank in range(mesh.world.size)]
         self._first: dict[tuple[int, ...], int] = {}
@@ -132,10 +132,11 @@ def _other_blocks(plan: ParallelPlan, found: str) -> UnsupportedPlanError:
     )
 
 
-def watch_blocks(module: Any, blocks: Sequence[nn.Module], plan: ParallelPlan, mesh: Mesh) -> None:
+def watch_blocks(module: Any, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
     """Have `orders_of` find what `module` enters, where other ranks are to enter the same."""
+    plan = mesh.plan
     if (plan.zero_stage and plan.dp * plan.cp > 1) or plan.tp * plan.cp * plan.ep > 1:
-        module.block_order = BlockOrder(module, blocks, plan, mesh)
+        module.block_order = BlockOrder(module, blocks, mesh)
 
 
 def orders_of(*modules: nn.Module) -> tuple[BlockOrder, ...]:

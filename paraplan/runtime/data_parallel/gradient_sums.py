@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.experts.layers import RankExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import ReduceType
@@ -81,7 +80,6 @@ class GradientSum:
 
 
 def gradient_sums(
-    plan: ParallelPlan,
     mesh: Mesh,
     reduce_dtype: ReduceType,
     *,
@@ -93,7 +91,7 @@ def gradient_sums(
 
     Experts are summed over the ranks that hold the same; under ZeRO FSDP does so.
     """
-    of_experts = [] if plan.zero_stage else [parameter for one in experts for parameter in one.parameters]
+    of_experts = [] if mesh.plan.zero_stage else [parameter for one in experts for parameter in one.parameters]
     return (
         GradientSum(mesh.replica_group, reduce_dtype, whole),
         GradientSum(mesh.expert_copies_group, reduce_dtype, of_experts),

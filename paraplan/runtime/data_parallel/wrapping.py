@@ -68,7 +68,6 @@ def wrap_data_parallel(
     module: nn.Module,
     blocks: Sequence[nn.Module],
     *,
-    plan: ParallelPlan,
     mesh: Mesh,
     precision: TrainingPrecision,
     unsharded: frozenset[nn.Parameter] = frozenset(),
@@ -87,7 +86,7 @@ def wrap_data_parallel(
     some parameters take no part in some steps, and these need not be the same on every rank. Gradients are summed in
     `reduce_dtype`.
     """
-    device = mesh.world.device
+    plan, device = mesh.plan, mesh.world.device
     if plan.zero_stage == 0:
         give_storage(module, device)
         module.to(device)
@@ -103,7 +102,6 @@ def wrap_data_parallel(
         blocks,
         ends,
         experts,
-        plan=plan,
         mesh=mesh,
         policy=shard_precision(precision, reduce_dtype),
         unsharded=unsharded,
@@ -117,13 +115,12 @@ def _shard(
     ends: Sequence[nn.Module],
     experts: RankExperts,
     *,
-    plan: ParallelPlan,
     mesh: Mesh,
     policy: MixedPrecisionPolicy,
     unsharded: frozenset[nn.Parameter],
     find_unused: bool,
 ) -> nn.Module:
-    device = mesh.world.device
+    plan, device = mesh.plan, mesh.world.device
     frees_parameters = plan.zero_stage == 3
     assert mesh.shard_mesh is not None
     options: dict[str, Any] = {

@@ -78,10 +78,9 @@ class FakeJob(Job):
             engine = FakeEngine(
                 part,
                 made,
-                mesh=self.mesh,
-                plan=self.plan,
-                shape=StepShape.of_plan(self.plan, is_fixed=self.file is not None),
-                engine_options=EngineOptions(
+                self.mesh,
+                EngineOptions(
+                    file=self.file,
                     max_grad_norm=options.max_grad_norm,
                     scheduler=schedule,
                     loss_scale=LossScale() if self.precision == "fp16" else None,
@@ -116,7 +115,7 @@ class FakeEngine(Engine):
         before = self._rank.collectives.copy() if self.num_steps else None
         self._rank.collectives.forget()
         share = self._shorten()
-        is_zero_bubble = self._plan.pipeline_schedule == "zero_bubble"
+        is_zero_bubble = self._mesh.plan.pipeline_schedule == "zero_bubble"
         with self._rank.running(), self._forward_passes_of_left(share):
             left = share.left if self.num_steps else 0
             kept = KeptOfLeft.of(self._part.execution, left, in_halves=is_zero_bubble)
@@ -130,13 +129,13 @@ class FakeEngine(Engine):
         return torch.zeros(())
 
     def _forward_passes_of_left(self, share: StepShare) -> AbstractContextManager[None]:
-        if self._plan.pipeline_schedule != "gpipe" or not share.left:
+        if self._mesh.plan.pipeline_schedule != "gpipe" or not share.left:
             return nullcontext()
         return self._rank.forward_passes_of_left(share)
 
     def _shorten(self) -> StepShare:
         """Leave micro-batches out that are like others; return which. The batch is checked whole."""
-        plan, mesh = self._plan, self._mesh
+        plan, mesh = self._mesh.plan, self._mesh
         shape = StepShape.of_plan(plan, is_fixed=self._job.file is not None)
         StepDivider(shape, mesh.grid).divide([self._share] * mesh.world.size, is_step=True)
         share = StepShare.of_step(plan, self.num_steps)

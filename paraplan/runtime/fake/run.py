@@ -24,7 +24,6 @@ from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
 from paraplan.runtime.assembly import wrap_model
-from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
 from paraplan.runtime.fake.storage_tracking import (
@@ -110,7 +109,7 @@ def trace_memory(
         stack.enter_context(without_values())
         stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         materialise(model, world.device)
-        parallel = ParallelContext.of(plan, mesh, training.precision, token_loss, training=training)
+        parallel = ParallelContext.of(mesh, training.precision, token_loss, training=training)
         try:
             peak = _traced_peak(model, parallel, training, split)
         except ParaplanError:
@@ -146,14 +145,7 @@ def _traced_peak(
             tracker.watch(tensor)
         tracker.mark(uses())
         optimizer = make_optimizer(training.optimizer, list(part.parameters.values()))
-        engine = Engine(
-            part,
-            optimizer,
-            mesh=parallel.mesh,
-            plan=plan,
-            shape=StepShape.of_plan(plan, is_fixed=True),
-            engine_options=EngineOptions(checking=Checking(has_values=False)),
-        )
+        engine = Engine(part, optimizer, parallel.mesh, EngineOptions(checking=Checking(has_values=False)))
         engines.append(engine)
         tracker.enter("forward")
         tracker.forget_peak()  # models are built and cut in host memory

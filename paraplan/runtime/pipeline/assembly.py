@@ -210,7 +210,6 @@ def _rank_part(
         bounds=bounds,
         parallel=parallel,
         sums=gradient_sums(
-            parallel.plan,
             mesh,
             parallel.reduce_dtype,
             whole=[held for held in parameters.values() if held in unsharded],
