@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paraplan.errors import UsageError
-from paraplan.runtime.assembly import check_model, wrap_model
+from paraplan.runtime.assembly import check_model
 from paraplan.runtime.data.batches import StepDivider, StepShape, batch_size
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu import FakeGpu
@@ -24,9 +24,7 @@ from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
 from paraplan.runtime.fake.run import (
     NUM_STEPS,
     check_keeps_on_gpu,
-    keep_operators,
-    materialise,
-    split_without_values,
+    wrap_without_values,
 )
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.job import Job
@@ -60,16 +58,9 @@ class FakeJob(Job):
         if not all(parameter.is_meta for parameter in model.parameters()):
             model.to(device="meta")
         rank = FakeRank(self.mesh, self.gpu)
-        split = split_without_values(model, self.mesh, sequence_parallel=self.plan.sequence_parallel)
         rank.patches.enter_context(starts_uncounted(rank.collectives))
-        with rank.on_host():  # where the script keeps the whole model
-            materialise(model, self.device)
+        part = wrap_without_values(rank, model, stack, parallel, example_inputs=options.example_inputs)
         with rank.running():
-            for block in [] if stack is None else stack.modules(model):
-                keep_operators(block)
-            part = wrap_model(
-                model, stack, parallel, example_inputs=options.example_inputs, split=split, has_values=False
-            )
             given = options.optimizer(part.optimized())
             made = as_one_optimizer(given)
             schedule = (
@@ -87,12 +78,9 @@ class FakeJob(Job):
                     checking=Checking(has_values=False),
                 ),
             )
-            rank.follow(part.parameters.values(), part.module.buffers())
-        if self.plan.offload == "optimizer":
-            for one in optimizers_in(made):
+            for one in optimizers_in(made) if self.plan.offload == "optimizer" else ():
                 rank.keeps_on_host(keep_on_host(one))
-        made.register_step_pre_hook(lambda optimizer, *_: rank.begin_update(optimizer))
-        made.register_step_post_hook(lambda *_: rank.end_update())
+            rank.follow(part, made)
         engine.attend(rank, self, num_parameters=num_parameters, left_out=tuple(left_out))
         return engine
 

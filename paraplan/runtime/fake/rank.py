@@ -19,10 +19,12 @@ from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.gpu import FakeGpu, Place, PlacedTracker
 from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
 from paraplan.runtime.fake.share import StepShare, forward_passes_of_left
-from paraplan.runtime.fake.storage_tracking import StorageTracker, StorageUse, storage_of, uses_of
-from paraplan.runtime.fake.world import Valueless
+from paraplan.runtime.fake.storage_tracking import Peak, StorageTracker, StorageUse, storage_of, uses_of
+from paraplan.runtime.fake.torch_private import FakeTensorMode
+from paraplan.runtime.fake.world import SmallNumbers, modules_that_stay, transformers_as_if_with_values
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.offload import HostSteps
+from paraplan.runtime.rank_part import RankPart
 
 
 class FakeRunEnd(SystemExit):
@@ -39,24 +41,24 @@ class FakeRank:
         self._host_steps: list[HostSteps] = []
         self._parameters: list[nn.Parameter] = []
         self._buffers: list[torch.Tensor] = []
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._valueless = Valueless(None if gpu is None else gpu.mode)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if gpu is None else gpu.mode
         self._sees_for_itself = gpu is None
         self._tracker = StorageTracker(self._uses) if gpu is None else gpu.tracker.anew(self._uses)
-        self.patches.enter_context(self._valueless.patches())
-        self.patches.enter_context(self._tracker.following_resizes())
+        for patch in (modules_that_stay(), transformers_as_if_with_values(), self._tracker.following_resizes()):
+            self.patches.enter_context(patch)
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """Make tensors without values that are not counted in this context."""
-        with self._valueless.modes():
+        with self._mode, SmallNumbers():
             yield
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run without values in this context."""
         with ExitStack() as stack:
-            stack.enter_context(self._valueless.modes())
+            stack.enter_context(self.on_host())
             stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
             stack.enter_context(GpuOperators())
             if self._sees_for_itself:
@@ -64,10 +66,21 @@ class FakeRank:
             stack.enter_context(self.collectives)
             yield
 
-    def follow(self, parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
-        """Count from now on; what was made of the whole model is in the host's memory."""
-        self._parameters, self._buffers = list(parameters), list(buffers)
-        tracker = self._tracker
+    def follow(self, part: RankPart, optimizer: torch.optim.Optimizer) -> None:
+        """Count from now on; what was made of the whole model is in the host's memory.
+
+        Steps of `optimizer` take the form that torch chooses for tensors on a GPU.
+        """
+        self._parameters, self._buffers = list(part.parameters.values()), list(part.module.buffers())
+        self._optimizers, tracker = [optimizer], self._tracker
+        place_of = tracker.place_of if isinstance(tracker, PlacedTracker) else None
+
+        def begin_update(*_: object) -> None:
+            choose_as_on_gpu(optimizer, place_of=place_of)
+            tracker.enter("optimizer")
+
+        optimizer.register_step_pre_hook(begin_update)
+        optimizer.register_step_post_hook(lambda *_: tracker.enter("forward"))
         for tensor in [*self._parameters, *self._buffers]:
             tracker.watch(tensor)
         tracker.mark(self._uses())
@@ -87,23 +100,16 @@ class FakeRank:
         """Count in this context, a step under GPipe, what micro-batches that are not run would keep."""
         return forward_passes_of_left(self._tracker, share)
 
-    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that the step of `optimizer` begins. It takes the form that torch chooses for tensors on a GPU."""
-        self._optimizer = optimizer
-        tracker = self._tracker
-        choose_as_on_gpu(optimizer, place_of=tracker.place_of if isinstance(tracker, PlacedTracker) else None)
-        self._tracker.enter("optimizer")
-
-    def end_update(self) -> None:
-        """Take note that the optimizer's step is done."""
-        self._tracker.enter("forward")
+    def peak(self) -> Peak:
+        """Return what was live when most bytes were."""
+        self._tracker.settle()
+        return self._tracker.peak
 
     def write_report(
         self, *, plan: ParallelPlan, precision: TrainingPrecision, num_parameters: int, left_out: tuple[str, ...]
     ) -> None:
         """Write what was counted to the file that PARAPLAN_FAKE names."""
-        self._tracker.settle()
-        peak, world = self._tracker.peak, self._mesh.world
+        peak, world = self.peak(), self._mesh.world
         write_report(
             FakeRankReport(
                 rank=world.rank,
@@ -122,8 +128,7 @@ class FakeRank:
 
     def _uses(self) -> dict[int, StorageUse]:
         on_host = [copy for steps in self._host_steps for copy in steps.copies]
-        optimizers = [] if self._optimizer is None else [self._optimizer]
-        return uses_of([*self._parameters, *on_host], self._buffers, optimizers)
+        return uses_of([*self._parameters, *on_host], self._buffers, self._optimizers)
 
 
 def write_report(report: FakeRankReport) -> None:

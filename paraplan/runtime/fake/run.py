@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ParaplanError, PlanError
 from paraplan.model.factory import call_user_code, explain
@@ -25,16 +24,11 @@ from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
 from paraplan.runtime.assembly import wrap_model
 from paraplan.runtime.engine import Engine
-from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
-from paraplan.runtime.fake.storage_tracking import (
-    Peak,
-    Phase,
-    StorageTracker,
-    StorageUse,
-    uses_of,
-)
+from paraplan.runtime.fake.gpu_operators import GpuOperators
+from paraplan.runtime.fake.rank import FakeRank
+from paraplan.runtime.fake.storage_tracking import Peak, Phase
 from paraplan.runtime.fake.torch_private import own_buffers, own_parameters
-from paraplan.runtime.fake.world import fake_world, without_values
+from paraplan.runtime.fake.world import fake_world
 from paraplan.runtime.mesh import Mesh, build_mesh
 from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.options import EngineOptions
@@ -46,7 +40,7 @@ from paraplan.runtime.split.layers import BlockSplit, SequenceEnds
 from paraplan.runtime.split.regions import split_block
 from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.step.loss import token_loss
-from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.blocks import BlockStack, find_blocks
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.torch_private import function_modes, pytree
@@ -103,15 +97,12 @@ def trace_memory(
     if training.precision == "bf16-pure":
         model = model.to(torch.bfloat16)
     with ExitStack() as stack:
-        world = stack.enter_context(fake_world(rank=rank, size=plan.world_size))
-        mesh = build_mesh(plan, world)
-        split = split_without_values(model, mesh, sequence_parallel=plan.sequence_parallel)
-        stack.enter_context(without_values())
-        stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
-        materialise(model, world.device)
+        mesh = build_mesh(plan, stack.enter_context(fake_world(rank=rank, size=plan.world_size)))
+        traced = FakeRank(mesh)
+        stack.enter_context(traced.patches)
         parallel = ParallelContext.of(mesh, training.precision, token_loss, training=training)
         try:
-            peak = _traced_peak(model, parallel, training, split)
+            peak = _traced_peak(traced, model, parallel, training)
         except ParaplanError:
             raise
         except Exception as error:  # the user's model, which may do anything
@@ -120,45 +111,39 @@ def trace_memory(
     return TracedMemory(rank=rank, pipeline_stage=stage, **peak.parts().model_dump(), phase=peak.phase)
 
 
-def _traced_peak(
-    model: nn.Module, parallel: ParallelContext, training: TrainingSpec, split: TensorSplit | None
-) -> Peak:
+def _traced_peak(rank: FakeRank, model: nn.Module, parallel: ParallelContext, training: TrainingSpec) -> Peak:
     """Run the steps of one rank's engine, every storage of which is followed, and return the peak."""
-    parts: list[RankPart] = []
-    engines: list[Engine] = []
-
-    def uses() -> dict[int, StorageUse]:
-        return uses_of(
-            [one for part in parts for one in part.parameters.values()],
-            [one for part in parts for one in part.module.buffers()],
-            [engine.optimizer for engine in engines],
-        )
-
-    plan, tracker = parallel.plan, StorageTracker(uses)
-    with tracker.following_resizes(), GpuOperators(), tracker:
-        stack = find_blocks(model)
-        for block in [] if stack is None else stack.modules(model):
-            keep_operators(block)
-        part = wrap_model(model, stack, parallel, split=split, has_values=False)
-        parts.append(part)
-        for tensor in [*part.parameters.values(), *part.module.buffers()]:
-            tracker.watch(tensor)
-        tracker.mark(uses())
+    plan = parallel.plan
+    part = wrap_without_values(rank, model, find_blocks(model), parallel)
+    with rank.running():
         optimizer = make_optimizer(training.optimizer, list(part.parameters.values()))
         engine = Engine(part, optimizer, parallel.mesh, EngineOptions(checking=Checking(has_values=False)))
-        engines.append(engine)
-        tracker.enter("forward")
-        tracker.forget_peak()  # models are built and cut in host memory
+        rank.follow(part, optimizer)
         inputs, targets = example_batch(part.module, plan.micro_batch_size * plan.num_microbatches, training.seq_length)
-        optimizer.register_step_pre_hook(lambda *_: tracker.enter("optimizer"))
-        optimizer.register_step_post_hook(lambda *_: tracker.enter("forward"))
         for _ in range(NUM_STEPS):
             engine.step(inputs, targets)
-        tracker.settle()
-    return tracker.peak
+        return rank.peak()
 
 
-def keep_operators(block: nn.Module) -> None:
+def wrap_without_values(
+    rank: FakeRank,
+    model: nn.Module,
+    stack: BlockStack | None,
+    parallel: ParallelContext,
+    *,
+    example_inputs: Any = None,
+) -> RankPart:
+    """Return the part of `model`, which is on the meta device, that `rank` holds; its tensors have storages then."""
+    split = _tensor_split(model, parallel.mesh)
+    with rank.on_host():  # where a script keeps the whole model
+        _materialise(model, parallel.mesh.world.device)
+    with rank.running():
+        for block in [] if stack is None else stack.modules(model):
+            _keep_operators(block)
+        return wrap_model(model, stack, parallel, example_inputs=example_inputs, split=split, has_values=False)
+
+
+def _keep_operators(block: nn.Module) -> None:
     """Let a block that is run again in the backward pass use a GPU's operators there too: autograd leaves modes out.
 
     A method, which a copy of the block has as its own.
@@ -183,7 +168,7 @@ def check_keeps_on_gpu(training: TrainingSpec | None) -> None:
         )
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
+def _materialise(model: nn.Module, device: torch.device) -> None:
     """Put tensors on `device` in place of those on meta; what is tied stays tied, which `nn.Module.to_empty` undoes."""
     made: dict[int, torch.Tensor] = {}
 
@@ -202,19 +187,14 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 
 def make_optimizer(name: OptimizerName, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return torch's optimizer of that name: AdamW fused, others in the form that they take by default on a GPU.
+    """Return torch's optimizer of that name: AdamW fused, others in the form that they take by default.
 
-    That is foreach over plain tensors, and one parameter after the other over DTensors (torch.optim.optimizer,
-    `_default_to_fused_or_foreach`). Raises `PlanError` for optimizers that torch does not bring, or that read values.
+    Raises `PlanError` for optimizers that torch does not bring, or that read values.
     """
-    foreach = not any(isinstance(parameter, DTensor) for parameter in parameters)
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-    if name == "adamw_foreach":
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=foreach)
+    if name in ("adamw", "adamw_foreach"):
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True if name == "adamw" else None)
     if name in ("sgd", "sgd_momentum"):
-        momentum = 0.9 if name == "sgd_momentum" else 0.0
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, foreach=foreach)
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9 if name == "sgd_momentum" else 0.0)
     raise PlanError(f"optimizer={name} cannot be run without values", hint="use adamw, sgd_momentum or sgd")
 
 
@@ -225,7 +205,7 @@ def example_batch(module: nn.Module, size: int, seq_length: int) -> tuple[Any, t
     return inputs, torch.zeros(size, seq_length, dtype=torch.long)
 
 
-def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool) -> TensorSplit | None:
+def _tensor_split(model: nn.Module, mesh: Mesh) -> TensorSplit | None:
     """Return the split of `model`, which is on the meta device, over `tp`; None where that is one rank.
 
     Of the forms of a split block, the first is taken whose code runs; whether it computes the same needs values.
@@ -233,7 +213,10 @@ def split_without_values(model: nn.Module, mesh: Mesh, *, sequence_parallel: boo
     if mesh.size("tp") == 1:
         return None
     return tensor_parallel.find_tensor_split(
-        ModelStructure(model, find_blocks(model)), mesh=mesh, sequence_parallel=sequence_parallel, check=_unchecked
+        ModelStructure(model, find_blocks(model)),
+        mesh=mesh,
+        sequence_parallel=mesh.plan.sequence_parallel,
+        check=_unchecked,
     )
 
 

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from paraplan.runtime.fake.torch_private import (
     FakeStore,
-    FakeTensorMode,
     SteadyReducer,
     replaced,
 )
@@ -52,36 +51,6 @@ def fake_world(*, rank: int, size: int, is_launched: bool = False) -> Iterator[W
             yield World(rank=rank, local_rank=0, size=size, device=device, is_distributed=True)
     finally:
         dist.destroy_process_group()
-
-
-class Valueless:
-    """Tensors that have a shape, a type and a storage of the right size, and no memory.
-
-    `modes` makes such tensors, and may be entered again and again; `patches` are to last as long as there are any.
-    """
-
-    def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self._mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-
-    @contextmanager
-    def modes(self) -> Iterator[FakeTensorMode]:
-        """Make tensors without values in this context."""
-        with self._mode, _SmallNumbers():
-            yield self._mode
-
-    @contextmanager
-    def patches(self) -> Iterator[None]:
-        """Let torch and transformers treat such tensors as others in this context."""
-        with modules_that_stay(), transformers_as_if_with_values():
-            yield
-
-
-@contextmanager
-def without_values() -> Iterator[FakeTensorMode]:
-    """Make tensors without values in this context: see `Valueless`."""
-    valueless = Valueless()
-    with valueless.patches(), valueless.modes() as mode:
-        yield mode
 
 
 @contextmanager
@@ -143,7 +112,7 @@ class _EvenRows(TorchFunctionMode):
 _READS = (torch.Tensor.item, torch.Tensor.__int__)
 
 
-class _SmallNumbers(TorchFunctionMode):
+class SmallNumbers(TorchFunctionMode):
     """Keeps the numbers of micro-batches real: a pipeline's schedule cuts a range of them, and its stage reads one.
 
     The vote of a pipeline's ranks on whether shapes are known is answered with yes, as all ranks of this runtime vote.
