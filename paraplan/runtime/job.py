@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.arguments import checked
 from paraplan.errors import PlanError
@@ -31,7 +32,7 @@ from paraplan.runtime.connections import Connections
 from paraplan.runtime.data.batches import TargetCount, TargetCounter
 from paraplan.runtime.data.packing import Packing, check_keeps_apart
 from paraplan.runtime.data.sharding import ShardedBatches, SizedDataset, is_stream, shard_dataset
-from paraplan.runtime.data.streams import DataPasses, SameStream, StreamBatches
+from paraplan.runtime.data.streams import BatchSettings, DataPasses, SameStream, StreamBatches
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import Checking
@@ -183,17 +184,12 @@ class Job:
         with self._agreement().on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
             part, reference = self._wrap(model, options)
             self._separate_random_numbers()
-            given = options.optimizer(held := part.optimized())
-            made = as_one_optimizer(given)
-            check_parameters(made, held, self.plan)
+            made, schedule = self._optimizer(options, part)
             self._tell(unfused_note(optimizers_in(made), self.file, self.device))
             for one in optimizers_in(made):
                 self._suit(one, part)
                 if self.plan.offload == "optimizer":
                     keep_on_host(one)
-            schedule = (
-                None if options.scheduler is None else as_one_scheduler(options.scheduler(given), check_scheduler)
-            )
         sync = RankSync(self.world)
         engine = Engine(
             part,
@@ -223,6 +219,13 @@ class Job:
         atexit.register(sync.leave)  # runs before the group is left
         self._engines.append(engine)
         return engine
+
+    def _optimizer(self, options: TrainingOptions, part: RankPart) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+        given = options.optimizer(held := part.optimized())
+        made = as_one_optimizer(given)
+        check_parameters(made, held, self.plan)
+        scheduler = options.scheduler
+        return made, None if scheduler is None else as_one_scheduler(scheduler(given), check_scheduler)
 
     def _status(self) -> RankStatus:
         for engine in self._engines:
@@ -329,18 +332,20 @@ class Job:
             )
         batches = shard_dataset(
             dataset,
-            batch_size=planned if batch_size is None else batch_size,
-            dp=self.dp,
-            dp_rank=self.dp_rank,
-            device=self.device,
-            seed=seed,
-            epochs=epochs,
-            shuffle=shuffle,
-            skip=skip,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            collate=collate,
-            check=self._same_stream() if is_stream(dataset) or pack is not None else None,
+            BatchSettings(
+                batch_size=planned if batch_size is None else batch_size,
+                dp=self.dp,
+                dp_rank=self.dp_rank,
+                device=self.device,
+                seed=seed,
+                epochs=epochs,
+                shuffle=shuffle,
+                skip=skip,
+                drop_last=drop_last,
+                num_workers=num_workers,
+                collate=collate,
+                check=self._same_stream() if is_stream(dataset) or pack is not None else None,
+            ),
             pack=pack,
             passes=self._passes,
         )

@@ -17,6 +17,7 @@ from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.sharding import shard_dataset
+from paraplan.runtime.data.streams import BatchSettings
 from paraplan.runtime.engine import Engine
 
 DECAY, FIRST_STEPS, LAST_STEPS = 0.8, 2, 1
@@ -92,7 +93,7 @@ def train_plainly() -> list[Found]:
     model = model_of(0)
     optimizer = sgd(list(model.parameters()))
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    batches = shard_dataset(TokenPairs(), batch_size=GLOBAL_BATCH, dp=1, dp_rank=0, device=torch.device("cpu"), seed=3)
+    batches = shard_dataset(TokenPairs(), BatchSettings(GLOBAL_BATCH, 1, 0, torch.device("cpu"), seed=3))
     losses: list[float] = []
     found: list[Found] = []
     for step, (inputs, targets) in enumerate(batches, start=1):

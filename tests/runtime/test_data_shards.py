@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from paraplan.errors import UsageError
 from paraplan.runtime.data.sharding import ShardedBatches, ShareSampler, shard_dataset
+from paraplan.runtime.data.streams import BatchSettings
 
 CPU = torch.device("cpu")
 
@@ -21,10 +22,7 @@ def numbered(count: int) -> TensorDataset:
 
 
 def shards(count: int, *, batch_size: int, dp: int, **options: object) -> list[ShardedBatches]:
-    return [
-        shard_dataset(numbered(count), batch_size=batch_size, dp=dp, dp_rank=rank, device=CPU, **options)
-        for rank in range(dp)
-    ]
+    return [shard_dataset(numbered(count), BatchSettings(batch_size, dp, rank, CPU, **options)) for rank in range(dp)]
 
 
 @given(
@@ -38,15 +36,7 @@ def test_ranks_together_see_the_batches_that_one_process_sees(
     num_samples: int, share: int, dp: int, seed: int, epochs: int
 ) -> None:
     def steps(world: int, rank: int) -> list[list[int]]:
-        sampler = ShareSampler(
-            num_samples=num_samples,
-            batch_size=share * dp,
-            dp=world,
-            dp_rank=rank,
-            seed=seed,
-            epochs=epochs,
-            shuffle=True,
-        )
+        sampler = ShareSampler(num_samples, BatchSettings(share * dp, world, rank, CPU, seed=seed, epochs=epochs))
         assert len(list(sampler)) == len(sampler)
         return list(sampler)
 
@@ -109,10 +99,10 @@ def test_batches_that_do_not_divide_are_refused_with_the_numbers(
 
 def test_data_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(UsageError, match="object has neither numbered samples nor an iterator"):
-        shard_dataset(object(), batch_size=1, dp=1, dp_rank=0, device=CPU)
+        shard_dataset(object(), BatchSettings(1, 1, 0, CPU))
 
 
 def test_samples_that_are_no_pairs_are_refused() -> None:
-    batches = shard_dataset(torch.arange(4), batch_size=2, dp=1, dp_rank=0, device=CPU)
+    batches = shard_dataset(torch.arange(4), BatchSettings(2, 1, 0, CPU))
     with pytest.raises(UsageError, match="pair"):
         list(batches)

@@ -24,6 +24,7 @@ from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime import Packing
 from paraplan.runtime.data.packing import packed
 from paraplan.runtime.data.sharding import shard_dataset
+from paraplan.runtime.data.streams import BatchSettings
 
 CPU, LENGTH, ROWS = torch.device("cpu"), 16, 8
 Trained = tuple[list[float], float, dict[str, torch.Tensor]]
@@ -98,11 +99,7 @@ def test_every_token_stands_in_one_row_and_every_rank_has_as_many_steps(
         list(
             shard_dataset(
                 given,
-                batch_size=4,
-                dp=dp,
-                dp_rank=rank,
-                device=CPU,
-                drop_last=False,
+                BatchSettings(4, dp, rank, CPU, drop_last=False),
                 pack=Packing(8, open_rows=open_rows),
             )
         )
@@ -127,9 +124,7 @@ def test_a_row_is_what_the_collator_of_transformers_makes_of_its_documents() -> 
 @pytest.mark.parametrize("kind", [documents, Stream, StatefulDocuments])
 def test_reading_goes_on_exactly_where_it_was_left_under_another_plan_too(kind: Any) -> None:
     def batches(dp: int, rank: int) -> Any:
-        return shard_dataset(
-            kind(), batch_size=ROWS, dp=dp, dp_rank=rank, device=CPU, seed=4, epochs=2, pack=Packing(LENGTH)
-        )
+        return shard_dataset(kind(), BatchSettings(ROWS, dp, rank, CPU, seed=4, epochs=2), pack=Packing(LENGTH))
 
     whole = [inputs["input_ids"] for inputs, _ in batches(1, 0)]
     assert len(whole) > 10
@@ -152,10 +147,10 @@ def test_reading_goes_on_exactly_where_it_was_left_under_another_plan_too(kind: 
 
 
 def test_documents_that_know_where_they_are_are_not_read_again() -> None:
-    first = shard_dataset(StatefulDocuments(), batch_size=4, dp=1, dp_rank=0, device=CPU, pack=Packing(LENGTH))
+    first = shard_dataset(StatefulDocuments(), BatchSettings(4, 1, 0, CPU), pack=Packing(LENGTH))
     next(iter(first))
     again = StatefulDocuments()
-    behind = shard_dataset(again, batch_size=4, dp=1, dp_rank=0, device=CPU, pack=Packing(LENGTH))
+    behind = shard_dataset(again, BatchSettings(4, 1, 0, CPU), pack=Packing(LENGTH))
     behind.load_state_dict(first.state_dict())
     list(behind)
     assert again.num_read == len(documents()) - first.state_dict()["stream"]["documents"]["at"]

@@ -18,6 +18,7 @@ from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checkpoints.boxes import CheckpointError
 from paraplan.runtime.data.sharding import shard_dataset
+from paraplan.runtime.data.streams import BatchSettings
 from paraplan.runtime.engine import Engine
 
 FIRST_STEPS, LAST_STEPS, MAX_NORM = 2, 2, 0.5
@@ -82,7 +83,7 @@ def train_plainly() -> list[Found]:
     model = MODELS["two blocks"]()
     optimizers = muon_and_adamw(list(model.parameters()))
     schedules = two_schedules(optimizers)
-    batches = shard_dataset(TokenPairs(), batch_size=GLOBAL_BATCH, dp=1, dp_rank=0, device=torch.device("cpu"), seed=3)
+    batches = shard_dataset(TokenPairs(), BatchSettings(GLOBAL_BATCH, 1, 0, torch.device("cpu"), seed=3))
     losses: list[float] = []
     found: list[Found] = []
     for step, (inputs, targets) in enumerate(batches, start=1):

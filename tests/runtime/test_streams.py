@@ -21,7 +21,7 @@ from paraplan import runtime
 from paraplan.errors import UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data.sharding import ShardedBatches, shard_dataset
-from paraplan.runtime.data.streams import DataPasses, StreamBatches
+from paraplan.runtime.data.streams import BatchSettings, DataPasses, StreamBatches
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ class Remembering(Numbers):
 
 def stream_of(count: int, *, batch_size: int, dp: int = 1, rank: int = 0, **options: Any) -> StreamBatches:
     stream = options.pop("stream", None) or Numbers(count)
-    made = shard_dataset(stream, batch_size=batch_size, dp=dp, dp_rank=rank, device=CPU, **options)
+    made = batches_of(stream, batch_size=batch_size, dp=dp, dp_rank=rank, **options)
     assert isinstance(made, StreamBatches)
     return made
 
@@ -136,7 +136,7 @@ def test_a_stream_with_a_state_of_its_own_is_not_read_again() -> None:
 def test_numbered_samples_have_a_state_too(num_done: int) -> None:
     def batches(**options: Any) -> ShardedBatches:
         pairs = TensorDataset(torch.arange(20), torch.arange(20))
-        made = shard_dataset(pairs, batch_size=4, dp=1, dp_rank=0, device=CPU, epochs=2, **options)
+        made = batches_of(pairs, batch_size=4, epochs=2, **options)
         assert isinstance(made, ShardedBatches)
         return made
 
@@ -155,8 +155,10 @@ def numbered(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count), torch.arange(count))
 
 
-def batches_of(data: Any, **options: Any) -> ShardedBatches | StreamBatches:
-    return shard_dataset(data, dp=1, dp_rank=0, device=CPU, **options)
+def batches_of(
+    data: Any, *, dp: int = 1, dp_rank: int = 0, passes: DataPasses | None = None, **options: Any
+) -> ShardedBatches | StreamBatches:
+    return shard_dataset(data, BatchSettings(dp=dp, dp_rank=dp_rank, device=CPU, **options), passes=passes)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_streams_that_cannot_be_dealt_out_are_refused() -> None:
         (DataLoader(Numbers(4), batch_size=2), {}, "gives batches, and job.shard takes samples"),
     ]:
         with pytest.raises(UsageError, match=words):
-            shard_dataset(stream, batch_size=1, dp=1, dp_rank=0, device=CPU, **options)
+            batches_of(stream, batch_size=1, **options)
     with pytest.raises(UsageError, match="has no samples"):
         list(stream_of(0, batch_size=1))
 

@@ -17,11 +17,11 @@ from paraplan.runtime.data.packing import (
     packed,
 )
 from paraplan.runtime.data.streams import (
+    BatchSettings,
     DataPasses,
     DeviceCopies,
     Passes,
     Reading,
-    ShareOfBatch,
     StreamBatches,
     check_stream,
     read_in,
@@ -49,40 +49,22 @@ class ShareSampler(Sampler[list[int]]):
     says which pass it is, and the first `skip` steps of all passes are not given.
     """
 
-    def __init__(
-        self,
-        *,
-        num_samples: int,
-        batch_size: int,
-        dp: int,
-        dp_rank: int,
-        seed: int,
-        epochs: int,
-        shuffle: bool,
-        skip: int = 0,
-        number: int = 0,
-        drop_last: bool = True,
-    ) -> None:
+    def __init__(self, num_samples: int, settings: BatchSettings) -> None:
         self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.dp = dp
-        self.dp_rank = dp_rank
-        self.seed = seed
-        self.epochs = epochs
-        self.shuffle = shuffle
-        self.skip = skip
-        self.number = number
-        self.drop_last = drop_last
+        self.settings = settings
+        self.skip = settings.skip
+        self.number = 0
 
     @property
     def steps_per_epoch(self) -> int:
         """Global batches of an epoch, a short one counted."""
-        return self.num_samples // self.batch_size if self.drop_last else -(-self.num_samples // self.batch_size)
+        size = self.settings.batch_size
+        return self.num_samples // size if self.settings.drop_last else -(-self.num_samples // size)
 
     @property
     def steps_per_pass(self) -> int:
         """Global batches of all epochs of a pass."""
-        return self.steps_per_epoch * self.epochs
+        return self.steps_per_epoch * self.settings.epochs
 
     @property
     def first_step(self) -> int:
@@ -96,19 +78,19 @@ class ShareSampler(Sampler[list[int]]):
         return self._steps(self.first_step, len(self))  # as it is now: the loader asks for the first step later
 
     def _steps(self, first: int, count: int) -> Iterator[list[int]]:
-        share, order, epoch = ShareOfBatch(self.batch_size, self.dp, self.dp_rank), list[int](), -1
+        size, order, epoch = self.settings.batch_size, list[int](), -1
         for step in range(first, first + count):
             if epoch != step // self.steps_per_epoch:
                 epoch = step // self.steps_per_epoch
                 order = self._order(epoch)
-            start = step % self.steps_per_epoch * self.batch_size
-            batch = order[start : start + self.batch_size]
-            yield batch[share.of(len(batch))] or [~batch[0]]
+            start = step % self.steps_per_epoch * size
+            batch = order[start : start + size]
+            yield batch[self.settings.part_of(len(batch))] or [~batch[0]]
 
     def _order(self, epoch: int) -> list[int]:
-        if not self.shuffle:
+        if self.settings.shuffle is False:
             return list(range(self.num_samples))
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        generator = torch.Generator().manual_seed(self.settings.seed + epoch)
         order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
         return order
 
@@ -143,47 +125,38 @@ class ShardedBatches:
     Each loop is the next of `passes`, also of other objects that have these. Each is read in a context of `reading`.
     """
 
-    def __init__(
-        self,
-        dataset: SizedDataset,
-        sampler: ShareSampler,
-        *,
-        device: torch.device,
-        num_workers: int,
-        collate: Callable[[list[Any]], Any] | None,
-        passes: Passes,
-    ) -> None:
-        self._device = device
-        self._sampler = sampler
-        self._skip = sampler.skip
+    def __init__(self, dataset: SizedDataset, settings: BatchSettings, passes: Passes) -> None:
+        self._settings = settings
+        self._sampler = ShareSampler(len(dataset), settings)
         self._passes = passes
         self._at: tuple[int, int] | None = None  # the pass, and the steps given of all
         self._is_loaded = False
         self.reading: Reading = nullcontext
         # A generator of its own: the loader would draw from torch's global one, and dropout would then differ by plan.
         self._loader: DataLoader[Any] = DataLoader(
-            dataset if sampler.drop_last else _Samples(dataset),  # type: ignore[arg-type]  # any with numbered samples
-            batch_sampler=sampler,
-            num_workers=num_workers,
-            collate_fn=collate if sampler.drop_last else _Collate(collate),
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator().manual_seed(sampler.seed),
+            dataset if settings.drop_last else _Samples(dataset),  # type: ignore[arg-type]  # any with numbered samples
+            batch_sampler=self._sampler,
+            num_workers=settings.num_workers,
+            collate_fn=settings.collate if settings.drop_last else _Collate(settings.collate),
+            pin_memory=settings.device.type == "cuda",
+            generator=torch.Generator().manual_seed(settings.seed),
         )
 
     def _begin(self) -> tuple[int, int]:
         """Return the pass and the step that a loop begins with where none has begun."""
         number = self._passes.number
-        return number, max(self._skip, number * self._sampler.steps_per_pass)
+        return number, max(self._settings.skip, number * self._sampler.steps_per_pass)
 
     def __len__(self) -> int:
-        self._sampler.number, self._sampler.skip = self._begin()[0] if self._at is None else self._at[0], self._skip
+        self._sampler.number = self._begin()[0] if self._at is None else self._at[0]
+        self._sampler.skip = self._settings.skip
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         number, num_steps = self._at if self._at is not None and self._is_loaded else self._begin()
         self._sampler.number, self._sampler.skip = number, num_steps
         self._at, self._is_loaded, self._passes.number = (number, num_steps), False, number + 1
-        copied = DeviceCopies(self._device)
+        copied = DeviceCopies(self._settings.device)
         for pair in read_in(self.reading, self._loader):
             num_steps += 1
             self._at = (number, num_steps)
@@ -196,8 +169,8 @@ class ShardedBatches:
         Inside the loop it is the state behind the batch that the loop has been given last.
         """
         number, num_steps = self._begin() if self._at is None else self._at
-        sampler = self._sampler
-        return {"pass": number, "num_steps": num_steps, "batch_size": sampler.batch_size, "seed": sampler.seed}
+        settings = self._settings
+        return {"pass": number, "num_steps": num_steps, "batch_size": settings.batch_size, "seed": settings.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next loop where `state_dict` was taken; raise `UsageError` where that was other data."""
@@ -222,84 +195,44 @@ def is_stream(dataset: object) -> TypeGuard[Iterable[Any]]:
 
 def shard_dataset(
     dataset: SizedDataset | Iterable[Any],
+    settings: BatchSettings,
     *,
-    batch_size: int,
-    dp: int,
-    dp_rank: int,
-    device: torch.device,
-    seed: int = 0,
-    epochs: int = 1,
-    shuffle: bool | None = None,
-    skip: int = 0,
-    drop_last: bool = True,
-    num_workers: int = 0,
-    collate: Callable[[list[Any]], Any] | None = None,
-    check: Callable[[list[Any]], None] | None = None,
     pack: Packing | None = None,
     passes: DataPasses | None = None,
 ) -> ShardedBatches | StreamBatches:
-    """Return the batches of data-parallel rank `dp_rank`; `batch_size` is the global one. See `Job.shard`.
-
-    `check` is called with the samples of the first global batch of a stream. `passes` are those of the job.
-    """
-    _check_sizes(batch_size, dp, epochs, skip=skip, num_workers=num_workers)
-    over = (passes or DataPasses()).of(dataset, batch_size, seed, epochs, shuffle, drop_last, pack)
-    if shuffle and is_stream(dataset):
+    """Return the batches of a data-parallel rank by `settings`. See `Job.shard`. `passes` are those of the job."""
+    over = (passes or DataPasses()).of(
+        dataset,
+        *(settings.batch_size, settings.seed, settings.epochs, settings.shuffle, settings.drop_last, pack),
+    )
+    if settings.shuffle and is_stream(dataset):
         raise UsageError(
             f"a {type(dataset).__name__} has no numbered samples that job.shard could shuffle",
             hint="shuffle the stream itself, by one seed on every rank, and leave shuffle out",
         )
     if pack is not None:
-        dataset = _rows(dataset, pack, seed=seed, epochs=epochs, shuffle=shuffle is not False, num_workers=num_workers)
+        dataset = _rows(dataset, pack, settings)
     if is_stream(dataset):
-        return StreamBatches(
-            dataset,
-            ShareOfBatch(batch_size, dp, dp_rank),
-            device=device,
-            epochs=epochs,
-            skip=skip,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            collate=collate,
-            check=check,
-            passes=over,
-        )
-    numbered = _numbered(dataset, least=batch_size if drop_last else 1)
-    sampler = ShareSampler(
-        num_samples=len(numbered),
-        batch_size=batch_size,
-        dp=dp,
-        dp_rank=dp_rank,
-        seed=seed,
-        epochs=epochs,
-        shuffle=shuffle is not False,
-        skip=skip,
-        drop_last=drop_last,
-    )
-    return ShardedBatches(numbered, sampler, device=device, num_workers=num_workers, collate=collate, passes=over)
-
-
-def _numbered(dataset: object, *, least: int) -> SizedDataset:
+        return StreamBatches(dataset, settings, over)
     if not isinstance(dataset, SizedDataset):
         raise _no_data(dataset)
+    least = settings.batch_size if settings.drop_last else 1
     if len(dataset) < least:
         raise UsageError(
             f"the dataset has {len(dataset)} samples, fewer than one global batch of {least}",
             hint="use a smaller batch or more data",
         )
-    return dataset
+    return ShardedBatches(dataset, settings, over)
 
 
-def _rows(
-    dataset: SizedDataset | Iterable[Any], pack: Packing, *, seed: int, epochs: int, shuffle: bool, num_workers: int
-) -> PackedRows:
+def _rows(dataset: SizedDataset | Iterable[Any], pack: Packing, settings: BatchSettings) -> PackedRows:
     """Return the rows of the documents that `dataset` holds."""
     if is_stream(dataset):
-        check_stream(dataset, epochs=epochs, num_workers=num_workers)
+        check_stream(dataset, settings)
         return packed(dataset, pack)
     if not isinstance(dataset, SizedDataset):
         raise _no_data(dataset)
-    return packed(ShuffledDocuments(dataset, seed=seed, shuffle=shuffle), pack)
+    return packed(ShuffledDocuments(dataset, seed=settings.seed, shuffle=settings.shuffle is not False), pack)
 
 
 def _no_data(dataset: object) -> UsageError:
@@ -307,16 +240,3 @@ def _no_data(dataset: object) -> UsageError:
         f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
         hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
     )
-
-
-def _check_sizes(batch_size: int, dp: int, epochs: int, **counts: int) -> None:
-    for name, number in counts.items():
-        if number < 0:
-            raise UsageError(f"{name}={number} of job.shard", hint="give 0 or more")
-    if epochs < 1:
-        raise UsageError(f"epochs={epochs}", hint="a loop goes over one epoch at least")
-    if batch_size < 1 or batch_size % dp:
-        raise UsageError(
-            f"a global batch of {batch_size} does not divide over dp={dp} ranks",
-            hint=f"use a multiple of {dp}, such as {max(1, batch_size // dp) * dp}",
-        )

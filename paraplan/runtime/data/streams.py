@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -86,14 +86,38 @@ class StreamPosition:
 
 
 @dataclass(frozen=True)
-class ShareOfBatch:
-    """Which part of each global batch of `batch_size` samples a data-parallel rank takes."""
+class BatchSettings:
+    """How data-parallel rank `dp_rank` reads its part of each global batch of `batch_size` samples; see `Job.shard`.
+
+    `check` is called with the samples of the first global batch of a stream.
+    """
 
     batch_size: int
     dp: int
     dp_rank: int
+    device: torch.device
+    seed: int = 0
+    epochs: int = 1
+    shuffle: bool | None = None
+    skip: int = 0
+    drop_last: bool = True
+    num_workers: int = 0
+    collate: Collate | None = None
+    check: Callable[[list[Any]], None] | None = None
 
-    def of(self, num_samples: int) -> slice:
+    def __post_init__(self) -> None:
+        for name, number in (("skip", self.skip), ("num_workers", self.num_workers)):
+            if number < 0:
+                raise UsageError(f"{name}={number} of job.shard", hint="give 0 or more")
+        if self.epochs < 1:
+            raise UsageError(f"epochs={self.epochs}", hint="a loop goes over one epoch at least")
+        if self.batch_size < 1 or self.batch_size % self.dp:
+            raise UsageError(
+                f"a global batch of {self.batch_size} does not divide over dp={self.dp} ranks",
+                hint=f"use a multiple of {self.dp}, such as {max(1, self.batch_size // self.dp) * self.dp}",
+            )
+
+    def part_of(self, num_samples: int) -> slice:
         """Return the part of a batch of `num_samples`; parts differ by one sample at most, some may be empty."""
         first, end = (num_samples * rank // self.dp for rank in (self.dp_rank, self.dp_rank + 1))
         return slice(first, end)
@@ -105,24 +129,18 @@ class _StreamReader(IterableDataset[Any]):
     With `sends_state` a batch comes with the position behind it and the stream's own state there.
     """
 
-    def __init__(
-        self, stream: Iterable[Any], share: ShareOfBatch, *, epochs: int, drop_last: bool, collate: Collate | None
-    ) -> None:
+    def __init__(self, stream: Iterable[Any], settings: BatchSettings) -> None:
         self.stream = stream
-        self.share = share
-        self.epochs = epochs
-        self.drop_last = drop_last
-        self.collate = collate or default_collate
-        self.check: Callable[[list[Any]], None] | None = None
-        self.sends_state = False
+        self.settings = settings
+        self.sends_state = settings.num_workers > 0
         self.start = StreamPosition()
         self.start_state: Any = None
         self.skip = 0
         self.position = StreamPosition()
 
     def __iter__(self) -> Iterator[Any]:
-        self.position, left, check = self.start, self.skip, self.check
-        while self.position.epoch < (self.start.epoch // self.epochs + 1) * self.epochs:
+        self.position, left, check, epochs = self.start, self.skip, self.settings.check, self.settings.epochs
+        while self.position.epoch < (self.start.epoch // epochs + 1) * epochs:
             samples = self._samples()
             while batch := self._read(samples):
                 if left:
@@ -160,71 +178,52 @@ class _StreamReader(IterableDataset[Any]):
 
     def _read(self, samples: Iterator[Any]) -> list[Any]:
         """Return the next global batch, nothing at the end of the stream."""
-        at = self.position
-        batch = list(islice(samples, self.share.batch_size))
-        is_given = len(batch) == self.share.batch_size or (bool(batch) and not self.drop_last)
+        at, size = self.position, self.settings.batch_size
+        batch = list(islice(samples, size))
+        is_given = len(batch) == size or (bool(batch) and not self.settings.drop_last)
         self.position = StreamPosition(at.epoch, at.num_samples + len(batch), at.num_steps + is_given)
         return batch if is_given else []
 
     def _made(self, batch: list[Any]) -> Any:
-        own = batch[self.share.of(len(batch))]
+        own, collate = batch[self.settings.part_of(len(batch))], self.settings.collate or default_collate
         if own:
-            return self.collate(own)
+            return collate(own)
         # A rank without a part of a short batch: the shape counts, and nothing else.
-        return without_sequences(self.collate(batch[:1]))
+        return without_sequences(collate(batch[:1]))
 
 
 class StreamBatches:
     """Batches of this rank from a stream, one for each step, on its device. Their number is not known beforehand.
 
-    See `Job.shard` and `check_stream`. `check` is called with the samples of the first global batch. Each loop is the
-    next of `passes`.
+    See `Job.shard` and `check_stream`. Each loop is the next of `passes`.
     """
 
-    def __init__(
-        self,
-        stream: Iterable[Any],
-        share: ShareOfBatch,
-        *,
-        device: torch.device,
-        epochs: int,
-        skip: int,
-        drop_last: bool,
-        num_workers: int,
-        collate: Collate | None,
-        check: Callable[[list[Any]], None] | None,
-        passes: Passes,
-    ) -> None:
-        check_stream(stream, epochs=epochs, num_workers=num_workers)
-        reader = _StreamReader(stream, share, epochs=epochs, drop_last=drop_last, collate=collate)
-        self._reader = reader
+    def __init__(self, stream: Iterable[Any], settings: BatchSettings, passes: Passes) -> None:
+        check_stream(stream, settings)
+        # A worker checks nothing, and what would check it need not be sent there.
+        self._reader = _StreamReader(stream, replace(settings, check=None) if settings.num_workers else settings)
+        self._settings = settings
         self._passes = passes
-        self._device = device
-        self._check = check
-        self._num_workers = num_workers
-        self._skip = skip
         self._loaded: Mapping[str, Any] | None = None
         self._given: tuple[dict[str, int], Any] | None = None
         self.reading: Reading = nullcontext
-        reader.sends_state = num_workers > 0
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        reader, loaded = self._reader, self._loaded
+        reader, loaded, settings = self._reader, self._loaded, self._settings
         reader.start = self._begin() if loaded is None else StreamPosition(**loaded["position"])
         reader.start_state = None if loaded is None else loaded["stream"]
-        reader.skip = max(0, self._skip - reader.start.num_steps) if loaded is None else 0
-        self._passes.number = reader.start.epoch // reader.epochs + 1
+        reader.skip = max(0, settings.skip - reader.start.num_steps) if loaded is None else 0
+        self._passes.number = reader.start.epoch // settings.epochs + 1
         reader.position = reader.start
-        reader.check = None if self._num_workers else self._check
         loader: DataLoader[Any] = DataLoader(
             reader,
             batch_size=None,
-            num_workers=self._num_workers,
-            pin_memory=self._device.type == "cuda",
+            num_workers=settings.num_workers,
+            pin_memory=settings.device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # the global one is that of dropout
         )
         self._loaded, self._given = None, None
-        copied = DeviceCopies(self._device)
+        copied = DeviceCopies(settings.device)
         try:
             for item in read_in(self.reading, loader):
                 batch, *state = item if reader.sends_state else (item,)
@@ -236,7 +235,7 @@ class StreamBatches:
             self._passes.num_steps = (asdict(reader.position) if self._given is None else self._given[0])["num_steps"]
 
     def _begin(self) -> StreamPosition:
-        return StreamPosition(self._passes.number * self._reader.epochs, num_steps=self._passes.num_steps)
+        return StreamPosition(self._passes.number * self._settings.epochs, num_steps=self._passes.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the stream is read, the same on every rank and under every plan.
@@ -262,21 +261,21 @@ class StreamBatches:
         self._loaded = {"position": dict(position), "stream": state.get("stream")}
 
 
-def check_stream(stream: Iterable[Any], *, epochs: int, num_workers: int) -> None:
+def check_stream(stream: Iterable[Any], settings: BatchSettings) -> None:
     """Raise `UsageError` for batches in place of samples, passes over what can be read once, and several workers."""
     if isinstance(stream, DataLoader) and stream.batch_size is not None:
         raise UsageError(
             f"a DataLoader with batch_size={stream.batch_size} gives batches, and job.shard takes samples",
             hint="give job.shard the loader's dataset, or a loader with batch_size=None",
         )
-    if isinstance(stream, Iterator) and epochs > 1:
+    if isinstance(stream, Iterator) and settings.epochs > 1:
         raise UsageError(
-            f"a {type(stream).__name__} can be read once only, and epochs={epochs}",
+            f"a {type(stream).__name__} can be read once only, and epochs={settings.epochs}",
             hint="give job.shard an object whose __iter__ starts from the beginning",
         )
-    if num_workers > 1:
+    if settings.num_workers > 1:
         raise UsageError(
-            f"num_workers={num_workers}, but only one worker can keep the order of a stream",
+            f"num_workers={settings.num_workers}, but only one worker can keep the order of a stream",
             hint="use num_workers=1 for a stream",
         )
 

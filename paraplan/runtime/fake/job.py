@@ -30,8 +30,7 @@ from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.job import Job
 from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.optimizers.offload import keep_on_host
-from paraplan.runtime.optimizers.several import as_one_optimizer, as_one_scheduler, optimizers_in
-from paraplan.runtime.optimizers.whole_tensors import check_scheduler
+from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.options import EngineOptions, TrainingOptions
 from paraplan.runtime.precision import LossScale
 from paraplan.runtime.structure.weights import count_parameters
@@ -61,11 +60,7 @@ class FakeJob(Job):
         rank.patches.enter_context(starts_uncounted(rank.collectives))
         part = wrap_without_values(rank, model, stack, parallel, example_inputs=options.example_inputs)
         with rank.running():
-            given = options.optimizer(part.optimized())
-            made = as_one_optimizer(given)
-            schedule = (
-                None if options.scheduler is None else as_one_scheduler(options.scheduler(given), check_scheduler)
-            )
+            made, schedule = self._optimizer(options, part)
             engine = FakeEngine(
                 part,
                 made,
