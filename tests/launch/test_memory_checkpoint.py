@@ -116,7 +116,7 @@ def test_a_copy_that_is_being_written_does_not_count() -> None:
     slot = Slot(made.paths[0][0])
     box = Box.of("a", (0, 0), (2, 3), torch.arange(6.0).view(2, 3))
     assert slot.read() is None
-    slot.write(State([box], {"progress": 4}), name=CopyName(4, 1, 1), writer=0)
+    slot.write(Copied(CopyName(4, 1, 1), 0, State([box], {"progress": 4})))
     assert slot.read() is None
     slot.commit()
     found = Slot(made.paths[0][0]).read()  # as another process does
@@ -124,7 +124,7 @@ def test_a_copy_that_is_being_written_does_not_count() -> None:
     assert (found.name, found.writer) == (CopyName(4, 1, 1), 0)
     assert torch.equal(found.state.boxes[0].values, box.values)
     assert found.state.values == {"progress": 4}
-    slot.write(State([box], {"progress": 4}), name=CopyName(5, 1, 1), writer=0)
+    slot.write(Copied(CopyName(5, 1, 1), 0, State([box], {"progress": 4})))
     assert slot.read() is None
 
 
@@ -133,7 +133,7 @@ def test_a_state_of_a_loss_that_is_no_number_does_not_count() -> None:
     slots = [Slot(path) for path in made.paths[0]]
     copier = Copier(slots)
     for step, is_good in ((1, True), (2, False)):
-        copier.begin(State([Box.of("a", (0,), (1,), torch.ones(1))], {}), name=CopyName(step, 1, 1), writer=0)
+        copier.begin(Copied(CopyName(step, 1, 1), 0, State([Box.of("a", (0,), (1,), torch.ones(1))], {})))
         assert copier.finish(is_good=is_good) is is_good
     assert [None if found is None else found.name.num_steps for found in (slot.read() for slot in slots)] == [1, None]
 

@@ -16,8 +16,8 @@ from training_cases import GLOBAL_BATCH, MODELS, TOKENS, Decoder, TokenPairs, lo
 
 from paraplan import runtime
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.runtime.checkpoints.boxes import CheckpointError, boxes_of
-from paraplan.runtime.checkpoints.index import Index, SavedTensor, file_of, key_in_file, write_index
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, boxes_of
+from paraplan.runtime.checkpoints.index import Index, SavedTensor, file_of, write_index
 from paraplan.runtime.checkpoints.loading import FolderReader
 from paraplan.runtime.checkpoints.tensor_files import DTYPES, opened, write_tensors
 from paraplan.runtime.engine import Engine
@@ -280,8 +280,9 @@ def test_every_type_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_tensors(tmp_path / "tensors", tensors)
     with opened(tmp_path / "tensors") as file:
         for name, expected in tensors.items():
-            file.check(name, tuple(expected.shape), expected.dtype)
-            found = file.tensor(name, tuple(expected.shape), expected.dtype)
+            place = Box.of(name, (0,) * expected.ndim, expected.shape, expected).place
+            file.check(place)
+            found = file.tensor(place)
             assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
             bits = [each.reshape(-1).clone().view(torch.uint8) for each in (found, expected)]
             assert torch.equal(*bits), name
@@ -309,7 +310,7 @@ def test_boxes_of_any_split_are_read_as_those_of_any_other(tmp_path: Path) -> No
             for place, values in (
                 (box.place, box.values) for box in boxes_of(str(sharding), part, ShardLocation(sharding, rank))
             ):
-                files[rank][key_in_file(place.name, place.offsets, place.shape, place.whole)] = values
+                files[rank][place.key_in_file] = values
                 tensors[place.name].append((rank, place.offsets, place.shape))
     for rank, held in enumerate(files):
         write_tensors(tmp_path / file_of(rank), held)

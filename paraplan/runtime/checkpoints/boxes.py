@@ -24,14 +24,11 @@ from paraplan.runtime.exchange import gather_bytes
 from paraplan.runtime.shards.sharding import ShardLocation
 from paraplan.runtime.torch_private import local_shape_and_offset
 
+DAMAGED = "it is damaged; load an older one"
+
 
 class CheckpointError(ParaplanError):
     """A checkpoint that does not exist, cannot be read, or belongs to another model."""
-
-
-def volume(shape: Sequence[int]) -> int:
-    """Return the number of elements of a tensor of `shape`."""
-    return math.prod(shape)
 
 
 def key_of(text: str) -> int:
@@ -65,7 +62,14 @@ class Place:
     @property
     def num_bytes(self) -> int:
         """The size of its values."""
-        return volume(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def key_in_file(self) -> str:
+        """The name under which a file holds the box: the tensor's own where it is whole, else with its offsets."""
+        if self.shape == self.whole and "@" not in self.name:
+            return self.name
+        return f"{self.name}@{','.join(map(str, self.offsets))}"
 
     @property
     def words(self) -> list[Any]:
@@ -204,17 +208,20 @@ def covers(whole: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[i
     volume of the whole that is once.
     """
     corners: Counter[tuple[int, ...]] = Counter()
+    num_elements, num_covered = math.prod(whole), 0
     for offsets, shape in boxes:
         if not len(offsets) == len(shape) == len(whole):
             return False
         ends = [start + length for start, length in zip(offsets, shape, strict=True)]
         if any(end > length for end, length in zip(ends, whole, strict=True)):
             return False
-        if len(boxes) > 1 and volume(shape):
+        count = math.prod(shape)
+        num_covered += count
+        if len(boxes) > 1 and count:
             corners.update(itertools.product(*zip(offsets, ends, strict=True)))
-    if not boxes or sum(volume(shape) for _, shape in boxes) != volume(whole):
+    if not boxes or num_covered != num_elements:
         return False
-    if len(boxes) == 1 or not volume(whole):
+    if len(boxes) == 1 or not num_elements:
         return True
     odd = {corner for corner, count in corners.items() if count % 2}
     return odd == set(itertools.product(*((0, length) for length in whole)))

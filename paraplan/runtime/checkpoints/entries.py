@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.records import Record
-from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, Description, boxes_of
+from paraplan.runtime.checkpoints.boxes import DAMAGED, Box, CheckpointError, Description, boxes_of
 from paraplan.runtime.checkpoints.random_numbers import random_states
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.averages import ParameterAverage
@@ -23,7 +23,6 @@ from paraplan.runtime.optimizers.whole_tensors import stepped_whole
 from paraplan.runtime.precision import LossScale
 from paraplan.runtime.shards.sharding import ShardLocation
 
-_HINT = "it is damaged; load an older one"
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**62)]
 _Value = None | bool | int | float | str
 _Saved = TypeVar("_Saved", bound=Record)
@@ -125,7 +124,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _damaged(what: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint is damaged: {what} {reason}", hint=_HINT)
+    return CheckpointError(f"the checkpoint is damaged: {what} {reason}", hint=DAMAGED)
 
 
 PROGRESS = "progress"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from paraplan.records import Record
-from paraplan.runtime.checkpoints.boxes import CheckpointError, covers, volume
-from paraplan.runtime.checkpoints.tensor_files import DAMAGED, DTYPES
+from paraplan.runtime.checkpoints.boxes import DAMAGED, CheckpointError, covers
+from paraplan.runtime.checkpoints.tensor_files import DTYPES
 
 INDEX_NAME = "checkpoint.json"
 OLD_INDEX_NAME = ".metadata"
@@ -37,7 +38,7 @@ class SavedTensor(Record):
     @property
     def num_bytes(self) -> int:
         """The size of its values."""
-        return volume(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class Index(Record):
@@ -56,13 +57,6 @@ class Index(Record):
 def file_of(rank: int) -> str:
     """Return the name of the file of a rank."""
     return f"rank-{rank:05}.safetensors"
-
-
-def key_in_file(name: str, offsets: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> str:
-    """Return the name under which a file holds a box: the tensor's own where it is whole, else with its offsets."""
-    if shape == whole and "@" not in name:
-        return name
-    return f"{name}@{','.join(map(str, offsets))}"
 
 
 def write_index(folder: Path, index: Index) -> None:

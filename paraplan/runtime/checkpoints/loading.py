@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, Description, Place, boxes_of
+from paraplan.runtime.checkpoints.boxes import DAMAGED, Box, CheckpointError, Description, Place, boxes_of
 from paraplan.runtime.checkpoints.entries import (
     AVERAGE,
     MODEL,
@@ -29,9 +29,9 @@ from paraplan.runtime.checkpoints.entries import (
     take_options,
     taking,
 )
-from paraplan.runtime.checkpoints.index import INDEX_NAME, OLD_INDEX_NAME, file_of, key_in_file, read_index
+from paraplan.runtime.checkpoints.index import INDEX_NAME, OLD_INDEX_NAME, file_of, read_index
 from paraplan.runtime.checkpoints.random_numbers import check_random, random_states, reseed, restore_random
-from paraplan.runtime.checkpoints.tensor_files import DTYPES, opened
+from paraplan.runtime.checkpoints.tensor_files import DTYPES, TensorFile, opened
 from paraplan.runtime.exchange import gather_json
 from paraplan.runtime.world import World
 
@@ -106,8 +106,8 @@ class FolderReader:
         for box in boxes:
             for rank, place in self._sources(box.place):
                 by_file.setdefault(rank, []).append((box, place))
-        self._together(lambda: self._check(by_file))  # before anything changes
-        self._together(lambda: self._fill(by_file))
+        self._together(by_file, lambda file, _, place: file.check(place))  # before anything changes
+        self._together(by_file, lambda file, box, place: box.fill(Box(place, file.tensor(place))))
 
     def _sources(self, target: Place) -> Iterator[tuple[int, Place]]:
         """Yield which boxes of which ranks' files have something of `target`."""
@@ -117,36 +117,25 @@ class FolderReader:
             if place.common(target):
                 yield rank, place
 
-    def _check(self, by_file: Mapping[int, Sequence[tuple[Box, Place]]]) -> None:
-        for rank, pairs in by_file.items():
-            with opened(self._whole / file_of(rank)) as file:
-                for _, place in pairs:
-                    file.check(_key(place), place.shape, place.dtype)
-
-    def _fill(self, by_file: Mapping[int, Sequence[tuple[Box, Place]]]) -> None:
-        for rank, pairs in by_file.items():
-            with opened(self._whole / file_of(rank)) as file:
-                for box, place in pairs:
-                    box.fill(Box(place, file.tensor(_key(place), place.shape, place.dtype)))
-
-    def _together(self, work: Callable[[], None]) -> None:
-        """Raise on every rank what the first one raises."""
+    def _together(
+        self,
+        by_file: Mapping[int, Sequence[tuple[Box, Place]]],
+        work: Callable[[TensorFile, Box, Place], object],
+    ) -> None:
+        """Do `work` with every box of the files. Raise on every rank what the first one raises."""
         failure: CheckpointError | None = None
         try:
-            work()
+            for rank, pairs in by_file.items():
+                with opened(self._whole / file_of(rank)) as file:
+                    for box, place in pairs:
+                        work(file, box, place)
         except CheckpointError as error:
             failure = error
-        if self._alone:
-            told = [None if failure is None else failure.message]
-        else:
-            told = gather_json(None if failure is None else failure.message)
+        message = None if failure is None else failure.message
+        told = [message] if self._alone else gather_json(message)
         first = next((each for each in told if each is not None), None)
         if first is not None:
-            raise CheckpointError(first, hint="it is damaged; load an older one") from failure
-
-
-def _key(place: Place) -> str:
-    return key_in_file(place.name, place.offsets, place.shape, place.whole)
+            raise CheckpointError(first, hint=DAMAGED) from failure
 
 
 def load_from(reader: Reader, source: CheckpointSource) -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from paraplan.runtime.checkpoints.boxes import CheckpointError, gather_sizes, key_of, owner_of_each
 from paraplan.runtime.checkpoints.entries import CheckpointSource, State, state_of
-from paraplan.runtime.checkpoints.index import Index, SavedTensor, file_of, key_in_file, read_index, write_index
+from paraplan.runtime.checkpoints.index import Index, SavedTensor, file_of, read_index, write_index
 from paraplan.runtime.checkpoints.loading import beside, wait_for_all
 from paraplan.runtime.checkpoints.tensor_files import write_tensors
 from paraplan.runtime.exchange import gather_bytes, gather_json
@@ -124,10 +124,7 @@ def _own_part(state: State) -> State:
 
 def _write_part(folder: Path, state: State) -> dict[str, Any]:
     """Write the boxes of this rank; return what the index says of them, or why they were not written."""
-    tensors, partial = {}, beside(folder, "partial")
-    for box in state.boxes:
-        place = box.place
-        tensors[key_in_file(place.name, place.offsets, place.shape, place.whole)] = box.values
+    tensors, partial = {box.place.key_in_file: box.values for box in state.boxes}, beside(folder, "partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         if tensors:

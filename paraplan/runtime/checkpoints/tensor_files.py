@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paraplan.errors import UsageError
-from paraplan.runtime.checkpoints.boxes import CheckpointError
+from paraplan.runtime.checkpoints.boxes import DAMAGED, CheckpointError, Place
 
 CODES = {
     torch.float64: "F64",
@@ -44,8 +44,6 @@ DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, *(getattr(torch, name) for name in _OTHERS))
 }
 """The types of a checkpoint, by their names: those that safetensors lacks are written as bytes."""
-
-DAMAGED = "it is damaged; load an older one"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -84,8 +82,9 @@ class TensorFile:
     def __init__(self, path: Path, opened: Any) -> None:
         self._path, self._opened = path, opened
 
-    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Raise `CheckpointError` where the file holds no tensor `name` of this shape and type."""
+    def check(self, place: Place) -> None:
+        """Raise `CheckpointError` where the file holds no tensor of the name, the shape and the type of a box."""
+        name, shape, dtype = place.key_in_file, place.shape, place.dtype
         with _explained(self._path):
             there = self._opened.get_slice(name)
             found = {"dtype": str(there.get_dtype()), "shape": tuple(there.get_shape())}
@@ -107,11 +106,11 @@ class TensorFile:
             found: torch.Tensor = self._opened.get_tensor(name)
         return found
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that `check` has found to be there."""
-        found = self.as_written(name)
+    def tensor(self, place: Place) -> torch.Tensor:
+        """Return the values of a box that `check` has found to be there."""
+        found = self.as_written(place.key_in_file)
         # a file may have bytes at any place: complex numbers of 16 bytes must not lie at those
-        return found if dtype in CODES else found.clone().view(dtype).view(shape)
+        return found if place.dtype in CODES else found.clone().view(place.dtype).view(place.shape)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class MemoryKeeper:
         self._neighbour: Neighbour | None = None
         self._attempt = 0
         self._is_full = False
-        self._noted: tuple[int, State] | None = None
+        self._noted: Copied | None = None
 
     @classmethod
     def of(cls, environment: Mapping[str, str], world: World, status: RankStatus) -> MemoryKeeper | None:
@@ -84,16 +85,14 @@ class MemoryKeeper:
             else box
             for box in boxes
         ]
-        self._noted = (source.num_steps, State(kept, state.values))
+        name = CopyName(source.num_steps, self._attempt, self._world.size)
+        self._noted = Copied(name, self._world.rank, State(kept, state.values))
 
     def begin(self) -> None:
         """Begin to copy what was noted, once all ranks have come to the next step."""
         if self._noted is not None:
-            num_steps, state = self._noted
-            self._noted = None
-            name, writer = CopyName(num_steps, self._attempt, self._world.size), self._world.rank
-            mirror = None if self._neighbour is None else partial(self._mirror, self._neighbour, name)
-            self._copier.begin(state, name=name, writer=writer, mirror=mirror)
+            noted, self._noted = self._noted, None
+            self._copier.begin(noted, None if self._neighbour is None else partial(self._mirror, self._neighbour))
 
     def finish(self, num_steps: int, *, is_good: bool) -> None:
         """Wait for the copy, before anything of the state changes. It counts if the loss of its step `is_good`."""
@@ -121,10 +120,11 @@ class MemoryKeeper:
         reader.join(has_given_up)
         return newest.num_steps, reader
 
-    def _mirror(self, neighbour: Neighbour, name: CopyName, written: State) -> Slot:
+    def _mirror(self, neighbour: Neighbour, written: Copied) -> Slot:
         """Give the next node what no other one has of what this rank has copied."""
-        alone = [box for box in written.boxes if box.place.key in self._alone or box.place.key not in self._shared_out]
-        return neighbour.exchange(State(alone, written.values), name=name, writer=self._world.rank)
+        boxes, values = written.state.boxes, written.state.values
+        alone = [box for box in boxes if box.place.key in self._alone or box.place.key not in self._shared_out]
+        return neighbour.exchange(written._replace(state=State(alone, values)))
 
     def _share_out(self, boxes: list[Box]) -> bool:
         """Choose which rank of this node writes which box; return whether all fits in the memory that is kept."""
@@ -166,7 +166,7 @@ class MemoryKeeper:
         self._neighbour = Neighbour(
             to_rank=by_node[nodes[(here + 1) % len(nodes)]][place],
             from_rank=by_node[nodes[here - 1]][place],
-            slots=self._of_neighbour[self._world.local_rank],
+            slots=cycle(self._of_neighbour[self._world.local_rank]),
             group=dist.new_group(backend="gloo"),
         )
 

@@ -12,8 +12,9 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,12 @@ class Copied(NamedTuple):
     """The rank that wrote it."""
     state: State
 
+    @property
+    def words(self) -> dict[str, Any]:
+        """All but the values of boxes, as JSON holds it."""
+        places = [box.place.words for box in self.state.boxes]
+        return {"name": self.name, "writer": self.writer, "places": places, "values": self.state.values}
+
 
 class Slot:
     """One copy of the state of one rank, in a file without a name."""
@@ -59,25 +66,24 @@ class Slot:
         self._map = None
         os.close(self._descriptor)
 
-    def write(self, state: State, *, name: CopyName, writer: int) -> State:
-        """Replace what is there; it is not whole until `commit`. Return the state with the values in the slot."""
-        room = self.lay_out([box.place for box in state.boxes], state.values, name=name, writer=writer)
-        for box, there in zip(state.boxes, room.boxes, strict=True):
+    def write(self, copied: Copied) -> Copied:
+        """Replace what is there; it is not whole until `commit`. Return what was written, with values in the slot."""
+        room = self.lay_out(copied.words)
+        for box, there in zip(copied.state.boxes, room.state.boxes, strict=True):
             there.values.copy_(box.values)
         return room
 
-    def lay_out(self, places: Sequence[Place], values: Mapping[str, Any], *, name: CopyName, writer: int) -> State:
-        """Make room for boxes in place of what is there, and return them; it is not whole until `commit`."""
-        words = {"name": name, "writer": writer, "places": [place.words for place in places], "values": values}
+    def lay_out(self, words: Mapping[str, Any]) -> Copied:
+        """Make room for what `words` describe in place of what is there; it is not whole until `commit`."""
         index = json.dumps(words).encode()
-        begin = -(-(_HEAD + len(index)) // _ALIGN) * _ALIGN
-        size = begin + sum(-(-place.num_bytes // _ALIGN) * _ALIGN for place in places)
+        places = map(Place.of_words, words["places"])
+        size = _begin_of(len(index)) + sum(-(-place.num_bytes // _ALIGN) * _ALIGN for place in places)
         held = self._mapped(size)
         head = memoryview(held).cast("B")[: _WORDS * 8].cast("Q")
         head[0] = 0
-        head[1], head[2] = name.num_steps, len(index)
+        head[1], head[2] = words["name"][0], len(index)
         held[_HEAD : _HEAD + len(index)] = index
-        return State(_boxes_in(held, begin, places), dict(values))
+        return _copied_in(held, len(index), words)
 
     def commit(self) -> None:
         """Have it count."""
@@ -93,10 +99,7 @@ class Slot:
         is_whole, _, length = memoryview(held).cast("B")[: _WORDS * 8].cast("Q")
         if not is_whole:
             return None
-        index = json.loads(held[_HEAD : _HEAD + length])
-        begin = -(-(_HEAD + length) // _ALIGN) * _ALIGN
-        boxes = _boxes_in(held, begin, [Place.of_words(words) for words in index["places"]])
-        return Copied(CopyName(*index["name"]), index["writer"], State(boxes, index["values"]))
+        return _copied_in(held, length, json.loads(held[_HEAD : _HEAD + length]))
 
     def _mapped(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
@@ -106,47 +109,44 @@ class Slot:
         return self._map
 
 
-def _boxes_in(held: mmap.mmap, begin: int, places: Sequence[Place]) -> list[Box]:
-    """Return boxes whose values are views of memory, one behind the other."""
-    boxes, start = [], begin
-    for place in places:
+def _begin_of(length: int) -> int:
+    """Return where values begin behind an index of so many bytes."""
+    return -(-(_HEAD + length) // _ALIGN) * _ALIGN
+
+
+def _copied_in(held: mmap.mmap, length: int, words: Mapping[str, Any]) -> Copied:
+    """Return what `words`, an index of `length` bytes, describe: values are views of memory, one behind the other."""
+    boxes, start = [], _begin_of(length)
+    for place in map(Place.of_words, words["places"]):
         count = place.num_bytes
         flat = torch.frombuffer(held, dtype=torch.uint8, count=count, offset=start) if count else None
         flat = torch.empty(0, dtype=torch.uint8, device="cpu") if flat is None else flat
         boxes.append(Box(place, flat.view(place.dtype).view(place.shape)))
         start += -(-count // _ALIGN) * _ALIGN
-    return boxes
+    return Copied(CopyName(*words["name"]), words["writer"], State(boxes, words["values"]))
 
 
 class Copier:
     """Writes the copies of one rank, in turn to its two slots, each from a thread of its own."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = list(slots)
+        self._slots = cycle(slots)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._slot = self._slots[0]
+        self._slot: Slot | None = None
         self._mirrored: Slot | None = None
 
-    def begin(
-        self,
-        state: State,
-        *,
-        name: CopyName,
-        writer: int,
-        mirror: Callable[[State], Slot] | None = None,
-    ) -> None:
+    def begin(self, copied: Copied, mirror: Callable[[Copied], Slot] | None = None) -> None:
         """Begin to write. What the boxes hold must not change until `finish`.
 
-        `mirror` gets the state as it is in the slot, and returns the slot of another node's rank that it has filled.
+        `mirror` gets what was written, in the slot, and returns the slot of another node's rank that it has filled.
         """
-        self._slot = self._slots.pop(0)
-        self._slots.append(self._slot)
+        self._slot = slot = next(self._slots)
         self._mirrored = None
 
         def work() -> None:
             try:
-                written = self._slot.write(state, name=name, writer=writer)
+                written = slot.write(copied)
                 self._mirrored = None if mirror is None else mirror(written)
             except BaseException as error:  # raised by `finish`, in the thread that trains
                 self._failure = error
@@ -163,10 +163,9 @@ class Copier:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        if is_good:
-            self._slot.commit()
-            if self._mirrored is not None:
-                self._mirrored.commit()
+        for slot in (self._slot, self._mirrored) if is_good else ():
+            if slot is not None:
+                slot.commit()
         return is_good
 
 
@@ -192,28 +191,24 @@ class Neighbour:
 
     to_rank: int
     from_rank: int
-    slots: list[Slot]
+    slots: Iterator[Slot]
     group: Any = field(repr=False)
 
-    def exchange(self, state: State, *, name: CopyName, writer: int) -> Slot:
-        """Send what `writer` has copied of `state`; return the slot with what has come, which is not whole yet.
+    def exchange(self, copied: Copied) -> Slot:
+        """Send what this rank has copied; return the slot with what has come, which is not whole yet.
 
         Every rank calls it, from the thread that copies.
         """
-        places = [box.place.words for box in state.boxes]
-        words = json.dumps({"writer": writer, "places": places, "values": state.values}).encode()
+        words = json.dumps(copied.words).encode()
         text = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         size = torch.tensor([len(words)], device="cpu")  # whatever torch's default device is
         other_size = torch.empty_like(size)
         self._swap([size], [other_size])
         other_text = torch.empty(int(other_size), dtype=torch.uint8, device="cpu")
         self._swap([text], [other_text])
-        told = json.loads(other_text.numpy().tobytes())
-        slot = self.slots.pop(0)
-        self.slots.append(slot)
-        coming = [Place.of_words(each) for each in told["places"]]
-        room = slot.lay_out(coming, told["values"], name=name, writer=told["writer"])
-        self._swap([box.bytes for box in state.boxes], [box.bytes for box in room.boxes])
+        slot = next(self.slots)
+        room = slot.lay_out(json.loads(other_text.numpy().tobytes()))
+        self._swap([box.bytes for box in copied.state.boxes], [box.bytes for box in room.state.boxes])
         return slot
 
     def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, Description, Place, volume
+from paraplan.runtime.checkpoints.boxes import Box, CheckpointError, Description, Place
 from paraplan.runtime.exchange import gather_json
 from paraplan.runtime.recovery.memory_copies import Copied
 
@@ -128,7 +129,7 @@ class MemoryReader:
                 if common and other != node:
                     ranks = [each for each, there in enumerate(self._nodes) if there == other]
                     yield _Transfer(ranks[place_of_rank % len(ranks)], rank, key)
-            if count < volume(place.shape):
+            if count < math.prod(place.shape):
                 raise CheckpointError(f"the copy in memory lacks some of {place.name}", hint="load a checkpoint")
 
     def _sent(self, transfers: Sequence[_Transfer]) -> list[Box]:
