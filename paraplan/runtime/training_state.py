@@ -44,7 +44,7 @@ from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recovery.keeper import MemoryKeeper
 from paraplan.runtime.recovery.memory_reader import OtherGaveUpError
 from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
-from paraplan.runtime.step.faults import LossWatch, explained_failures
+from paraplan.runtime.step.faults import FaultContext, LossWatch, explained_failures
 from paraplan.runtime.structure.weights import free_gathered, is_quantized, local_shard
 from paraplan.runtime.timeouts import explained_timeouts
 
@@ -338,12 +338,8 @@ class TrainingState:
         return stack
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        return explained_failures(
-            work,
-            parameters=self._part.parameters.values(),
-            optimizer=self.optimizer,
-            plan=self._mesh.plan,
-            file=self._options.file,
-            world=self._mesh.world,
-            step=self.num_steps + 1,
+        mesh, parameters = self._mesh, [*self._part.parameters.values()]
+        context = FaultContext(
+            parameters, self.optimizer, mesh.plan, self._options.file, mesh.world, step=self.num_steps + 1
         )
+        return explained_failures(work, context)

@@ -18,7 +18,7 @@ from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.connections import Connections
-from paraplan.runtime.step.faults import explained_failures
+from paraplan.runtime.step.faults import FaultContext, explained_failures
 
 PLANS = PLANS | {
     "ddp": ParallelPlan(dp=2, micro_batch_size=2),
@@ -175,6 +175,4 @@ def test_what_a_script_raises_is_left_to_it() -> None:
 def explained(work: Any, plan: ParallelPlan) -> Any:
     parameters = [nn.Parameter(torch.ones(2))]
     world = runtime.init(ParallelPlan(), shows_progress=False).world
-    return explained_failures(
-        work, parameters=parameters, optimizer=sgd(parameters), plan=plan, file=None, world=world, step=1
-    )
+    return explained_failures(work, FaultContext(parameters, sgd(parameters), plan, None, world, step=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,16 +157,19 @@ def held_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def explained_failures(
-    work: Callable[[], Any],
-    *,
-    parameters: Iterable[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    plan: ParallelPlan,
-    file: PlanFile | None,
-    world: World,
-    step: int,
-) -> Any:
+@dataclass(frozen=True)
+class FaultContext:
+    """The parts of a training on one rank that explain a failure of its next step."""
+
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    plan: ParallelPlan
+    file: PlanFile | None
+    world: World
+    step: int
+
+
+def explained_failures(work: Callable[[], Any], context: FaultContext) -> Any:
     """Return `work()`.
 
     A lack of memory is said in the parts of the plan's estimate, and so is what ZeRO and pipelines cannot run.
@@ -174,23 +177,14 @@ def explained_failures(
     try:
         return work()
     except _OF_CODE as error:
-        if not is_out_of_memory(error):
-            known = _failure_of_plan(error, plan, optimizer)
-            if known is None:
-                raise
-            raise known from error
-        raise _memory_error(
-            error,
-            parameters=parameters,
-            optimizer=optimizer,
-            plan=plan,
-            file=file,
-            rank=world.rank,
-            step=step,
-            allocated_bytes=(
-                int(torch.cuda.max_memory_allocated(world.device)) if world.device.type == "cuda" else None
-            ),
-        ) from error
+        known: ParaplanError | None
+        if is_out_of_memory(error):
+            known = _memory_error(error, context)
+        else:
+            known = _failure_of_plan(error, context.plan, context.optimizer)
+        if known is None:
+            raise
+        raise known from error
 
 
 _SENTENCES: tuple[tuple[str, Callable[[ParallelPlan], bool], str, str], ...] = (
@@ -273,46 +267,33 @@ def _failure_of_plan(
     )
 
 
-def _memory_error(
-    error: BaseException,
-    *,
-    parameters: Iterable[torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    plan: ParallelPlan,
-    file: PlanFile | None,
-    rank: int,
-    step: int,
-    allocated_bytes: int | None,
-) -> RankMemoryError:
+def _memory_error(error: BaseException, context: FaultContext) -> RankMemoryError:
     """Return what is said in place of `error`: parts that this rank holds against those of the plan's estimate.
 
-    `allocated_bytes` is the peak of the device, None where it is unknown; what it holds beside the training state are
-    activations and workspace.
+    What a GPU held at its peak beside the training state are activations and workspace; on a CPU that is unknown.
     """
-    held = list(parameters)
-    found: dict[str, int | None] = {
+    held, device, file = context.parameters, context.world.device, context.file
+    states = context.optimizer.state.values()
+    found = {
         "parameters": held_bytes(held),
         "gradients": held_bytes(parameter.grad for parameter in held),
         "optimizer state": held_bytes(
-            value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor)
         ),
     }
-    found["activations and workspace"] = None
-    if allocated_bytes is not None:
-        found["activations and workspace"] = max(0, allocated_bytes - sum(size or 0 for size in found.values()))
+    if device.type == "cuda":
+        state_bytes = sum(found.values())
+        found["activations and workspace"] = max(0, int(torch.cuda.max_memory_allocated(device)) - state_bytes)
     predicted = _predicted(file)
     words = [
         f"{name} {format_bytes(size)}" + (f" ({format_bytes(predicted[name])} predicted)" if name in predicted else "")
         for name, size in found.items()
-        if size is not None
     ]
-    exceeded = [
-        name for name, size in found.items() if size is not None and size > _TOLERANCE * predicted.get(name, size)
-    ]
-    text = f"rank {rank} is out of memory in step {step}: it held {', '.join(words)}"
+    exceeded = [name for name, size in found.items() if size > _TOLERANCE * predicted.get(name, size)]
+    text = f"rank {context.world.rank} is out of memory in step {context.step}: it held {', '.join(words)}"
     if exceeded:
         text += f"; more than predicted: {' and '.join(exceeded)}"
-    return RankMemoryError(f"{text}. {_first_line(error)}", hint=_way_out(plan, file))
+    return RankMemoryError(f"{text}. {_first_line(error)}", hint=_way_out(context.plan, file))
 
 
 def _predicted(file: PlanFile | None) -> dict[str, int]:
