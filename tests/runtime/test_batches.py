@@ -58,16 +58,15 @@ def test_a_batch_that_does_not_divide_is_refused_with_both_numbers(size: int, co
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
     micro_batch_size=st.integers(1, 9),
-    min_count=st.integers(1, 5),
     multiple=st.integers(1, 4),
 )
 def test_a_short_batch_is_cut_alike_on_every_rank_and_whole(
-    sizes: list[int], micro_batch_size: int, min_count: int, multiple: int
+    sizes: list[int], micro_batch_size: int, multiple: int
 ) -> None:
-    division = divide_short(sizes, micro_batch_size=micro_batch_size, min_count=min_count, multiple=multiple)
+    division = divide_short(sizes, micro_batch_size=micro_batch_size, multiple=multiple)
     assert division.size is not None
     assert division.size <= micro_batch_size
-    assert division.count >= min_count
+    assert division.count >= 1
     assert division.count % multiple == 0
     for size in sizes:
         pieces = split_batch(torch.arange(size), torch.arange(size), division)

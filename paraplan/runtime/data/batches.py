@@ -93,15 +93,15 @@ def batch_size(inputs: Any, targets: Any) -> int:
     return sizes.pop()
 
 
-def divide_short(sizes: Sequence[int], *, micro_batch_size: int, min_count: int = 1, multiple: int = 1) -> Division:
+def divide_short(sizes: Sequence[int], *, micro_batch_size: int, multiple: int = 1) -> Division:
     """Return how ranks with shares of these sizes cut a batch that is not full: alike, in pieces that fit all of them.
 
-    Collectives of ZeRO and schedules of pipelines need one number of micro-batches on every rank, and one size. At
-    least `min_count` are made, and a multiple of `multiple`; what a rank cannot fill counts nothing.
+    Collectives of ZeRO and schedules of pipelines need one number of micro-batches on every rank, and one size. It is
+    a multiple of `multiple`; what a rank cannot fill counts nothing.
     """
     common = math.gcd(*sizes)
     size = next(size for size in range(min(common, micro_batch_size), 0, -1) if common % size == 0)
-    count = max(min_count, max(sizes) // size)
+    count = max(1, max(sizes) // size)
     return Division(count=-(-count // multiple) * multiple, size=size)
 
 
@@ -215,24 +215,21 @@ def to_device(tree: Any, device: torch.device) -> Any:
 class StepShape:
     """The batch of one step on one rank: `num_microbatches` of `micro_batch_size` sequences, None for any one size.
 
-    A step that is not full has at least `min_microbatches`, and a multiple of `multiple`, as its schedule needs.
+    A step that is not full has a multiple of `multiple`, as its schedule needs.
     """
 
     num_microbatches: int
     micro_batch_size: int | None
-    min_microbatches: int = 1
     multiple: int = 1
 
     @classmethod
     def of_plan(cls, plan: ParallelPlan, *, is_fixed: bool) -> StepShape:
         """Return the batch of a step of `plan`; `is_fixed` says that its sizes are binding."""
         # 1F1B and the schedules of several stages a rank run a micro-batch in every stage at once.
-        counts = plan.pp if plan.pipeline_schedule not in (None, "gpipe") else 1
         return cls(
             num_microbatches=plan.num_microbatches,
             micro_batch_size=plan.micro_batch_size if is_fixed else None,
-            min_microbatches=counts,
-            multiple=counts,
+            multiple=plan.pp if plan.pipeline_schedule not in (None, "gpipe") else 1,
         )
 
     @property
@@ -279,12 +276,7 @@ class StepDivider:
         if not is_short:
             return Division(count=shape.num_microbatches, size=shape.micro_batch_size)
         assert shape.micro_batch_size is not None
-        return divide_short(
-            sizes,
-            micro_batch_size=shape.micro_batch_size,
-            min_count=shape.min_microbatches,
-            multiple=shape.multiple,
-        )
+        return divide_short(sizes, micro_batch_size=shape.micro_batch_size, multiple=shape.multiple)
 
     def divide_any(self, sizes: list[int]) -> Division:
         """Return how shares of any sizes are cut that nothing is trained on, in pieces no larger than the plan's."""
@@ -292,12 +284,8 @@ class StepDivider:
         self._check_copies(sizes)
         if not max(sizes):
             raise UsageError("this call has no sequence on any rank", hint="give the engine a batch")
-        return divide_short(
-            sizes,
-            micro_batch_size=shape.micro_batch_size or -(-max(sizes) // shape.num_microbatches),
-            min_count=shape.min_microbatches,
-            multiple=shape.multiple,
-        )
+        most = shape.micro_batch_size or -(-max(sizes) // shape.num_microbatches)
+        return divide_short(sizes, micro_batch_size=most, multiple=shape.multiple)
 
     def _check_copies(self, sizes: list[int]) -> None:
         """Raise `UsageError` where ranks that hold parts of one copy of the model bring batches of different sizes."""
