@@ -34,58 +34,40 @@ _OF_WORKERS = frozenset(
 )
 
 
-class Stream:
-    """A stream: what is on it is done."""
+class Done:
+    """A stream, on which all is done, or an event that has been."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = self.stream_id = self.priority = 0
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Done:
         return self
 
     def __exit__(self, *_: Any) -> None:
         """Leave the stream."""
 
-    def record_event(self, event: Event | None = None) -> Event:
-        """Return an event that has been."""
-        return event or Event()
+    def record(self, *_: Any) -> Done:
+        """Take no note."""
+        return self
+
+    record_event = record
 
     def query(self) -> bool:
         """Say that all is done."""
         return True
 
-    def wait_event(self, *_: Any) -> None:
-        """Go on: the event has been."""
+    def wait(self, *_: Any) -> None:
+        """Go on: it has been."""
 
-    wait_stream = synchronize = wait_event
+    wait_event = wait_stream = synchronize = wait
 
     def is_capturing(self) -> bool:
         """Say that no graph is captured."""
         return False
 
-
-class Event:
-    """An event that has been."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> Event:
-        """Take no note."""
-        return self
-
-    def query(self) -> bool:
-        """Say that it has been."""
-        return True
-
     def elapsed_time(self, *_: Any) -> float:
         """Return a time in ms: nothing takes any that tells of a GPU."""
         return 1.0
-
-    def wait(self, *_: Any) -> None:
-        """Go on."""
-
-    synchronize = wait
 
 
 @contextmanager
@@ -99,7 +81,7 @@ def cuda_of(gpu: FakeGpu, *, num_gpus: int, memory_bytes: int, left_out: set[str
 
 
 def _of_cuda(gpu: FakeGpu, num_gpus: int, memory_bytes: int) -> list[tuple[Any, str, Any]]:
-    cuda, index, stream = torch.cuda, gpu.device.index, Stream()
+    cuda, index, stream = torch.cuda, gpu.device.index, Done()
     name = "a GPU that is not there"
     properties = types.SimpleNamespace(
         name=name, major=9, minor=0, total_memory=memory_bytes, multi_processor_count=132, warp_size=32, is_integrated=0
@@ -140,8 +122,8 @@ def _of_cuda(gpu: FakeGpu, num_gpus: int, memory_bytes: int) -> list[tuple[Any, 
         "current_stream": _answering(stream),
         "default_stream": _answering(stream),
         "stream": lambda *_: nullcontext(),
-        "Stream": Stream,
-        "Event": Event,
+        "Stream": Done,
+        "Event": Done,
     }
     dropped = [
         *("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_stream"),
@@ -174,7 +156,7 @@ def _of_accelerator(gpu: FakeGpu, num_gpus: int) -> list[tuple[Any, str, Any]]:
         "current_device_idx": _answering(gpu.device.index),
         "set_device_index": _answering(None),
         "set_device_idx": _answering(None),
-        "current_stream": _answering(Stream()),
+        "current_stream": _answering(Done()),
         "synchronize": _answering(None),
         "empty_cache": _answering(None),
     }
