@@ -49,7 +49,7 @@ from paraplan.runtime.optimizers.several import (
 from paraplan.runtime.optimizers.whole_tensors import WholeTensorSteps, check_optimizer, check_scheduler
 from paraplan.runtime.options import EngineOptions, TrainingOptions
 from paraplan.runtime.precision import LossScale, ReduceType, check_reduce_type
-from paraplan.runtime.rank_part import ParallelContext, RankPart
+from paraplan.runtime.rank_part import ParallelContext, RankPart, step_loss
 from paraplan.runtime.recompute.policy import RecomputePolicy, check_operators
 from paraplan.runtime.recovery.status import RankStatus
 from paraplan.runtime.step.global_batch import check_gathers
@@ -280,10 +280,10 @@ class Job:
 
     def _parallel(self, options: TrainingOptions, backend: str | None) -> ParallelContext:
         """Return the plan with what `options` say beside it; `backend` is what torch.compile compiles blocks by."""
-        return ParallelContext.of(
+        return ParallelContext(
             self.mesh,
             self.precision,
-            options.loss_fn,
+            step_loss(options.loss_fn, self.mesh),
             find_unused=options.find_unused,
             recompute=options.recompute,
             compile_backend=backend,

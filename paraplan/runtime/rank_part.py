@@ -86,9 +86,8 @@ class ParallelContext:
 
     `find_unused` says that parameters may take no part in some steps; `recompute` refines what the plan says of it.
     `compile_backend` is what torch.compile compiles blocks by, None where it does not. Gradients travel between
-    replicas in `reduce_dtype`. `chunks_loss` says that the loss is computed in chunks of tokens, `mlp_tile` in how many
-    tokens at a time feed-forward layers work, None for all. With `offloads_activations` those of blocks wait in the
-    host's memory.
+    replicas in `reduce_dtype`. Of the `training` that the plan was made for options of the model's code are taken.
+    Raises `UnsupportedPlanError` where they do not go with others.
     """
 
     mesh: Mesh
@@ -98,66 +97,41 @@ class ParallelContext:
     recompute: RecomputePolicy | None = None
     compile_backend: str | None = None
     reduce_dtype: ReduceType = "fp32"
-    chunks_loss: bool = False
-    mlp_tile: int | None = None
-    offloads_activations: bool = False
+    training: TrainingSpec | None = None
 
-    @classmethod
-    def of(
-        cls,
-        mesh: Mesh,
-        precision: TrainingPrecision,
-        loss_fn: LossFunction,
-        *,
-        find_unused: bool = False,
-        recompute: RecomputePolicy | None = None,
-        compile_backend: str | None = None,
-        reduce_dtype: ReduceType = "fp32",
-        training: TrainingSpec | None = None,
-    ) -> ParallelContext:
-        """Return the context of a training by `loss_fn`, which sees split outputs under tp and cp.
-
-        Of the `training` that the plan was made for options of the model's code are taken. Raises
-        `UnsupportedPlanError` where they do not go with others.
-        """
-        plan = mesh.plan
-        chunks_loss = training is not None and training.loss == "chunked"
-        mlp_tile = None if training is None else training.stack.mlp_tile
-        if chunks_loss and find_unused:
+    def __post_init__(self) -> None:
+        if self.chunks_loss and self.find_unused:
             raise UnsupportedPlanError(
                 "loss=chunked, find_unused=True: DDP looks for unused parameters by the logits, which are not there",
                 hint="use a plan with the plain loss, or leave find_unused out",
             )
-        offloads = training is not None and training.offloads_activations
-        if offloads and compile_backend is not None:
+        if self.offloads_activations and self.compile_backend is not None:
             raise UnsupportedPlanError(
-                f"offloads_activations=True, compile_backend={compile_backend}: what compiled blocks keep is the "
+                f"offloads_activations=True, compile_backend={self.compile_backend}: what compiled blocks keep is the "
                 "compiler's choice",
                 hint="use a plan that keeps activations on the GPU, or one that is not compiled",
             )
-        if mlp_tile is not None and compile_backend is not None:
+        if self.mlp_tile is not None and self.compile_backend is not None:
             raise UnsupportedPlanError(
-                f"mlp_tile={mlp_tile}, compile_backend={compile_backend}: tiles run again in the backward pass, which "
-                "compiled blocks have compiled",
+                f"mlp_tile={self.mlp_tile}, compile_backend={self.compile_backend}: tiles run again in the backward "
+                "pass, which compiled blocks have compiled",
                 hint="use a plan without tiles, or one that is not compiled",
             )
-        if plan.tp * plan.cp > 1:
-            loss_fn = without_custom_functions(loss_fn)
-        logits = VocabularyLogits(tensor_group(mesh)) if plan.tp > 1 else None
-        loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh), logits)
-        loss.num_stages = plan.pp
-        return cls(
-            mesh=mesh,
-            precision=precision,
-            loss=loss,
-            find_unused=find_unused,
-            recompute=recompute,
-            compile_backend=compile_backend,
-            reduce_dtype=reduce_dtype,
-            chunks_loss=chunks_loss,
-            mlp_tile=mlp_tile,
-            offloads_activations=offloads,
-        )
+
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether the loss is computed in chunks of tokens."""
+        return self.training is not None and self.training.loss == "chunked"
+
+    @property
+    def mlp_tile(self) -> int | None:
+        """In how many tokens at a time feed-forward layers work, None for all."""
+        return None if self.training is None else self.training.stack.mlp_tile
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether those of blocks wait in the host's memory."""
+        return self.training is not None and self.training.offloads_activations
 
     @property
     def plan(self) -> ParallelPlan:
@@ -169,6 +143,16 @@ class ParallelContext:
         """The logits of this rank under tp."""
         assert self.loss.logits is not None
         return self.loss.logits
+
+
+def step_loss(loss_fn: LossFunction, mesh: Mesh) -> StepLoss:
+    """Return the loss of steps by `loss_fn`, which sees split outputs under tp and cp."""
+    plan = mesh.plan
+    logits = VocabularyLogits(tensor_group(mesh)) if plan.tp > 1 else None
+    loss_fn = without_custom_functions(loss_fn) if plan.tp * plan.cp > 1 else loss_fn
+    loss = StepLoss(loss_fn, mesh.world.device, GlobalBatch(mesh), logits)
+    loss.num_stages = plan.pp
+    return loss
 
 
 def find_chunked(structure: ModelStructure, parallel: ParallelContext) -> tuple[str, ...]:

@@ -24,21 +24,21 @@ def chain_of(model: nn.Module, example: object = TOKEN_IDS) -> BlockChain:
 
 def test_parameters_are_told_apart_by_where_they_are_used_not_by_their_place_in_the_model() -> None:
     chain = chain_of(Decoder(2))
-    assert chain.before == {"embedding.weight", "positions"}
-    assert chain.after == {"head.weight", "norm.weight", "norm.bias"}
-    assert {name.split(".")[1] for name in chain.blocks[1]} == {"1"}
-    assert len(chain.blocks[1]) == 6
+    assert chain.uses.parameters.before == {"embedding.weight", "positions"}
+    assert chain.uses.parameters.after == {"head.weight", "norm.weight", "norm.bias"}
+    assert {name.split(".")[1] for name in chain.uses.parameters.blocks[1]} == {"1"}
+    assert len(chain.uses.parameters.blocks[1]) == 6
 
 
 def test_a_tied_head_is_used_before_and_after_under_one_name() -> None:
     chain = chain_of(Decoder(2, tied=True))
-    assert chain.before & chain.after == {"head.weight"}
+    assert chain.uses.parameters.before & chain.uses.parameters.after == {"head.weight"}
 
 
 def test_a_table_that_all_blocks_read_belongs_to_each_of_them() -> None:
     chain = chain_of(Decoder(2, shared_scale=True))
-    assert all("scale.weight" in names for names in chain.blocks)
-    assert "scale.weight" not in chain.after
+    assert all("scale.weight" in names for names in chain.uses.parameters.blocks)
+    assert "scale.weight" not in chain.uses.parameters.after
 
 
 def test_hidden_shapes_follow_the_micro_batch() -> None:
@@ -189,7 +189,7 @@ def test_a_stage_keeps_the_names_and_only_its_own_parameters() -> None:
     assert held == set(stage.names.values())
     assert {name.split(".")[0] for name in held} == {"head", "norm", "layers"}
     assert {name.split(".")[1] for name in held if name.startswith("layers")} == {"3", "4"}
-    assert set(stage.names) == chain.used_by(3, 5)
+    assert set(stage.names) == chain.uses.parameters.of(3, 5)
 
 
 def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:

@@ -32,7 +32,7 @@ from paraplan.runtime.fake.world import fake_world
 from paraplan.runtime.mesh import Mesh, build_mesh
 from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.options import EngineOptions
-from paraplan.runtime.rank_part import ParallelContext, RankPart
+from paraplan.runtime.rank_part import ParallelContext, RankPart, step_loss
 from paraplan.runtime.split import tensor_parallel
 from paraplan.runtime.split.check import shares_with_blocks
 from paraplan.runtime.split.forms import forms, tensor_group
@@ -100,7 +100,7 @@ def trace_memory(
         mesh = build_mesh(plan, stack.enter_context(fake_world(rank=rank, size=plan.world_size)))
         traced = FakeRank(mesh)
         stack.enter_context(traced.patches)
-        parallel = ParallelContext.of(mesh, training.precision, token_loss, training=training)
+        parallel = ParallelContext(mesh, training.precision, step_loss(token_loss, mesh), training=training)
         try:
             peak = _traced_peak(traced, model, parallel, training)
         except ParaplanError:

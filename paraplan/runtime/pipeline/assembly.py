@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.gradient_sums import gradient_sums
 from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
-from paraplan.runtime.experts.layers import RankExperts
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, find_ties, tied_gradients
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
@@ -29,7 +27,6 @@ from paraplan.runtime.recompute.policy import RecomputedBlocks
 from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.split.context_check import take_tokens
 from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
-from paraplan.runtime.structure.weights import lasting_buffers
 
 
 @dataclass(frozen=True)
@@ -38,39 +35,6 @@ class Stages:
 
     chain: BlockChain
     bounds: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A stage of this rank.
-
-    `names` maps the names of its parameters in the whole model to those in the stage, and `buffer_names` those of the
-    buffers that it uses.
-    """
-
-    index: int
-    module: StageModule
-    blocks: list[nn.Module]
-    names: Mapping[str, str]
-    buffer_names: Mapping[str, str]
-    shardings: Shardings
-    experts: RankExperts
-    partial: AbstractSet[str]
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by their names in the whole model; others once the stage is sharded."""
-        held = dict(self.module.model.named_parameters())
-        return {name: held[own] for name, own in self.names.items()}
-
-    @property
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of the model's state that this stage uses, by their names in the whole model.
-
-        Others have not the values of one process: the stage may compute them from zeros.
-        """
-        held = lasting_buffers(self.module.model)
-        return {name: held[own] for name, own in self.buffer_names.items() if own in held}
 
 
 def find_stages(structure: ModelStructure, plan: ParallelPlan, again: RecomputedBlocks) -> Stages:
@@ -95,33 +59,29 @@ def wrap_stages(model: nn.Module, whole: Stages, split: ModelSplit, parallel: Pa
     # Stages of one rank share their parameters, and each has the modules around them for itself.
     held = {id(parameter): parameter for parameter in model.parameters()}
     models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
-    pieces = [
-        _cut_piece(part, chain, bounds, index, split, parallel) for part, index in zip(models, indices, strict=True)
-    ]
-    holders = Counter(parameter for piece in pieces for parameter in piece.parameters.values())
+    stages = [_cut(part, chain, bounds, index, split, parallel) for part, index in zip(models, indices, strict=True)]
+    holders = Counter(parameter for stage in stages for parameter in stage.parameters.values())
     shared = (parameter for parameter, count in holders.items() if count > 1)
-    unsharded = frozenset(shared).union(*(never_sharded(piece.module, plan) for piece in pieces))
+    unsharded = frozenset(shared).union(*(never_sharded(stage.module, plan) for stage in stages))
     by_schedule = plan.pipeline_schedule in MULTI
-    stages = []
-    for piece in pieces:
-        first, end = bounds[piece.index]
-        called = wrap_module(
-            piece.module,
-            piece.blocks,
+    for stage in stages:
+        first, end = bounds[stage.index]
+        stage.called = wrap_module(
+            stage.module,
+            stage.blocks,
             parallel,
             again=split.again,
             first=first,
             unsharded=unsharded,
-            experts=piece.experts,
+            experts=stage.experts,
             replicates=not by_schedule,
         )
         if split.context is not None and parallel.loss.context is not None:
-            take_tokens(piece.module.model, chain.stack.names[first:end], split.context, parallel.loss.context)
+            take_tokens(stage.module.model, chain.stack.names[first:end], split.context, parallel.loss.context)
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
-        apart = unsharded | piece.experts.apart
-        alone = tuple(one for one in piece.parameters.values() if one not in apart) if averaged else ()
-        stages.append(LocalStage(index=piece.index, module=piece.module, called=called, averaged=alone))
-    return _rank_part(pieces, stages, chain=chain, bounds=bounds, parallel=parallel, unsharded=unsharded)
+        apart = unsharded | stage.experts.apart
+        stage.averaged = tuple(one for one in stage.parameters.values() if one not in apart) if averaged else ()
+    return _rank_part(stages, chain=chain, bounds=bounds, parallel=parallel, unsharded=unsharded)
 
 
 def _check_attention(structure: ModelStructure) -> None:
@@ -156,30 +116,23 @@ def _check_repeatable(chain: BlockChain, plan: ParallelPlan, again: RecomputedBl
         )
 
 
-def _cut_piece(
+def _cut(
     model: nn.Module,
     chain: BlockChain,
     bounds: Sequence[tuple[int, int]],
     index: int,
     split: ModelSplit,
     parallel: ParallelContext,
-) -> _Piece:
+) -> LocalStage:
     device = parallel.mesh.world.device
     start, end = bounds[index]
     has_last = index == len(bounds) - 1
     cut: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
     names = {own: name for name, own in cut.names.items()}
     divided = divide(model, chain.stack.names[start:end], split, parallel, has_first=start == 0, has_last=has_last)
-    module = StageModule(
-        model,
-        cut.inject,
-        loss=parallel.loss,
-        precision=parallel.precision,
-        device=device,
-    )
-    return _Piece(
+    return LocalStage(
         index=index,
-        module=module,
+        module=StageModule(model, cut.inject, loss=parallel.loss, precision=parallel.precision, device=device),
         blocks=chain.stack.modules(model)[start:end],
         names=cut.names,
         buffer_names=cut.buffers,
@@ -193,7 +146,6 @@ def _cut_piece(
 
 
 def _rank_part(
-    pieces: Sequence[_Piece],
     stages: Sequence[LocalStage],
     *,
     chain: BlockChain,
@@ -202,7 +154,7 @@ def _rank_part(
     unsharded: frozenset[nn.Parameter],
 ) -> RankPart:
     mesh = parallel.mesh
-    parameters = {name: held for piece in pieces for name, held in piece.parameters.items()}
+    parameters = {name: held for stage in stages for name, held in stage.parameters.items()}
     ties = find_ties(chain, bounds, num_ranks=parallel.plan.pp)
     execution = PipelineExecution(
         stages,
@@ -213,36 +165,36 @@ def _rank_part(
             mesh,
             parallel.reduce_dtype,
             whole=[held for held in parameters.values() if held in unsharded],
-            experts=[piece.experts for piece in pieces],
-            partial=[held for piece in pieces for name, held in piece.parameters.items() if name in piece.partial],
+            experts=[stage.experts for stage in stages],
+            partial=[held for stage in stages for name, held in stage.parameters.items() if name in stage.partial],
         ),
         ties=tied_gradients(ties, parameters, mesh),
     )
     repeated = {tie.name for tie in ties if tie.ranks[0] != mesh.coordinate("pp")}
-    modules = [piece.module for piece in pieces]
-    _share_buffers(pieces)
+    modules = [stage.module for stage in stages]
+    _share_buffers(stages)
     return RankPart(
         module=modules[0] if len(modules) == 1 else StageList(modules),
         model=modules[0].model,
         parameters=parameters,
-        own_buffers=lambda: {name: value for piece in pieces for name, value in piece.buffers.items()},
+        own_buffers=lambda: {name: value for stage in stages for name, value in stage.buffers.items()},
         execution=execution,
         repeated=frozenset(repeated & parameters.keys()),
         shardings=Shardings(
-            {name: sharding for piece in pieces for name, sharding in piece.shardings.tensor.items()},
-            {name: sharding for piece in pieces for name, sharding in piece.shardings.expert.items()},
+            {name: sharding for stage in stages for name, sharding in stage.shardings.tensor.items()},
+            {name: sharding for stage in stages for name, sharding in stage.shardings.expert.items()},
         ),
         reductions=reductions_of(*(stage.called for stage in stages)),
         orders=orders_of(*modules),
-        loads=tuple(piece.experts.load for piece in pieces if parallel.plan.ep > 1),
+        loads=tuple(stage.experts.load for stage in stages if parallel.plan.ep > 1),
     )
 
 
-def _share_buffers(pieces: Sequence[_Piece]) -> None:
+def _share_buffers(stages: Sequence[LocalStage]) -> None:
     """Let the stages of one rank hold one tensor for each buffer that several of them use: a checkpoint fills one."""
     first: dict[str, torch.Tensor] = {}
-    for piece in pieces:
-        for name, buffer in piece.buffers.items():
+    for stage in stages:
+        for name, buffer in stage.buffers.items():
             if first.setdefault(name, buffer) is not buffer:
-                path, _, own = piece.buffer_names[name].rpartition(".")
-                setattr(piece.module.model.get_submodule(path), own, first[name])
+                path, _, own = stage.buffer_names[name].rpartition(".")
+                setattr(stage.module.model.get_submodule(path), own, first[name])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from paraplan.runtime.checks.changed_attributes import ChangedAttributes
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.gradient_sums import GradientSum
 from paraplan.runtime.data_parallel.wrapping import reductions_of
+from paraplan.runtime.experts.layers import RankExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.pipeline.schedules import (
     MULTI,
@@ -28,8 +30,10 @@ from paraplan.runtime.pipeline.schedules import (
 from paraplan.runtime.pipeline.stages import StageModule
 from paraplan.runtime.precision import half_type
 from paraplan.runtime.rank_part import ParallelContext
+from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
 from paraplan.runtime.structure.snapshots import modes
+from paraplan.runtime.structure.weights import lasting_buffers
 from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
@@ -37,18 +41,40 @@ _Value = TypeVar("_Value")
 _Ends = tuple[HiddenShape | None, HiddenShape | None]  # what a stage receives and sends; None at the model's ends
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalStage:
     """A stage that this rank holds: number `index` of the whole pipeline.
 
-    `called` is what the schedule calls in the place of `module`: the same, sharded, or DDP around it. `averaged` are
-    the parameters whose gradients no wrapper averages over `dp`, and that no other stage holds.
+    `names` maps the names of its parameters in the whole model to those in the stage, and `buffer_names` those of the
+    buffers that it uses. `called` is what the schedule calls in the place of `module`: the same, sharded, or DDP around
+    it. `averaged` are the parameters whose gradients no wrapper averages over `dp`, and that no other stage holds.
     """
 
     index: int
     module: StageModule
-    called: nn.Module
+    blocks: list[nn.Module]
+    names: Mapping[str, str]
+    buffer_names: Mapping[str, str]
+    shardings: Shardings
+    experts: RankExperts
+    partial: AbstractSet[str]
+    called: nn.Module = field(init=False)
     averaged: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by their names in the whole model; others once the stage is sharded."""
+        held = dict(self.module.model.named_parameters())
+        return {name: held[own] for name, own in self.names.items()}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of the model's state that this stage uses, by their names in the whole model.
+
+        Others have not the values of one process: the stage may compute them from zeros.
+        """
+        held = lasting_buffers(self.module.model)
+        return {name: held[own] for name, own in self.buffer_names.items() if own in held}
 
 
 class PipelineExecution:
@@ -221,7 +247,7 @@ def find_ties(chain: BlockChain, bounds: Sequence[tuple[int, int]], *, num_ranks
     """
     users: dict[str, set[int]] = {}
     for stage, (start, end) in enumerate(bounds):
-        for name in chain.used_by(start, end):
+        for name in chain.uses.parameters.of(start, end):
             users.setdefault(name, set()).add(stage % num_ranks)
     return [Tie(name=name, ranks=tuple(sorted(ranks))) for name, ranks in sorted(users.items()) if len(ranks) > 1]
 

@@ -156,7 +156,7 @@ def check_stages(chain: BlockChain, bounds: Sequence[tuple[int, int]], *, num_ra
     holders = Counter(
         (name, stage % num_ranks)
         for stage, (start, end) in enumerate(bounds)
-        for name in (chain.used_by(start, end) | chain.uses.tensors.of(start, end)) & chain.uses.written_before
+        for name in chain.uses.of(start, end) & chain.uses.written_before
     )
     twice = sorted(name for (name, _), count in holders.items() if count > 1)
     if twice:
@@ -170,7 +170,7 @@ def _check_stage(chain: BlockChain, *, start: int, end: int) -> None:
     """Raise `UnsupportedPlanError` where a stage uses a tensor that lies in blocks of other stages alone."""
     elsewhere = tuple(f"{name}." for at, name in enumerate(chain.stack.names) if not start <= at < end)
     paths = _paths(chain.meta_model)
-    for name in sorted(chain.used_by(start, end) | chain.uses.tensors.of(start, end)):
+    for name in sorted(chain.uses.of(start, end)):
         if all(path.startswith(elsewhere) for path in paths[name]):
             raise UnsupportedPlanError(
                 f"blocks {start} to {end - 1} use {name}, which lies in a block of another stage", hint=HINT
@@ -194,7 +194,7 @@ def cut_stage(model: nn.Module, chain: BlockChain, *, start: int, end: int, devi
     """
     _check_stage(chain, start=start, end=end)
     whole = Registered.of(model)
-    needed = {id(whole.parameters[name]): name for name in sorted(chain.used_by(start, end))}
+    needed = {id(whole.parameters[name]): name for name in sorted(chain.uses.parameters.of(start, end))}
     tensors = {id(whole.tensors[name]): name for name in sorted(chain.uses.tensors.of(start, end))}
     written = {id(whole.parameters[name]) for name in chain.uses.written_before & whole.parameters.keys()}
     inject = _replace_blocks(model, chain, start=start, end=end)

@@ -211,6 +211,10 @@ class ChainUses:
     written_inside: frozenset[str] = frozenset()
     reads_between: bool = False
 
+    def of(self, start: int, end: int) -> frozenset[str]:
+        """Return the names that a stage with blocks `start`..`end` - 1 uses, the model's ends included."""
+        return self.parameters.of(start, end) | self.tensors.of(start, end)
+
     def joined(self, other: ChainUses) -> ChainUses:
         """Return what is used where code may take one way or the other."""
         return ChainUses(

@@ -75,25 +75,6 @@ class BlockChain:
     uses: ChainUses
     writes_hidden: bool = False
 
-    @property
-    def before(self) -> frozenset[str]:
-        """The parameters that are used before the blocks."""
-        return self.uses.parameters.before
-
-    @property
-    def blocks(self) -> tuple[frozenset[str], ...]:
-        """The parameters that each block uses."""
-        return self.uses.parameters.blocks
-
-    @property
-    def after(self) -> frozenset[str]:
-        """The parameters that are used after the blocks."""
-        return self.uses.parameters.after
-
-    def used_by(self, start: int, end: int) -> frozenset[str]:
-        """Return the parameters that a stage with blocks `start`..`end` - 1 uses, the model's ends included."""
-        return self.uses.parameters.of(start, end)
-
     def hidden_shapes(self, inputs: Any) -> list[HiddenShape]:
         """Return what each block receives for one micro-batch of `inputs`, on whatever device these are."""
 
