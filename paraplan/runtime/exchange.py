@@ -1,17 +1,31 @@
-"""Messages between ranks as bytes and JSON, none of which is code when it is read."""
+"""Messages between ranks as numbers, bytes and JSON, none of which is code when it is read."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paraplan.runtime.world import World
+
 
 def has_cpu_backend(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the ranks of `group`, by default all, reach each other from the CPU, without waiting for their GPUs."""
     return "gloo" in str(dist.get_backend_config(group))
+
+
+def gathered_numbers(numbers: Sequence[float], world: World) -> list[list[float]]:
+    """Return the numbers that every rank gives, as many of each, in the order of the ranks."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    rows = [mine]
+    if world.is_distributed:
+        rows = [torch.empty_like(mine) for _ in range(world.size)]
+        dist.all_gather(rows, mine)
+    gathered: list[list[float]] = torch.stack(rows).tolist()
+    return gathered
 
 
 def gather_bytes(

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.runtime.checks.trials import anywhere, gathered_numbers
+from paraplan.runtime.checks.trials import anywhere
 from paraplan.runtime.data_parallel.script_shards import ScriptShards
+from paraplan.runtime.exchange import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.rank_part import RankPart
@@ -209,7 +210,7 @@ class Hands:
         ]
         low, high = min(factors, default=1.0), max(factors, default=1.0)
         is_factor = high - low <= _ALIKE * high
-        rows = gathered_numbers([float(is_factor), high], self._mesh)
+        rows = gathered_numbers([float(is_factor), high], self._mesh.world)
         found = [factor for _, factor in rows]
         other = max(range(len(found)), key=lambda rank: abs(found[rank] - found[0]))
         if all(row[0] for row in rows) and abs(found[other] - found[0]) > _ALIKE * max(found):
@@ -234,7 +235,7 @@ class Hands:
         whole = {name: one for name, one in held.items() if name not in names}
         place = self._mesh.grid.coordinates
         numbers = [float(_digest(held)), float(_digest(whole)), float(_shard(held))]
-        rows = gathered_numbers(numbers, self._mesh)
+        rows = gathered_numbers(numbers, self._mesh.world)
         first: dict[tuple[float, ...], int] = {}
         for rank, row in enumerate(rows):
             at, shard = place(rank), row[2]

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -82,7 +83,6 @@ class Job:
     connections: Connections = field(default_factory=Connections, repr=False)
     _sync: list[RankSync] = field(default_factory=list, repr=False)
     _engines: list[Engine] = field(default_factory=list, repr=False)
-    _agreements: list[Agreement] = field(default_factory=list, repr=False)
     _streams: Iterator[int] = field(default_factory=count, repr=False)
     _packings: list[Packing] = field(default_factory=list, repr=False)
     _passes: DataPasses = field(default_factory=DataPasses, repr=False)
@@ -181,7 +181,7 @@ class Job:
     def prepare_with(self, model: nn.Module, options: TrainingOptions) -> Engine:
         """Return the engine that trains `model` by `options`; see `prepare`."""
         watch, adapters = self._watch(count_parameters(model)), adapters_of(model)
-        with self._agreement().on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
+        with self._agreement.on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
             part, reference = self._wrap(model, options)
             self._separate_random_numbers()
             made, schedule = self._optimizer(options, part)
@@ -204,7 +204,7 @@ class Job:
                     counter=TargetCounter.of(options.count_targets, options.loss_fn, part.module),
                     coupling=options.batch_coupling,
                     reference=reference,
-                    agreement=self._agreement(),
+                    agreement=self._agreement,
                     is_off=options.verify == "off",
                     every=options.verify_every,
                 ),
@@ -232,10 +232,9 @@ class Job:
             engine.leave_status()
         return RankStatus() if self._engines else RankStatus.of(os.environ)
 
+    @cached_property
     def _agreement(self) -> Agreement:
-        if not self._agreements:
-            self._agreements.append(Agreement(self.world, self.connections))
-        return self._agreements[0]
+        return Agreement(self.world, self.connections)
 
     def _tell(self, note: str | None) -> None:
         if note is not None and self.is_main:
@@ -349,7 +348,7 @@ class Job:
             pack=pack,
             passes=self._passes,
         )
-        batches.reading = lambda: self._agreement().explained(lambda: "job.shard")
+        batches.reading = lambda: self._agreement.explained(lambda: "job.shard")
         return batches
 
     def _same_stream(self) -> Callable[[list[Any]], None]:

@@ -33,7 +33,6 @@ from paraplan.runtime.checkpoints.weight_files import export_weights
 from paraplan.runtime.data.batches import StepShape
 from paraplan.runtime.data_parallel.block_order import BlockOrders
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
-from paraplan.runtime.data_parallel.script_shards import own_part
 from paraplan.runtime.hands import Hands
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.micro_batching import MicroBatching
@@ -45,7 +44,7 @@ from paraplan.runtime.recovery.keeper import MemoryKeeper
 from paraplan.runtime.recovery.memory_reader import OtherGaveUpError
 from paraplan.runtime.recovery.stopping import outlive_signals, stop_here
 from paraplan.runtime.step.faults import FaultContext, LossWatch, explained_failures
-from paraplan.runtime.structure.weights import free_gathered, is_quantized, local_shard
+from paraplan.runtime.structure.weights import free_gathered, is_quantized, local_shard, own_part
 from paraplan.runtime.timeouts import explained_timeouts
 
 

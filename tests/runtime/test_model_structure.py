@@ -60,7 +60,7 @@ def test_a_model_names_its_own_example_inputs() -> None:
         def example_inputs(self, batch: int, tokens: int) -> torch.Tensor:
             return torch.zeros(batch, 3, tokens, tokens)
 
-    assert chain_of(Image(), None).blocks[0] == {"layers.0.weight", "layers.0.bias"}
+    assert chain_of(Image(), None).uses.parameters.blocks[0] == {"layers.0.weight", "layers.0.bias"}
 
 
 def test_inputs_that_do_not_suit_the_model_are_named_with_a_way_out() -> None:
@@ -136,7 +136,7 @@ def test_tensors_that_are_gone_are_not_taken_for_those_in_their_place() -> None:
             assert flow.sources(gone) == {Mark("output", 0, number)}
             del gone
             assert flow.sources(torch.empty(64, device="meta")) == frozenset()
-    assert len(chain_of(Pairs(adds_second=False, num_blocks=40)).blocks) == 40
+    assert len(chain_of(Pairs(adds_second=False, num_blocks=40)).uses.parameters.blocks) == 40
 
 
 class ValueReader(Decoder):

@@ -18,7 +18,8 @@ from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.batch_parts import FEWEST_SEQUENCES, Part, by_targets, halves, joined
 from paraplan.runtime.checks.comparison import MOST, ROUNDING, Comparison, Difference, relative
 from paraplan.runtime.checks.trial_runs import Record, TrialRuns, compared, mixture
-from paraplan.runtime.checks.trials import anywhere, gathered_numbers
+from paraplan.runtime.checks.trials import anywhere
+from paraplan.runtime.exchange import gathered_numbers
 from paraplan.runtime.step.loss import metric_value
 from paraplan.runtime.structure.snapshots import modes
 
@@ -131,7 +132,7 @@ class BatchCoupling:
         for key in apart.metrics.keys() & together.metrics.keys():
             one, other = (float(metric_value(key, run.metrics[key])) for run in (together, apart))
             rows.append((relative(one, other), one, other))
-        gap, whole, parts = max(gathered_numbers(max(rows, default=(0.0, 0.0, 0.0)), self._mesh))
+        gap, whole, parts = max(gathered_numbers(max(rows, default=(0.0, 0.0, 0.0)), self._mesh.world))
         if gap <= max(_OF_METRICS, MOST[self._in_halves].loss):
             return None
         return (
@@ -159,7 +160,7 @@ class BatchCoupling:
             few = [one.rows(range(min(len(one), FEWEST_SEQUENCES // 2))) for one in pair]
             first, second = (self._runs.run([one], trains=True) for one in few)
             both = self._runs.run([joined(few)], trains=True)
-            losses = gathered_numbers([first.loss, second.loss, both.loss], self._mesh)
+            losses = gathered_numbers([first.loss, second.loss, both.loss], self._mesh.world)
             one, other, together = max(losses, key=lambda row: abs(row[2]))
             share = (together - other) / (one - other) if one != other else math.nan
             as_counted = compared(self._runs.run(few, trains=True), both)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paraplan.runtime.checks.trials import gathered_numbers
 from paraplan.runtime.data.batches import MicroBatch, is_of_batch
+from paraplan.runtime.exchange import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import pytree, tensors_in
 
@@ -102,7 +102,7 @@ class BatchParts:
         takes parts of its own share: its micro-batches, or the halves of one.
         """
         own, size = [one for one in pieces if one.num_sequences], _num_rows(pieces[0])
-        rows = gathered_numbers([float(len(own)), float(size)], self._mesh)
+        rows = gathered_numbers([float(len(own)), float(size)], self._mesh.world)
         held = {self._mesh.grid.coordinates(rank)["dp"]: int(count) for rank, (count, _) in enumerate(rows)}
         fewest, in_step = min(held.values()), 2 * len(pieces) // self._mesh.plan.pp if is_first else 2
         most = max(2, -(-FEWEST_SEQUENCES // int(rows[0][1])), in_step)
@@ -124,10 +124,10 @@ class BatchParts:
         """Whether all ranks have sequences of the same lengths."""
         leaves = tensors_in((piece.inputs, piece.targets))
         own = [float(size) for leaf in leaves for size in leaf.shape]
-        width = gathered_numbers([float(len(own))], self._mesh)
+        width = gathered_numbers([float(len(own))], self._mesh.world)
         if any(row != width[0] for row in width):
             return False
-        rows = gathered_numbers(own, self._mesh)
+        rows = gathered_numbers(own, self._mesh.world)
         return all(row == rows[0] for row in rows)
 
     def fetched(self, piece: MicroBatch, place: int) -> MicroBatch:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paraplan.runtime.checks.trials import gathered_numbers
+from paraplan.runtime.exchange import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 
 _LARGEST_SCALE = 1e-3  # a tensor below this share of the largest one is measured by that
@@ -124,7 +124,7 @@ class Comparison:
             ratios[name] = math.inf if math.isnan(gap) else gap / within
         name = max(ratios, key=ratios.__getitem__)
         kind = next(place for place, start in enumerate(_KINDS) if name.startswith(start))
-        rows = gathered_numbers([ratios[name], gaps[name], self.loss, self.expected, float(kind)], mesh)
+        rows = gathered_numbers([ratios[name], gaps[name], self.loss, self.expected, float(kind)], mesh.world)
         rank = max(range(len(rows)), key=lambda one: rows[one][0])
         ratio, size, loss, expected, of_rank = rows[rank]
         if not ratio > 1.0:

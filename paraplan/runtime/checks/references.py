@@ -25,7 +25,8 @@ from torch import nn
 from paraplan.model.trace import stack_names
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.checks.changed_attributes import ChangedAttributes
-from paraplan.runtime.checks.trials import anywhere, gathered_numbers
+from paraplan.runtime.checks.trials import anywhere
+from paraplan.runtime.exchange import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute.blocks import recompute_in_backward
@@ -292,7 +293,7 @@ class RunningReference:
     def _stages_of(self, known: Mapping[str, object], held: Mapping[str, object]) -> dict[str, int]:
         """Return the first pipeline stage that holds each of `known`; `held` are those of this rank."""
         found: dict[str, int] = {}
-        for rank, row in enumerate(gathered_numbers([float(one in held) for one in known], self._mesh)):
+        for rank, row in enumerate(gathered_numbers([float(one in held) for one in known], self._mesh.world)):
             for name, is_held in zip(known, row, strict=True):
                 stage = self._mesh.grid.coordinates(rank)["pp"]
                 if is_held:

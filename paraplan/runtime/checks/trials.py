@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import Axis
+from paraplan.runtime.exchange import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import is_compiler_loaded, pytree
 
@@ -47,7 +47,7 @@ def check_same_numbers(state: int, mesh: Mesh) -> None:
 def _ranks_apart(numbers: Sequence[float], mesh: Mesh, *axes: Axis) -> tuple[int, int] | None:
     """Return two ranks at one place on `axes` that give other numbers, the same on all; None without any."""
     found: dict[tuple[int, ...], tuple[int, list[float]]] = {}
-    for rank, row in enumerate(gathered_numbers(numbers, mesh)):
+    for rank, row in enumerate(gathered_numbers(numbers, mesh.world)):
         place = mesh.grid.coordinates(rank)
         first, expected = found.setdefault(tuple(place[axis] for axis in axes), (rank, row))
         if row != expected and not any(map(math.isnan, row)):
@@ -60,17 +60,6 @@ def global_sequences(sizes: Sequence[int], mesh: Mesh) -> int:
     return sum({mesh.grid.coordinates(rank)["dp"]: size for rank, size in enumerate(sizes)}.values())
 
 
-def gathered_numbers(numbers: Sequence[float], mesh: Mesh) -> list[list[float]]:
-    """Return the numbers that every rank gives, as many of each, in the order of the ranks."""
-    mine = torch.tensor(numbers, dtype=torch.float64, device=mesh.world.device)
-    rows = [mine]
-    if mesh.world.is_distributed:
-        rows = [torch.empty_like(mine) for _ in range(mesh.world.size)]
-        dist.all_gather(rows, mine)
-    gathered: list[list[float]] = torch.stack(rows).tolist()
-    return gathered
-
-
 def not_compiled() -> AbstractContextManager[Any]:
     """Return a context in which compiled blocks run as they are: shapes of a trial are not worth compiling."""
     if not is_compiler_loaded():
@@ -81,7 +70,7 @@ def not_compiled() -> AbstractContextManager[Any]:
 
 def first_rank(mine: bool, mesh: Mesh) -> int | None:
     """Return the first rank that says so, None where none does."""
-    return next((rank for rank, row in enumerate(gathered_numbers([float(mine)], mesh)) if row[0]), None)
+    return next((rank for rank, row in enumerate(gathered_numbers([float(mine)], mesh.world)) if row[0]), None)
 
 
 def anywhere(mine: bool, mesh: Mesh) -> bool:

@@ -21,8 +21,9 @@ from paraplan.runtime.checks.comparison import Comparison, Difference
 from paraplan.runtime.checks.forward_state import WeightSums, weight_sums, written_weights
 from paraplan.runtime.checks.references import Reference, RunningReference, Whole
 from paraplan.runtime.checks.trial_runs import TrialRuns
-from paraplan.runtime.checks.trials import first_rank, gathered_numbers, not_compiled
+from paraplan.runtime.checks.trials import first_rank, not_compiled
 from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.exchange import gathered_numbers
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import compute_context
 from paraplan.runtime.seeds import seed_generators
@@ -83,7 +84,7 @@ class Verification:
         seed_generators(0)
         tally = self._runs.tally(*self._micro_batches(rows), trains=True)
         copies = self._mesh.size("tp") * self._mesh.size("cp")
-        rows_of_ranks = gathered_numbers([float(tally.loss), float(tally.count)], self._mesh)
+        rows_of_ranks = gathered_numbers([float(tally.loss), float(tally.count)], self._mesh.world)
         own, count = (sum(row[place] for row in rows_of_ranks) / copies for place in (0, 1))
         found = Comparison(_mean(own, count, total), expected)
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from paraplan.errors import UsageError
-from paraplan.runtime.structure.weights import local_shard
+from paraplan.runtime.structure.weights import own_part
 from paraplan.runtime.torch_private import (
     give_memory,
     set_shards_by,
@@ -72,15 +72,6 @@ class ScriptShards:
         for owner, _, held, _ in self._places:
             if held is shard:
                 nn.Module.load_state_dict(owner, {}, strict=False)  # behind which FSDP looks for new memory
-
-
-def own_part(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `values`, which every rank has, or shards of which ranks have, as of `like`."""
-    if not isinstance(like, DTensor):
-        return values
-    mesh, whole = like.device_mesh, [Replicate()] * like.device_mesh.ndim
-    given = values if isinstance(values, DTensor) else DTensor.from_local(values, mesh, whole, run_check=False)
-    return local_shard(given.redistribute(mesh, like.placements))
 
 
 _LIVE: weakref.WeakSet[ScriptShards] = weakref.WeakSet()

@@ -21,8 +21,8 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import Shardings
-from paraplan.runtime.structure.weights import local_shard
-from paraplan.runtime.torch_private import local_shape_and_offset, step_hooks, version_of
+from paraplan.runtime.structure.weights import local_shard, own_part
+from paraplan.runtime.torch_private import step_hooks, version_of
 
 Scope = Literal["numbers", "tensors", "model"]
 """The numbers that an optimizer looks at to change one: that alone, the tensor that it is of, or other tensors too."""
@@ -44,8 +44,8 @@ def scope_of(optimizer: torch.optim.Optimizer) -> Scope:
     if type(optimizer) in _OF_NUMBERS and not has_hooks:
         return "numbers"
     try:
-        whole = _trial(optimizer, _itself)
-        if not _agree(whole[:1], _trial(optimizer, _first_alone)[:1]):
+        whole = _trial(optimizer, lambda _, parameter: [parameter])
+        if not _agree(whole[:1], _trial(optimizer, lambda index, parameter: [] if index else [parameter])[:1]):
             return "model"  # at first: a norm of all gradients is the same for halves of the tensors
         return "numbers" if _agree(whole, _trial(optimizer, _in_halves)) else "tensors"
     except Exception:  # an optimizer of the user, of which nothing is known then
@@ -164,11 +164,7 @@ class WholeTensorSteps:
         return held
 
     def _part(self, name: str, held: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        whole = self._shardings.part(name, whole, self._mesh)
-        if not isinstance(held, DTensor):
-            return whole
-        shape, offsets = local_shape_and_offset(held.shape, held.device_mesh, held.placements)
-        return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
+        return own_part(self._shardings.part(name, whole, self._mesh), held)
 
 
 def stepped_whole(optimizers: Iterable[torch.optim.Optimizer]) -> set[nn.Parameter]:
@@ -212,14 +208,6 @@ def _small(index: int, original: nn.Parameter) -> nn.Parameter:
     made.requires_grad_(original.requires_grad)
     made.grad = torch.randn(shape, generator=generator).to(original.device, original.dtype)
     return made
-
-
-def _itself(_: int, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
-    return [parameter]
-
-
-def _first_alone(index: int, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
-    return [parameter] if not index else []
 
 
 def _in_halves(_: int, parameter: nn.Parameter) -> Sequence[nn.Parameter]:

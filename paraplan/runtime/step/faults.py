@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from paraplan.errors import ParaplanError, UnsupportedPlanError, UsageError
@@ -17,6 +16,7 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.agreement import is_lost_connection
 from paraplan.runtime.data_parallel.wrapping import reads_shards
+from paraplan.runtime.exchange import gathered_numbers
 from paraplan.runtime.step.totals import StepTotals
 from paraplan.runtime.structure.weights import local_shard
 from paraplan.runtime.timeouts import waited_s
@@ -122,12 +122,8 @@ class LossWatch:
             _LOGGER.warning("step %d trains nothing: its loss goes over 0 targets", step)
 
     def _fail(self, waiting: _Step, loss: float) -> None:
-        own = waiting.own.detach().reshape(1)
-        gathered = [own]
-        if self._world.is_distributed:
-            gathered = [torch.empty_like(own) for _ in range(self._world.size)]
-            dist.all_gather(gathered, own)
-        ranks = [rank for rank, loss in enumerate(gathered) if not bool(loss.isfinite())]
+        losses = gathered_numbers([float(waiting.own.detach())], self._world)
+        ranks = [rank for rank, (own,) in enumerate(losses) if not math.isfinite(own)]
         where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else ""
         raise DivergedError(
             f"the loss is {loss} in step {waiting.step}{where}; the weights of that step were not saved",

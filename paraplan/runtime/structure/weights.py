@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paraplan.errors import ModelError
-from paraplan.runtime.torch_private import storage_key
+from paraplan.runtime.exchange import gathered_numbers
+from paraplan.runtime.torch_private import local_shape_and_offset, storage_key
 from paraplan.runtime.world import World
 
 _BUCKET_BYTES = 64 * 2**20
@@ -68,6 +69,16 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor, without a graph: its shard where ranks have one each."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def own_part(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of `values`, which every rank has, or shards of which ranks have, as of `like`."""
+    if not isinstance(like, DTensor):
+        return values
+    if isinstance(values, DTensor):
+        return local_shard(values.redistribute(like.device_mesh, like.placements))
+    shape, offsets = local_shape_and_offset(like.shape, like.device_mesh, like.placements)
+    return values[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
 
 
 def free_gathered(module: nn.Module) -> None:
@@ -127,12 +138,9 @@ def share_weights(model: nn.Module, world: World) -> None:
 
 def _check_same_model(model: nn.Module, world: World) -> None:
     described = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict().items()]
-    mine = torch.tensor(
-        [count_parameters(model), zlib.crc32("\n".join(described).encode())], dtype=torch.int64, device=world.device
-    )
-    gathered = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(gathered, mine)
-    odd = [rank for rank, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
+    mine = [float(count_parameters(model)), float(zlib.crc32("\n".join(described).encode()))]
+    gathered = gathered_numbers(mine, world)
+    odd = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
     if odd:
         raise ModelError(
             f"ranks {odd} have built another model than rank 0 ({int(gathered[odd[0]][0]):,} parameters against "
