@@ -183,11 +183,13 @@ class Job:
         watch, adapters = self._watch(count_parameters(model)), adapters_of(model)
         with self._agreement.on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
             part, reference = self._wrap(model, options)
-            self._separate_random_numbers()
+            if place := self.mesh.place_of_draws:
+                torch.manual_seed(torch.initial_seed() + place)
             made, schedule = self._optimizer(options, part)
             self._tell(unfused_note(optimizers_in(made), self.file, self.device))
             for one in optimizers_in(made):
-                self._suit(one, part)
+                if check_optimizer(one, self.plan) != "numbers":
+                    WholeTensorSteps(part.parameters, part.shardings, self.mesh).attach(one)
                 if self.plan.offload == "optimizer":
                     keep_on_host(one)
         sync = RankSync(self.world)
@@ -239,17 +241,6 @@ class Job:
     def _tell(self, note: str | None) -> None:
         if note is not None and self.is_main:
             _LOGGER.warning(note)
-
-    def _suit(self, optimizer: torch.optim.Optimizer, part: RankPart) -> None:
-        """Give `optimizer` whole tensors for its steps where it looks at more than single numbers."""
-        if check_optimizer(optimizer, self.plan) == "numbers":
-            return
-        steps = WholeTensorSteps(
-            {parameter: name for name, parameter in part.parameters.items()},
-            part.shardings,
-            self.mesh,
-        )
-        steps.attach(optimizer)
 
     def _wrap(self, model: nn.Module, options: TrainingOptions) -> tuple[RankPart, Reference | None]:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
@@ -391,11 +382,6 @@ class Job:
             metrics_every=self.metrics_every,
             terminal=sys.stderr if self.is_main and self.shows_progress else None,
         )
-
-    def _separate_random_numbers(self) -> None:
-        place = self.mesh.coordinate("dp") + self.mesh.coordinate("pp") * self.mesh.size("dp")
-        if place:
-            torch.manual_seed(torch.initial_seed() + place)
 
 
 def is_compiled(file: PlanFile | None) -> bool:

@@ -93,6 +93,11 @@ class Mesh:
         return self.coordinate("pp") == self.size("pp") - 1
 
     @property
+    def place_of_draws(self) -> int:
+        """The place of this rank among those that draw different random numbers; ranks of tp and cp draw the same."""
+        return self.coordinate("dp") + self.coordinate("pp") * self.size("dp")
+
+    @property
     def shard_mesh(self) -> DeviceMesh | None:
         """The mesh that ZeRO shards over, with an axis of replicas before it under hybrid sharding."""
         if self.lone_mesh is not None:

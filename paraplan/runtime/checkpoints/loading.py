@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paraplan.runtime.checkpoints.boxes import DAMAGED, Box, CheckpointError, Description, Place, boxes_of
 from paraplan.runtime.checkpoints.entries import (
@@ -38,19 +37,20 @@ from paraplan.runtime.world import World
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether `folder` holds a checkpoint, or the one that was there before."""
-    return any(_is_checkpoint(place) for place in (folder, beside(folder, "previous")))
+    return _last_whole(folder) is not None
 
 
 def find_whole(folder: Path) -> Path:
     """Return where the last whole checkpoint of `folder` is. Raises `CheckpointError` where there is none."""
-    for place in (folder, beside(folder, "previous")):
-        if _is_checkpoint(place):
-            return place
-    raise CheckpointError(f"{folder} holds no whole checkpoint", hint="name a folder that engine.save wrote")
+    place = _last_whole(folder)
+    if place is None:
+        raise CheckpointError(f"{folder} holds no whole checkpoint", hint="name a folder that engine.save wrote")
+    return place
 
 
-def _is_checkpoint(place: Path) -> bool:
-    return any((place / name).exists() for name in (INDEX_NAME, OLD_INDEX_NAME))
+def _last_whole(folder: Path) -> Path | None:
+    places = (folder, beside(folder, "previous"))
+    return next((one for one in places if any((one / name).exists() for name in (INDEX_NAME, OLD_INDEX_NAME))), None)
 
 
 def load_checkpoint(folder: Path, source: CheckpointSource) -> int:
@@ -223,7 +223,9 @@ def _take_optimizer(
     take_options(source.optimizer, groups)
     held = {one: group for group in source.optimizer.param_groups for one in group["params"]}
     for name, parameter in source.parameters.items():
-        values: dict[str, Any] = _placed(states[name], parameter, held.get(parameter, {}))
+        values: dict[str, Any] = dict(states[name])
+        if any(held.get(parameter, {}).get(kind) for kind in ("fused", "capturable")):  # counts are beside it then
+            values = {key: value.to(parameter.device) for key, value in values.items()}
         values |= options[name].numbers if name in options else {}
         if values:
             source.optimizer.state[parameter] = nested(values)
@@ -238,17 +240,7 @@ def _take_progress(random: Mapping[str, torch.Tensor], progress: Progress, sourc
     if progress.plan == source.mesh.plan and random:
         taking("the state of the random numbers", lambda: restore_random(random, source.mesh.world))
         return
-    place = source.mesh.coordinate("dp") + source.mesh.coordinate("pp") * source.mesh.size("dp")
-    reseed(seed=progress.seed, num_steps=progress.num_steps, place=place)
-
-
-def _placed(
-    values: dict[str, torch.Tensor], parameter: nn.Parameter, options: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Return `values` with counts where the optimizer wants them: beside the parameter if it is fused or capturable."""
-    if options.get("fused") or options.get("capturable"):
-        return {key: value.to(parameter.device) for key, value in values.items()}
-    return values
+    reseed(seed=progress.seed, num_steps=progress.num_steps, place=source.mesh.place_of_draws)
 
 
 def _has_average(reader: Reader) -> bool:

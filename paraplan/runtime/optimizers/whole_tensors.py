@@ -105,13 +105,8 @@ class WholeTensorSteps:
     schedulers and checkpoints; the optimizer's state is of whole tensors.
     """
 
-    def __init__(
-        self,
-        names: Mapping[nn.Parameter, str],
-        shardings: Shardings,
-        mesh: Mesh,
-    ) -> None:
-        self._names = names
+    def __init__(self, parameters: Mapping[str, nn.Parameter], shardings: Shardings, mesh: Mesh) -> None:
+        self._names = {parameter: name for name, parameter in parameters.items()}
         self._shardings = shardings
         self._mesh = mesh
         self._made: dict[nn.Parameter, _Whole] = {}
