@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -95,6 +95,25 @@ def unfrozen_note(model: nn.Module, file: PlanFile | None) -> str | None:
     return (
         f"the plan was made for --train {training.train}, and all parameters of this model train: that takes more "
         "memory and time than the plan foresees. Give job.prepare the model with its adapters, or plan without --train"
+    )
+
+
+def unfused_note(
+    optimizers: Sequence[torch.optim.Optimizer], file: PlanFile | None, device: torch.device
+) -> str | None:
+    """Return a line where `file` counts on fused AdamW on a GPU and AdamW is left to torch's choice; None elsewhere.
+
+    torch takes foreach then, which copies all parameters once more, or a loop for sharded ones
+    (`torch.optim.optimizer._default_to_fused_or_foreach`).
+    """
+    if file is None or file.training is None or file.training.optimizer != "adamw" or device.type != "cuda":
+        return None
+    groups = [group for one in optimizers if isinstance(one, torch.optim.Adam) for group in one.param_groups]
+    if all(group["fused"] or group["foreach"] for group in groups):
+        return None
+    return (
+        "the plan counts on fused AdamW, which allocates nothing in its step, and this one is not: give it fused=True, "
+        "or make the plan with --optimizer adamw_foreach"
     )
 
 

@@ -23,11 +23,12 @@ from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.agreement import Agreement, RankSync
-from paraplan.runtime.assembly import check_model, check_quantized, unfrozen_note, wrap_model
+from paraplan.runtime.assembly import check_model, check_quantized, unfrozen_note, unfused_note, wrap_model
 from paraplan.runtime.batch_norm import synchronize_batch_norms
 from paraplan.runtime.checkpoints.adapter_files import adapters_of
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
 from paraplan.runtime.checks.batch_coupling import Coupling
+from paraplan.runtime.checks.plan_check import Checking
 from paraplan.runtime.checks.references import Reference, Verify, reference_of
 from paraplan.runtime.connections import Connections
 from paraplan.runtime.data.batches import TargetCount, TargetCounter
@@ -36,8 +37,6 @@ from paraplan.runtime.data.sharding import ShardedBatches, SizedDataset, is_stre
 from paraplan.runtime.data.streams import BatchSettings, DataPasses, SameStream, StreamBatches
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.mesh import Mesh
-from paraplan.runtime.micro_batching import Checking
-from paraplan.runtime.optimizers.fused import unfused_note
 from paraplan.runtime.optimizers.offload import keep_on_host
 from paraplan.runtime.optimizers.several import (
     OptimizerFactory,

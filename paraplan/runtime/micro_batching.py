@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paraplan.errors import UsageError
-from paraplan.plan.training import TrainingPrecision
-from paraplan.runtime.agreement import Agreement, Call, RankSync
-from paraplan.runtime.checks.batch_coupling import Coupling
-from paraplan.runtime.checks.plan_check import PlanCheck
-from paraplan.runtime.checks.references import Reference
+from paraplan.runtime.agreement import Call, RankSync
+from paraplan.runtime.checks.plan_check import Checking, PlanCheck
 from paraplan.runtime.checks.trial_runs import TrialRuns
 from paraplan.runtime.checks.trials import global_sequences
 from paraplan.runtime.data.batches import (
     MicroBatch,
     StepDivider,
     StepShape,
-    TargetCounter,
     batch_size,
     split_batch,
     to_device,
@@ -32,23 +28,6 @@ from paraplan.runtime.data.batches import (
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.timeouts import explained_timeouts
-
-
-@dataclass(frozen=True)
-class Checking:
-    """How batches are counted and checked: `reference` is the model itself, None where the plan is not checked by it.
-
-    `agreement` brings all ranks out of a check together. `has_values` is False where tensors have none.
-    """
-
-    precision: TrainingPrecision = "fp32"
-    counter: TargetCounter = field(default_factory=TargetCounter)
-    coupling: Coupling = "warn"
-    reference: Reference | None = None
-    agreement: Agreement | None = None
-    has_values: bool = True
-    is_off: bool = False
-    every: int | None = None
 
 
 class MicroBatching:
@@ -66,15 +45,8 @@ class MicroBatching:
         def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
             return part.shardings.whole(name, tensor, mesh)
 
-        self._check = PlanCheck(
-            TrialRuns(part, mesh, precision=checking.precision, counter=checking.counter),
-            coupling=checking.coupling,
-            reference=checking.reference,
-            whole=whole,
-            is_off=checking.is_off,
-            has_values=checking.has_values,
-            every=checking.every,
-        )
+        runs = TrialRuns(part, mesh, precision=checking.precision, counter=checking.counter)
+        self._check = PlanCheck(runs, checking, whole)
 
     def meet(self, call: Call, size: int = 0) -> list[int]:
         """Return the sequences that every rank brings to `call`; all ranks make it together."""

@@ -14,9 +14,9 @@ from paraplan.plan.files import PlanFile
 from paraplan.runtime.agreement import RankSync
 from paraplan.runtime.checkpoints.adapter_files import Adapter
 from paraplan.runtime.checks.batch_coupling import Coupling
+from paraplan.runtime.checks.plan_check import Checking
 from paraplan.runtime.checks.references import Verify
 from paraplan.runtime.data.batches import TargetCount
-from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.optimizers.several import OptimizerFactory, SchedulerFactory
 from paraplan.runtime.precision import LossScale, ReduceType
 from paraplan.runtime.recompute.policy import RecomputePolicy

@@ -95,7 +95,10 @@ class Predictor:
         stand_in = _stand_in(model, _filled_up(self.predict, plan.cp * (plan.tp if plan.sequence_parallel else 1)))
         inputs = to_device(inputs, mesh.world.device)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            seed_generators(_common_seed(mesh) + mesh.coordinate("dp"))
+            seed = torch.randint(2**31, (1,)).to(mesh.world.device)
+            if mesh.world.is_distributed:
+                dist.broadcast(seed, src=0)
+            seed_generators(int(seed) + mesh.coordinate("dp"))
             if isinstance(inputs, dict):
                 return method(stand_in, *arguments, **inputs, **given)
             return method(stand_in, *(inputs if isinstance(inputs, (tuple, list)) else (inputs,)), *arguments, **given)
@@ -203,10 +206,3 @@ def _filled_up(forward: Forward, multiple: int) -> Forward:
         return pytree.tree_map(trim, forward(filled))
 
     return call
-
-
-def _common_seed(mesh: Mesh) -> int:
-    seed = torch.randint(2**31, (1,)).to(mesh.world.device)
-    if mesh.world.is_distributed:
-        dist.broadcast(seed, src=0)
-    return int(seed)

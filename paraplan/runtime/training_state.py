@@ -24,7 +24,7 @@ from paraplan.runtime.checkpoints.entries import MODEL, CheckpointSource
 from paraplan.runtime.checkpoints.loading import (
     FolderReader,
     count_steps,
-    has_checkpoint,
+    find_whole,
     load_checkpoint,
     load_from,
 )
@@ -177,7 +177,7 @@ class TrainingState:
         is_kept = keeper is not None and quantized is None
         self._keeper = keeper if all(self._batches.meet("load", int(is_kept))) else None
         self._sync.wants_stop = self._status.is_to_stop
-        found = [bool(seen) for seen in self._batches.meet("load", int(has_checkpoint(self._folder)))]
+        found = [bool(seen) for seen in self._batches.meet("load", int(find_whole(self._folder) is not None))]
         if len(set(found)) > 1:
             raise CheckpointError(
                 f"rank {found.index(True)} sees a checkpoint in {folder}, and rank {found.index(False)} does not",

@@ -12,7 +12,7 @@ from paraplan import runtime
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import OptimizerName, TrainingSpec
-from paraplan.runtime.optimizers.fused import unfused_note
+from paraplan.runtime.assembly import unfused_note
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -35,20 +35,8 @@ from paraplan.runtime.exchange import gather_json
 from paraplan.runtime.world import World
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether `folder` holds a checkpoint, or the one that was there before."""
-    return _last_whole(folder) is not None
-
-
-def find_whole(folder: Path) -> Path:
-    """Return where the last whole checkpoint of `folder` is. Raises `CheckpointError` where there is none."""
-    place = _last_whole(folder)
-    if place is None:
-        raise CheckpointError(f"{folder} holds no whole checkpoint", hint="name a folder that engine.save wrote")
-    return place
-
-
-def _last_whole(folder: Path) -> Path | None:
+def find_whole(folder: Path) -> Path | None:
+    """Return where the last whole checkpoint of `folder` is; None where there is none."""
     places = (folder, beside(folder, "previous"))
     return next((one for one in places if any((one / name).exists() for name in (INDEX_NAME, OLD_INDEX_NAME))), None)
 
@@ -91,7 +79,10 @@ class FolderReader:
     def __init__(self, folder: Path, *, alone: bool = False) -> None:
         """Read the index of the whole checkpoint of `folder`. Raises `CheckpointError` where there is none."""
         self.name = str(folder)
-        self._whole = find_whole(folder)
+        whole = find_whole(folder)
+        if whole is None:
+            raise CheckpointError(f"{folder} holds no whole checkpoint", hint="name a folder that engine.save wrote")
+        self._whole = whole
         self._alone = alone
         self._index = read_index(self._whole)
         self.values = self._index.state

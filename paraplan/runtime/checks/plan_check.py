@@ -12,9 +12,11 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.runtime.agreement import Call
+from paraplan.plan.training import TrainingPrecision
+from paraplan.runtime.agreement import Agreement, Call
 from paraplan.runtime.checks.batch_coupling import COMPARES, BatchCoupling, Coupling
 from paraplan.runtime.checks.batch_parts import BatchParts, Part
 from paraplan.runtime.checks.comparison import ROUNDING, relative
@@ -23,7 +25,7 @@ from paraplan.runtime.checks.references import Reference, Whole, changes_the_mod
 from paraplan.runtime.checks.trial_runs import Record, TrialRuns
 from paraplan.runtime.checks.trials import anywhere, check_same_batch, check_same_numbers
 from paraplan.runtime.checks.verification import Verification, WeightReads, refusal
-from paraplan.runtime.data.batches import MicroBatch
+from paraplan.runtime.data.batches import MicroBatch, TargetCounter
 from paraplan.runtime.seeds import python_numbers
 from paraplan.runtime.structure.shaken_weights import shaken_weights
 from paraplan.runtime.structure.snapshots import Snapshot, modes
@@ -32,28 +34,33 @@ _LOGGER = logging.getLogger(__name__)
 _WORTH_SAYING_S = 0.5
 
 
-class PlanCheck:
-    """The checks of one engine. `every` is after how many steps they come again: 2, 10, 100 and so on without it."""
+@dataclass(frozen=True)
+class Checking:
+    """How batches are counted and checked: `reference` is the model itself, None where the plan is not checked by it.
 
-    def __init__(
-        self,
-        runs: TrialRuns,
-        *,
-        coupling: Coupling,
-        reference: Reference | None,
-        whole: Whole,
-        is_off: bool = False,
-        every: int | None = None,
-        has_values: bool = True,
-    ) -> None:
+    `agreement` brings all ranks out of a check together. `has_values` is False where tensors have none. `every` is
+    after how many steps checks come again: 2, 10, 100 and so on without it.
+    """
+
+    precision: TrainingPrecision = "fp32"
+    counter: TargetCounter = field(default_factory=TargetCounter)
+    coupling: Coupling = "warn"
+    reference: Reference | None = None
+    agreement: Agreement | None = None
+    has_values: bool = True
+    is_off: bool = False
+    every: int | None = None
+
+
+class PlanCheck:
+    """The checks of one engine, by `checking`, whose reference is let go once it is done with."""
+
+    def __init__(self, runs: TrialRuns, checking: Checking, whole: Whole) -> None:
+        reference, self._checking = checking.reference, replace(checking, reference=None)
         self._runs = runs
         self._mesh = runs.mesh
         self._plan = runs.plan
         self._module = runs.part.module
-        self._policy = coupling
-        self._is_off = is_off
-        self._has_values = has_values
-        self._every = every
         self._batch = BatchParts(runs.mesh)
         self._state = ForwardState(self._module, self._mesh)
         self._coupling = BatchCoupling(runs)
@@ -65,19 +72,19 @@ class PlanCheck:
         self._reads: WeightReads | None = None
         self._is_random = self._is_always_random = self._has_verified = False
         changes = changes_the_model(self._plan) and self._plan.devices_per_process == 1
-        if has_values and reference is None and changes:
+        if checking.has_values and reference is None and changes:
             runs.loss.watch = self._reads = WeightReads(self._module, runs.loss.heads)
 
     def is_due(self, call: Call) -> bool:
         """Whether `run` is to look at a batch, the same on every rank."""
-        if not self._has_values:
+        if not self._checking.has_values:
             return False
-        return call not in self._called or (call == "step" and not self._is_off and self._is_due_again())
+        return call not in self._called or (call == "step" and not self._checking.is_off and self._is_due_again())
 
     def _is_due_again(self) -> bool:
         number = self._num_steps + 1
-        if self._every is not None:
-            return self._every > 0 and number % self._every == 0
+        if self._checking.every is not None:
+            return self._checking.every > 0 and number % self._checking.every == 0
         return number == 2 or (number >= 10 and 10 ** round(math.log10(number)) == number)
 
     def run(self, call: Call, pieces: Sequence[MicroBatch]) -> None:
@@ -93,7 +100,7 @@ class PlanCheck:
         first = self._look_at_state(parts) if parts and is_first else None
         if not is_first:  # passes of the first check are alike on all ranks: blocks are compared in what follows it
             self._restart_orders()
-        if parts and not self._is_off:
+        if parts and not self._checking.is_off:
             self._measure(call, pieces, parts, first, is_first=is_first)
         self._runs.part.execution.forget_runs()
         self._restart_orders()
@@ -116,11 +123,11 @@ class PlanCheck:
         verified = parts
         if self._verification is not None and self._plan.dp > 1 and not self._batch.are_alike(pieces[0]):
             verified = [Part.of(self._batch.fetched(pieces[0], 0))]
-        if is_divided and self._policy == "gather":
+        if is_divided and self._checking.coupling == "gather":
             self._check_gathered(pieces)
         for is_shaken in (False, True)[: 1 + is_first]:
             with shaken_weights(self._module) if is_shaken else nullcontext():
-                if is_divided and self._policy != "gather" and len(parts) > 1:
+                if is_divided and self._checking.coupling != "gather" and len(parts) > 1:
                     trains = call == "step" and (is_shaken or not is_first)
                     words = self._coupling.measure(
                         parts,
@@ -169,7 +176,7 @@ class PlanCheck:
         """Say how the batch is coupled, once for each kind of it, or refuse it."""
         if words is None:
             return
-        if self._policy == "refuse":
+        if self._checking.coupling == "refuse":
             raise UnsupportedPlanError(words, hint="leave batch_coupling='refuse' out to train by parts")
         self._say(words)
 
@@ -185,7 +192,7 @@ class PlanCheck:
         Return what `parts` came to in training, None where random numbers were drawn.
         """
         runs, state = self._runs, self._state
-        if self._is_off and not anywhere(bool(state.buffers()), self._mesh):
+        if self._checking.is_off and not anywhere(bool(state.buffers()), self._mesh):
             return None
         state.watch_weights()
         before, written = state.buffers(), set[str]()
@@ -206,7 +213,7 @@ class PlanCheck:
         if self._is_random:
             with modes(self._module, training=False):
                 self._is_always_random = self._differs_by_seed(parts[:1])
-        if self._is_divided() and len(parts) > 1 and not self._is_off:
+        if self._is_divided() and len(parts) > 1 and not self._checking.is_off:
             self._tell_of_state(parts, written)
         return None if self._is_random else found
 
@@ -216,7 +223,7 @@ class PlanCheck:
 
     def _tell_of_state(self, parts: Sequence[Part], written: set[str]) -> None:
         name, counter = self._state.named(), self._state.named(counters=True)
-        if name is not None and self._policy != "gather":
+        if name is not None and self._checking.coupling != "gather":
             self._tell(
                 f"the model writes {name.removeprefix('model.')} from its batch: from each part of one, and replicas "
                 "take what the first has written"

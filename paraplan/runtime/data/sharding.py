@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, default_colla
 
 from paraplan.errors import UsageError
 from paraplan.runtime.data.packing import (
-    PackedRows,
     Packing,
     ShuffledDocuments,
     packed,
@@ -205,17 +204,25 @@ def shard_dataset(
         dataset,
         *(settings.batch_size, settings.seed, settings.epochs, settings.shuffle, settings.drop_last, pack),
     )
+    if not is_stream(dataset) and not isinstance(dataset, SizedDataset):
+        raise UsageError(
+            f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
+            hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
+        )
     if settings.shuffle and is_stream(dataset):
         raise UsageError(
             f"a {type(dataset).__name__} has no numbered samples that job.shard could shuffle",
             hint="shuffle the stream itself, by one seed on every rank, and leave shuffle out",
         )
     if pack is not None:
-        dataset = _rows(dataset, pack, settings)
+        if is_stream(dataset):
+            check_stream(dataset, settings)
+        elif isinstance(dataset, SizedDataset):
+            dataset = ShuffledDocuments(dataset, seed=settings.seed, shuffle=settings.shuffle is not False)
+        dataset = packed(dataset, pack)
     if is_stream(dataset):
         return StreamBatches(dataset, settings, over)
-    if not isinstance(dataset, SizedDataset):
-        raise _no_data(dataset)
+    assert isinstance(dataset, SizedDataset)
     least = settings.batch_size if settings.drop_last else 1
     if len(dataset) < least:
         raise UsageError(
@@ -223,20 +230,3 @@ def shard_dataset(
             hint="use a smaller batch or more data",
         )
     return ShardedBatches(dataset, settings, over)
-
-
-def _rows(dataset: SizedDataset | Iterable[Any], pack: Packing, settings: BatchSettings) -> PackedRows:
-    """Return the rows of the documents that `dataset` holds."""
-    if is_stream(dataset):
-        check_stream(dataset, settings)
-        return packed(dataset, pack)
-    if not isinstance(dataset, SizedDataset):
-        raise _no_data(dataset)
-    return packed(ShuffledDocuments(dataset, seed=settings.seed, shuffle=settings.shuffle is not False), pack)
-
-
-def _no_data(dataset: object) -> UsageError:
-    return UsageError(
-        f"a {type(dataset).__name__} has neither numbered samples nor an iterator",
-        hint="give job.shard a dataset or an iterable, or cut the data yourself by job.dp_rank and job.dp",
-    )

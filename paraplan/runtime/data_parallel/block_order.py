@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import Axis, ParallelPlan
+from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.torch_private import FakeTensor, is_compiler_loaded
 
@@ -88,18 +89,10 @@ class BlockOrder:
             )
 
 
-class Digested(Protocol):
-    """An object with a number for the work of a rank since it was last asked."""
-
-    def take_digest(self) -> int:
-        """Return the number."""
-        ...
-
-
 class BlockOrders:
     """All that one rank enters and reaches, compared with those that compute the same blocks with it."""
 
-    def __init__(self, orders: Sequence[Digested], mesh: Mesh) -> None:
+    def __init__(self, orders: Sequence[BlockOrder | ReachedShards], mesh: Mesh) -> None:
         self._orders = orders
         self._plan = plan = mesh.plan
         axes: list[Axis] = ["pp"] if plan.zero_stage or plan.ep > 1 else ["pp", "dp"]

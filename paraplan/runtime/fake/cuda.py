@@ -6,6 +6,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,17 +71,26 @@ class Done:
         return 1.0
 
 
+@dataclass(frozen=True)
+class NodeGpus:
+    """The GPUs of each node of a fake world: how many, and the memory of one."""
+
+    count: int
+    memory_bytes: int
+
+
 @contextmanager
-def cuda_of(gpu: FakeGpu, *, num_gpus: int, memory_bytes: int, left_out: set[str]) -> Iterator[None]:
-    """Let torch answer in this context as with `num_gpus` GPUs of `memory_bytes`, of which `gpu` is this process's.
+def cuda_of(gpu: FakeGpu, gpus: NodeGpus, left_out: set[str]) -> Iterator[None]:
+    """Let torch answer in this context as on a node with `gpus`, of which `gpu` is this process's.
 
     What is not done is added to `left_out`.
     """
-    with replaced(*_of_cuda(gpu, num_gpus, memory_bytes), *_of_accelerator(gpu, num_gpus), *_of_torch(left_out)):
+    with replaced(*_of_cuda(gpu, gpus), *_of_accelerator(gpu, gpus.count), *_of_torch(left_out)):
         yield
 
 
-def _of_cuda(gpu: FakeGpu, num_gpus: int, memory_bytes: int) -> list[tuple[Any, str, Any]]:
+def _of_cuda(gpu: FakeGpu, gpus: NodeGpus) -> list[tuple[Any, str, Any]]:
+    num_gpus, memory_bytes = gpus.count, gpus.memory_bytes
     cuda, index, stream = torch.cuda, gpu.device.index, Done()
     name = "a GPU that is not there"
     properties = types.SimpleNamespace(

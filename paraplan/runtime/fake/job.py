@@ -17,6 +17,7 @@ from torch import nn
 
 from paraplan.errors import UsageError
 from paraplan.runtime.assembly import check_model
+from paraplan.runtime.checks.plan_check import Checking
 from paraplan.runtime.data.batches import StepDivider, StepShape, batch_size
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu import FakeGpu
@@ -28,7 +29,6 @@ from paraplan.runtime.fake.run import (
 )
 from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
 from paraplan.runtime.job import Job
-from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.optimizers.offload import keep_on_host
 from paraplan.runtime.optimizers.several import optimizers_in
 from paraplan.runtime.options import EngineOptions, TrainingOptions

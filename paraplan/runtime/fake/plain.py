@@ -34,7 +34,7 @@ from paraplan.plan.fake import FakeRankReport
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.fake.collective_count import CollectiveCount
-from paraplan.runtime.fake.cuda import cuda_of, objects_of_one_rank
+from paraplan.runtime.fake.cuda import NodeGpus, cuda_of, objects_of_one_rank
 from paraplan.runtime.fake.gpu import FakeGpu, PlacedTracker
 from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
 from paraplan.runtime.fake.job import FakeJob
@@ -80,9 +80,9 @@ def _refuse_flat_sharding(*_: Any, **__: Any) -> NoReturn:
 class PlainScript:
     """A followed script that does without paraplan's runtime."""
 
-    def __init__(self, world: World, *, num_gpus: int, memory_bytes: int) -> None:
+    def __init__(self, world: World, gpus: NodeGpus) -> None:
         self._world = world
-        self._num_gpus, self._memory_bytes = num_gpus, memory_bytes
+        self._gpus = gpus
         self._tracker = PlacedTracker(self._uses)
         self._gpu = FakeGpu(world.local_rank, self._tracker)
         self._collectives = CollectiveCount(None)
@@ -122,9 +122,7 @@ class PlainScript:
 
     def _enter_modes(self, stack: ExitStack) -> None:
         gpu = self._gpu
-        stack.enter_context(
-            cuda_of(gpu, num_gpus=self._num_gpus, memory_bytes=self._memory_bytes, left_out=self._left_out)
-        )
+        stack.enter_context(cuda_of(gpu, self._gpus, self._left_out))
         stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
         stack.enter_context(GpuOperators())
         stack.enter_context(self._collectives)

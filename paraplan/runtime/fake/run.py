@@ -23,6 +23,7 @@ from paraplan.plan.ranks import RankGrid
 from paraplan.plan.training import OptimizerName, TrainingSpec
 from paraplan.records import Record
 from paraplan.runtime.assembly import wrap_model
+from paraplan.runtime.checks.plan_check import Checking
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu_operators import GpuOperators
 from paraplan.runtime.fake.rank import FakeRank
@@ -30,7 +31,6 @@ from paraplan.runtime.fake.storage_tracking import Peak, Phase
 from paraplan.runtime.fake.torch_private import own_buffers, own_parameters
 from paraplan.runtime.fake.world import fake_world
 from paraplan.runtime.mesh import Mesh, build_mesh
-from paraplan.runtime.micro_batching import Checking
 from paraplan.runtime.options import EngineOptions
 from paraplan.runtime.rank_part import ParallelContext, RankPart, step_loss
 from paraplan.runtime.split import tensor_parallel

@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,18 +23,11 @@ import torch
 import paraplan
 from paraplan.errors import ParaplanError, UsageError
 from paraplan.plan.fake import FAKE_VARIABLE
+from paraplan.runtime.fake.cuda import NodeGpus
 from paraplan.runtime.fake.plain import PlainScript
 from paraplan.runtime.fake.torch_private import DataDependentOutputException, DynamicOutputShapeException
 from paraplan.runtime.fake.world import fake_world
 from paraplan.runtime.world import World, silence_known_noise
-
-
-@dataclass(frozen=True)
-class NodeGpus:
-    """The GPUs of each node of a fake world: how many, and the memory of one."""
-
-    count: int
-    memory_bytes: int
 
 
 def run_script(words: list[str], world: World, gpus: NodeGpus) -> None:
@@ -45,7 +37,7 @@ def run_script(words: list[str], world: World, gpus: NodeGpus) -> None:
     sys.argv = [target, *arguments]
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank=world.rank, size=world.size, is_launched=True))
-        stack.enter_context(PlainScript(world, num_gpus=gpus.count, memory_bytes=gpus.memory_bytes).following())
+        stack.enter_context(PlainScript(world, gpus).following())
         try:
             if is_module:
                 sys.path.insert(0, "")

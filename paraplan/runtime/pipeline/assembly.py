@@ -132,7 +132,7 @@ def _cut(
     divided = divide(model, chain.stack.names[start:end], split, parallel, has_first=start == 0, has_last=has_last)
     return LocalStage(
         index=index,
-        module=StageModule(model, cut.inject, loss=parallel.loss, precision=parallel.precision, device=device),
+        module=StageModule(model, cut.inject, parallel),
         blocks=chain.stack.modules(model)[start:end],
         names=cut.names,
         buffer_names=cut.buffers,

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
-from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.precision import compute_context
-from paraplan.runtime.step.loss import StepLoss, called_with_batch
+from paraplan.runtime.rank_part import ParallelContext
+from paraplan.runtime.step.loss import called_with_batch
 from paraplan.runtime.structure.chain import HINT
 from paraplan.runtime.structure.dataflow import Registered, named_tensors
 from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
@@ -266,21 +266,11 @@ class StageModule(nn.Module):
     makes its own masks and positions from the inputs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inject: ReceiveBlock | None,
-        *,
-        loss: StepLoss,
-        precision: TrainingPrecision,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: nn.Module, inject: ReceiveBlock | None, parallel: ParallelContext) -> None:
         super().__init__()
         self.model = model
         self._inject = inject if inject is None else [inject]  # in a list: it is no second child of this module
-        self._loss = loss
-        self._precision = precision
-        self._device = device
+        self._parallel = parallel
         self.micro_batches: Sequence[MicroBatch] = ()
         self.received: HiddenShape | None = None
         self.sent: HiddenShape | None = None
@@ -296,8 +286,8 @@ class StageModule(nn.Module):
         if self._inject is not None:
             self._inject[0].hold(_with_contiguous_gradient(received))
         try:
-            with compute_context(self._precision, self._device):
-                return self._loss.run(self.model, micro_batch.inputs, micro_batch).reshape(1)
+            with compute_context(self._parallel.precision, self._parallel.mesh.world.device):
+                return self._parallel.loss.run(self.model, micro_batch.inputs, micro_batch).reshape(1)
         except StageEndError as end:
             return self._sendable(end.hidden)
         finally:

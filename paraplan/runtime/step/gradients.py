@@ -56,7 +56,7 @@ class GradientClipping:
             if overflowed:
                 return norm, False
         if self.max_norm is not None:
-            clip = clip_factor(norm, max_norm=self.max_norm)
+            clip = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
             by = clip if by is None else clip * by
         if by is not None:
             scale_gradients(gradients.values(), by)
@@ -101,11 +101,6 @@ def global_norm(gradients: Mapping[str, torch.Tensor], mesh: Mesh, shardings: Sh
     sharded = summed(shards, mesh.shard_group if has_shards else None)
     whole, part = sharded + of_parts(is_sharded=False)
     return summed(whole + summed(part.clone(), mesh.group("tp")), mesh.group("pp")).sqrt()
-
-
-def clip_factor(norm: torch.Tensor, *, max_norm: float) -> torch.Tensor:
-    """Return what brings a gradient of `norm` to at most `max_norm`, as torch.nn.utils.clip_grad_norm_ computes it."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def scale_gradients(gradients: Iterable[torch.Tensor], by: torch.Tensor | float) -> None:
