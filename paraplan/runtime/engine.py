@@ -105,7 +105,8 @@ class Engine(TrainingState):
         if self._keeper is not None:
             self._keeper.begin()
         loss.gradient_factor = 1.0 if scale is None else scale.scale
-        self._forget_gradients()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._part.forget_gradients()  # of which the optimizer may have some
         for reduction in self._part.reductions:
             reduction.begin()
         forget_load(self._part.loads)
@@ -223,10 +224,6 @@ class Engine(TrainingState):
         self._hands.finish()
         if self._options.watch is not None:
             self._options.watch.finish()
-
-    def _forget_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self._part.forget_gradients()  # of which the optimizer may have some
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         return {name: held.grad for name, held in self._part.parameters.items() if held.grad is not None}

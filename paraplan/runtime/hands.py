@@ -270,13 +270,13 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def _shard(tensors: Mapping[str, nn.Parameter | torch.Tensor]) -> int:
     """Return which shard this rank has of those that FSDP divides, 0 without any; of experts there are fewer."""
-    return max((_place_of(one) for one in tensors.values() if isinstance(one, DTensor)), default=0)
 
+    def place_of(shard: DTensor) -> int:
+        places = zip(shard.device_mesh.get_coordinate() or (), shard.placements, strict=False)
+        parts: list[int] = [place * 4096**dim for dim, (place, how) in enumerate(places) if how.is_shard()]
+        return 1 + sum(parts)
 
-def _place_of(shard: DTensor) -> int:
-    places = zip(shard.device_mesh.get_coordinate() or (), shard.placements, strict=False)
-    parts: list[int] = [place * 4096**dim for dim, (place, how) in enumerate(places) if how.is_shard()]
-    return 1 + sum(parts)
+    return max((place_of(one) for one in tensors.values() if isinstance(one, DTensor)), default=0)
 
 
 class Freezing:

@@ -87,7 +87,7 @@ def init(
     if is_fake and chosen.offload == "none":  # nothing is told apart, whatever torch.cuda says there
         world = replace(world, device=torch.device("cpu"))
     mesh, connections = _joined(chosen, world, timeout_s, is_fake=is_fake)
-    kind = Job
+    kind, measured = Job, os.environ.get(MEASURED_VARIABLE)
     if is_fake:
         from paraplan.runtime.fake.job import FakeJob  # a kind of this job, with much that real runs do without
 
@@ -98,7 +98,7 @@ def init(
         mesh=mesh,
         connections=connections,
         metrics=_metrics_file(metrics),
-        measured=_measured_file(is_fake=is_fake),
+        measured=Path(measured) if measured and not is_fake else None,
         metrics_every=_metrics_every(metrics_every),
         shows_progress=sys.stderr.isatty() if shows_progress is None else shows_progress,
     )
@@ -146,11 +146,6 @@ def _metrics_file(given: str | Path | None) -> Path | None:
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} for the metrics", hint="make it, or choose another file")
     return path
-
-
-def _measured_file(*, is_fake: bool) -> Path | None:
-    name = os.environ.get(MEASURED_VARIABLE)
-    return Path(name) if name and not is_fake else None
 
 
 def _metrics_every(given: int | None) -> int:

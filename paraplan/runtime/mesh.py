@@ -144,19 +144,12 @@ def _replica_mesh(grid: RankGrid, device_mesh: DeviceMesh, world: World) -> Devi
     return _made(world, torch.tensor(_replicas(grid)), ("rest", "replicas"))["replicas"]
 
 
-def _with_timeout(world: World) -> tuple[str | None, Any]:
-    """Return the backend of a group with the timeout of the default group."""
-    timeout = default_timeout(world.device)
-    if timeout is None:
-        return None, None
-    backend = backend_of(world.device)
-    return backend, group_options(backend, timeout=timeout)
-
-
 def _made(world: World, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of `ranks`. Its groups have the timeout of the default group, which torch gives to that alone."""
     options: list[Any] = [(None, None)] * ranks.ndim
+    timeout = default_timeout(world.device)
     for axis, size in enumerate(ranks.shape):
-        if size < world.size:  # an axis of all ranks is the default group
-            options[axis] = _with_timeout(world)
+        if size < world.size and timeout is not None:  # an axis of all ranks is the default group
+            backend = backend_of(world.device)
+            options[axis] = (backend, group_options(backend, timeout=timeout))
     return DeviceMesh(world.device.type, ranks, mesh_dim_names=names, backend_override=tuple(options))

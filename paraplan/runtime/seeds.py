@@ -6,7 +6,7 @@ import random
 import sys
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -47,17 +47,30 @@ def kept_python_numbers() -> Callable[[], None]:
     return put_back
 
 
+def kept_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Return what puts torch's generators of the CPU, and of the GPUs among `devices`, back to what they are now."""
+    of_cpu = torch.get_rng_state()
+    of_gpus = {one: torch.cuda.get_rng_state(one) for one in devices if one.type == "cuda"}
+
+    def put_back() -> None:
+        torch.set_rng_state(of_cpu)
+        for gpu, state in of_gpus.items():
+            torch.cuda.set_rng_state(state, gpu)
+
+    return put_back
+
+
 class RandomNumbers:
     """Whether rank `index` of `size` draws the numbers that all of them draw, or its own for what it alone has."""
 
     def __init__(self, *, size: int, index: int) -> None:
         self._size, self._index = size, index
-        self._kept: tuple[torch.device, torch.Tensor, torch.Tensor | None] | None = None
+        self._put_back: Callable[[], None] | None = None
 
     @property
     def are_apart(self) -> bool:
         """Whether this rank draws its own numbers."""
-        return self._kept is not None
+        return self._put_back is not None
 
     def apart(self, device: torch.device) -> None:
         """Draw this rank's own numbers on the CPU and on `device` from here on.
@@ -65,21 +78,16 @@ class RandomNumbers:
         The seed is drawn from the sequence that all ranks share, so that a recomputed block, which starts from the same
         state, draws the same again.
         """
-        if self._kept is not None:
+        if self._put_back is not None:
             return
         drawn = torch.randint(2**48, ())
         if isinstance(drawn, FakeTensor):  # a run without values
             return
-        of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._kept = (device, torch.get_rng_state(), of_device)
+        self._put_back = kept_random_numbers([device])
         seed_generators(int(drawn) * self._size + self._index)
 
     def together(self) -> None:
         """Go on with the numbers that all ranks draw."""
-        if self._kept is None:
-            return
-        device, of_cpu, of_device = self._kept
-        self._kept = None
-        torch.set_rng_state(of_cpu)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
+        put_back, self._put_back = self._put_back, None
+        if put_back is not None:
+            put_back()

@@ -75,7 +75,11 @@ class BatchCoupling:
             whole = joined(parts)
             together = self._runs.run([whole], trains=trains)
             found = self._difference(apart, together, parts, trains=trains)
-            name = "the whole batch" if len(parts) >= self._num_parts() else "them together"
+            name = (
+                "the whole batch"
+                if len(parts) >= self._runs.plan.dp * self._runs.plan.num_microbatches
+                else "them together"
+            )
             where = in_parts = f"in {len(parts)} parts" + (" with weights shaken a little" if is_shaken else "")
             if found is None and not is_shaken:
                 parts = self._by_targets(whole)
@@ -96,9 +100,6 @@ class BatchCoupling:
         joins, whole = self._runs.run([own], gathers=True), self._runs.run([joined(parts)])
         return Comparison(joins.loss, whole.loss)
 
-    def _num_parts(self) -> int:
-        return self._runs.plan.dp * self._runs.plan.num_microbatches
-
     def _can_fix_draws(self, part: Part) -> bool:
         """Whether the same numbers are drawn for a sequence each time, in training."""
         if self._draws_alike is None:
@@ -107,7 +108,8 @@ class BatchCoupling:
         return self._draws_alike
 
     def _apart(self, parts: Sequence[Part], *, trains: bool) -> Record:
-        self._forget_peak()
+        if self._mesh.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._mesh.world.device)
         return self._runs.run(parts, trains=trains)
 
     def _difference(self, apart: Record, together: Record, parts: Sequence[Part], *, trains: bool) -> Difference | None:
@@ -175,10 +177,6 @@ class BatchCoupling:
     def _is_alike(self, mixed: Record, both: Record, as_counted: Comparison) -> bool:
         allowed = max(ROUNDING[self._in_halves].tensor, _OF_ERROR * max(as_counted.gaps().values()))
         return not anywhere(not max(compared(mixed, both).gaps().values()) <= allowed, self._mesh)
-
-    def _forget_peak(self) -> None:
-        if self._mesh.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._mesh.world.device)
 
     def _has_room(self, parts: Sequence[Part]) -> bool:
         """Whether all parts at once fit into the memory of a GPU, on every rank, by what the last pass took."""

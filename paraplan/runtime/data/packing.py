@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from paraplan.errors import UsageError
 from paraplan.runtime.data.batches import IGNORED_TARGET
-from paraplan.runtime.data.streams import StatefulStream
+from paraplan.runtime.data.streams import BatchSettings, StatefulStream, order_of_epoch
 
 _Document = tuple[list[int], list[int]]  # token ids, and labels of which the first is ignored
 _State = Mapping[str, Any]
@@ -56,10 +56,9 @@ class _Documents(Protocol):
 class ShuffledDocuments:
     """The documents of a data set with numbered samples, each epoch in an order drawn from `seed` and its number."""
 
-    def __init__(self, dataset: _Documents, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, dataset: _Documents, settings: BatchSettings) -> None:
         self._dataset = dataset
-        self._seed = seed
-        self._shuffle = shuffle
+        self._settings = settings
         self._epoch = self._at = self._start = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -67,25 +66,22 @@ class ShuffledDocuments:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        count = len(self._dataset)
-        order: Iterable[int] = range(count)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self._epoch)
-            order = torch.randperm(count, generator=generator).tolist()
+        order = order_of_epoch(len(self._dataset), self._settings, self._epoch)
         self._at, self._start = self._start, 0
-        for index in list(order)[self._at :]:
+        for index in order[self._at :]:
             self._at += 1
             yield self._dataset[index]
 
     def state_dict(self) -> dict[str, int]:
         """Return how many documents of the epoch are read."""
-        return {"num_documents": self._at, "seed": self._seed}
+        return {"num_documents": self._at, "seed": self._settings.seed}
 
     def load_state_dict(self, state: _State) -> None:
         """Begin the next `iter` there; raise `UsageError` where the order was another one."""
-        if state.get("seed") != self._seed:
+        seed = self._settings.seed
+        if state.get("seed") != seed:
             raise UsageError(
-                f"the saved data was read with seed={state.get('seed')}, and this is read with seed={self._seed}",
+                f"the saved data was read with seed={state.get('seed')}, and this is read with seed={seed}",
                 hint="use the same seed, or begin the data anew",
             )
         self._start = int(state["num_documents"])

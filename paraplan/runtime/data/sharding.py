@@ -23,6 +23,7 @@ from paraplan.runtime.data.streams import (
     Reading,
     StreamBatches,
     check_stream,
+    order_of_epoch,
     read_in,
     without_sequences,
 )
@@ -81,17 +82,10 @@ class ShareSampler(Sampler[list[int]]):
         for step in range(first, first + count):
             if epoch != step // self.steps_per_epoch:
                 epoch = step // self.steps_per_epoch
-                order = self._order(epoch)
+                order = order_of_epoch(self.num_samples, self.settings, epoch)
             start = step % self.steps_per_epoch * size
             batch = order[start : start + size]
             yield batch[self.settings.part_of(len(batch))] or [~batch[0]]
-
-    def _order(self, epoch: int) -> list[int]:
-        if self.settings.shuffle is False:
-            return list(range(self.num_samples))
-        generator = torch.Generator().manual_seed(self.settings.seed + epoch)
-        order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
-        return order
 
 
 class _Samples:
@@ -218,7 +212,7 @@ def shard_dataset(
         if is_stream(dataset):
             check_stream(dataset, settings)
         elif isinstance(dataset, SizedDataset):
-            dataset = ShuffledDocuments(dataset, seed=settings.seed, shuffle=settings.shuffle is not False)
+            dataset = ShuffledDocuments(dataset, settings)
         dataset = packed(dataset, pack)
     if is_stream(dataset):
         return StreamBatches(dataset, settings, over)

@@ -123,6 +123,15 @@ class BatchSettings:
         return slice(first, end)
 
 
+def order_of_epoch(num_samples: int, settings: BatchSettings, epoch: int) -> list[int]:
+    """Return the numbers of samples in their order in an epoch, drawn from the seed and the epoch's number alone."""
+    if settings.shuffle is False:
+        return list(range(num_samples))
+    generator = torch.Generator().manual_seed(settings.seed + epoch)
+    order: list[int] = torch.randperm(num_samples, generator=generator).tolist()
+    return order
+
+
 class _StreamReader(IterableDataset[Any]):
     """Gives this rank's part of each global batch, collated. It runs in the process of the rank or in one worker.
 

@@ -55,7 +55,8 @@ class GradientSum:
             bucket.work.wait()
             *sums, there = torch.split(bucket.flat, [*map(torch.numel, bucket.local), len(bucket.local)])
             for place, parameter in enumerate(bucket.parameters):
-                if parameter.grad is not None or _has_some(there[place]):  # read only where this rank has none
+                # Read only where this rank has none; numbers without values are taken for more than 0.
+                if parameter.grad is not None or isinstance(there, FakeTensor) or bool(there[place]):
                     bucket.local[place].copy_(sums[place].view_as(bucket.local[place]))
                     parameter.grad = bucket.gradients[place]
         self._travelling.clear()
@@ -97,8 +98,3 @@ def gradient_sums(
         GradientSum(mesh.expert_copies_group, reduce_dtype, of_experts),
         GradientSum(mesh.group("tp"), parameters=partial),
     )
-
-
-def _has_some(count: torch.Tensor) -> bool:
-    """Whether a count is more than 0; where tensors have no values it is taken for more."""
-    return isinstance(count, FakeTensor) or bool(count)

@@ -7,7 +7,7 @@ without values, by the runtime's own engine. The second step ends the script.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,10 +98,11 @@ class FakeEngine(Engine):
         before = self._rank.collectives.copy() if self.num_steps else None
         self._rank.collectives.forget()
         share = self._shorten()
-        is_zero_bubble = self._mesh.plan.pipeline_schedule == "zero_bubble"
-        with self._rank.running(), self._forward_passes_of_left(share):
+        schedule = self._mesh.plan.pipeline_schedule
+        counts_left = schedule == "gpipe" and share.left
+        with self._rank.running(), self._rank.forward_passes_of_left(share) if counts_left else nullcontext():
             left = share.left if self.num_steps else 0
-            kept = KeptOfLeft.of(self._part.execution, left, in_halves=is_zero_bubble)
+            kept = KeptOfLeft.of(self._part.execution, left, in_halves=schedule == "zero_bubble")
             self._rank.know(kept.gradients, "workspace")
             super().step(*pytree.tree_map(self._without_values, (inputs, targets)))
             del kept
@@ -110,11 +111,6 @@ class FakeEngine(Engine):
             self._write_report()
             raise FakeRunEnd(0)
         return torch.zeros(())
-
-    def _forward_passes_of_left(self, share: StepShare) -> AbstractContextManager[None]:
-        if self._mesh.plan.pipeline_schedule != "gpipe" or not share.left:
-            return nullcontext()
-        return self._rank.forward_passes_of_left(share)
 
     def _shorten(self) -> StepShare:
         """Leave micro-batches out that are like others; return which. The batch is checked whole."""

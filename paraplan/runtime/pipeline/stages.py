@@ -284,7 +284,7 @@ class StageModule(nn.Module):
             raise called_with_batch("one stage of a pipeline")
         micro_batch = self.micro_batches[int(number)]
         if self._inject is not None:
-            self._inject[0].hold(_with_contiguous_gradient(received))
+            self._inject[0].hold(_ContiguousGradient.apply(received))  # type: ignore[no-untyped-call]
         try:
             with compute_context(self._parallel.precision, self._parallel.mesh.world.device):
                 return self._parallel.loss.run(self.model, micro_batch.inputs, micro_batch).reshape(1)
@@ -305,12 +305,6 @@ class StageModule(nn.Module):
         sendable = hidden.to(self.sent.dtype).contiguous()
         # A backward pass in halves (zero bubble) detaches it in place, which a view does not allow.
         return sendable.clone() if is_view(sendable) else sendable
-
-
-def _with_contiguous_gradient(received: torch.Tensor) -> torch.Tensor:
-    """Return a received tensor, whose gradient will travel back."""
-    passed: torch.Tensor = _ContiguousGradient.apply(received)  # type: ignore[no-untyped-call]
-    return passed
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -13,6 +13,7 @@ import torch
 from paraplan.errors import PlanError, UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan, Recompute
 from paraplan.plan.stages import stage_blocks, stage_bounds
+from paraplan.runtime.seeds import kept_random_numbers
 from paraplan.runtime.torch_private import (
     HigherOrderOperator,
     OpOverload,
@@ -259,18 +260,11 @@ class _Result:
 
     value: Any
     versions: tuple[int, ...]
-    random_states: tuple[tuple[torch.device, torch.Tensor], ...]
+    restore_random_numbers: Callable[[], None] | None
 
     @property
     def is_unchanged(self) -> bool:
         return self.versions == tuple(version_of(leaf) for leaf in tensors_in(self.value))
-
-    def restore_random_numbers(self) -> None:
-        for device, state in self.random_states:
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(state, device)
-            else:
-                torch.set_rng_state(state)
 
 
 class _Calls:
@@ -317,7 +311,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._kept[key] = _Result(
             value=value,
             versions=tuple(version_of(leaf) for leaf in tensors_in(value)),
-            random_states=_random_states(tensors[0].device) if draws else (),
+            restore_random_numbers=kept_random_numbers([tensors[0].device]) if draws else None,
         )
         return result
 
@@ -337,7 +331,8 @@ class _Taking(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if self._choice.is_kept(func):
             known = self._kept.pop(self._calls.key(func, args, kwargs), None)
             if known is not None and known.is_unchanged:
-                known.restore_random_numbers()
+                if known.restore_random_numbers is not None:
+                    known.restore_random_numbers()
                 return known.value
         return func(*args, **(kwargs or {}))
 
@@ -348,10 +343,3 @@ def _same_values(leaf: Any) -> Any:
         return leaf
     with following_writes():
         return leaf.detach()
-
-
-def _random_states(device: torch.device) -> tuple[tuple[torch.device, torch.Tensor], ...]:
-    states = [(torch.device("cpu"), torch.get_rng_state())]
-    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append((device, torch.cuda.get_rng_state(device)))
-    return tuple(states)

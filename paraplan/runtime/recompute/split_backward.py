@@ -8,12 +8,13 @@ tensors. Here what was computed again stays until the graph that reads it has go
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
+from paraplan.runtime.seeds import kept_random_numbers
 from paraplan.runtime.torch_private import pytree, tensors_in
 
 
@@ -89,13 +90,15 @@ def checkpoint_for_split_backward(
         return function(*args)
     devices = {leaf.device for leaf in tensors_in(args)}
     gpus = sorted({device.index for device in devices if device.type == "cuda"})
-    restored = [_random_numbers(gpus), *(_autocast(kind) for kind in sorted({device.type for device in devices}))]
+    put_back = kept_random_numbers(devices)
+    autocasts = [_autocast(kind) for kind in sorted({device.type for device in devices})]
     kept = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), args)
 
     def run() -> None:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=gpus))
-            for enter in restored:
+            put_back()
+            for enter in autocasts:
                 enter(stack)
             if around is not None:
                 stack.enter_context(around())
@@ -105,18 +108,6 @@ def checkpoint_for_split_backward(
     hooks = torch.autograd.graph.saved_tensors_hooks(again.keep_place, lambda place: place.again.value_of(place))
     with hooks, first or nullcontext():
         return function(*args)
-
-
-def _random_numbers(gpus: Sequence[int]) -> Callable[[ExitStack], None]:
-    """Return what restores the random numbers of now, in a context that puts back those of then."""
-    state, states = torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
-
-    def restore(_: ExitStack) -> None:
-        torch.set_rng_state(state)
-        for gpu, value in states.items():
-            torch.cuda.set_rng_state(value, gpu)
-
-    return restore
 
 
 def _autocast(device: str) -> Callable[[ExitStack], None]:

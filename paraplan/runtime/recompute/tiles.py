@@ -38,7 +38,8 @@ def find_feed_forward(structure: ModelStructure, tile: int) -> tuple[str, ...]:
         for name, block in zip(structure.stack.names, structure.stack.modules(meta_model), strict=True)
         for part, module in block.named_children()
         if sum(one.ndim == 2 for one in module.parameters()) > 1
-        if all(one.ndim < 3 for one in module.parameters()) and not _has_list(module)
+        if all(one.ndim < 3 for one in module.parameters())
+        if not any(isinstance(one, nn.ModuleList) for one in module.modules())
     }
 
     def attempt(tried: Any, _: object) -> tuple[str, ...]:
@@ -57,10 +58,6 @@ def find_feed_forward(structure: ModelStructure, tile: int) -> tuple[str, ...]:
             hint="use a plan without tiles",
         )
     return found
-
-
-def _has_list(module: nn.Module) -> bool:
-    return any(isinstance(one, nn.ModuleList) for one in module.modules())
 
 
 def _note(apart: set[str], name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

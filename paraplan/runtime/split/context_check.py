@@ -108,7 +108,7 @@ def _around_shared_block(structure: ModelStructure, size: int) -> ModelStructure
     found: list[str] = []
 
     def attempt(tried: Any, _: object) -> None:
-        def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
             if first is not None and first.is_floating_point() and first.ndim > 2 and first.shape[-2] == tokens:
                 found.append(name)
@@ -117,7 +117,7 @@ def _around_shared_block(structure: ModelStructure, size: int) -> ModelStructure
         with ExitStack() as undo, torch.no_grad():
             for name, module in meta_model.named_modules():
                 if name and any(True for child in module.children()):
-                    hook = partial(_noted, note, name)
+                    hook = partial(note, name)
                     undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             call_model(meta_model, tried)
 
@@ -128,10 +128,6 @@ def _around_shared_block(structure: ModelStructure, size: int) -> ModelStructure
             return structure.around((name,))
     structure.check_has_blocks(f"cp={size}", "that work on some tokens")
     return structure
-
-
-def _noted(note: Any, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    note(name, args, kwargs)
 
 
 def _checked(block: nn.Module, name: str, call: BlockCall, mesh: Mesh) -> _Way:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from paraplan.runtime.seeds import kept_python_numbers
+from paraplan.runtime.seeds import kept_python_numbers, kept_random_numbers
 from paraplan.runtime.structure.weights import is_quantized
 from paraplan.runtime.torch_private import BatchNorm, buffer_table, forward_hooks, submodules, version_of
 
@@ -98,8 +98,9 @@ class Snapshot:
             if id(one) not in self._seen:
                 self._add_modules(one, type(one).__name__)
                 self._state += [(held, held.detach().clone()) for held in one.buffers()]
-        gpus = {one.device.index for model in models for one in model.parameters() if one.device.type == "cuda"}
-        self._numbers = torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}
+        self._put_random_numbers_back = kept_random_numbers(
+            {one.device for model in models for one in model.parameters()}
+        )
         self._put_python_numbers_back = kept_python_numbers()
 
     def written(self) -> list[str]:
@@ -111,9 +112,7 @@ class Snapshot:
         self.put_attributes_back()
         for held, value in self._state:
             held.data.copy_(value)
-        torch.set_rng_state(self._numbers[0])
-        for gpu, of_gpu in self._numbers[1].items():
-            torch.cuda.set_rng_state(of_gpu, gpu)
+        self._put_random_numbers_back()
         self._put_python_numbers_back()
 
     def put_attributes_back(self) -> None:
