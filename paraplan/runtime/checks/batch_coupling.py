@@ -75,11 +75,8 @@ class BatchCoupling:
             whole = joined(parts)
             together = self._runs.run([whole], trains=trains)
             found = self._difference(apart, together, parts, trains=trains)
-            name = (
-                "the whole batch"
-                if len(parts) >= self._runs.plan.dp * self._runs.plan.num_microbatches
-                else "them together"
-            )
+            num_parts = self._runs.plan.dp * self._runs.plan.num_microbatches
+            name = "the whole batch" if len(parts) >= num_parts else "them together"
             where = in_parts = f"in {len(parts)} parts" + (" with weights shaken a little" if is_shaken else "")
             if found is None and not is_shaken:
                 parts = self._by_targets(whole)

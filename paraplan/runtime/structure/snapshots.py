@@ -98,9 +98,8 @@ class Snapshot:
             if id(one) not in self._seen:
                 self._add_modules(one, type(one).__name__)
                 self._state += [(held, held.detach().clone()) for held in one.buffers()]
-        self._put_random_numbers_back = kept_random_numbers(
-            {one.device for model in models for one in model.parameters()}
-        )
+        devices = {one.device for model in models for one in model.parameters()}
+        self._put_random_numbers_back = kept_random_numbers(devices)
         self._put_python_numbers_back = kept_python_numbers()
 
     def written(self) -> list[str]:
