@@ -20,7 +20,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.checkpoints.adapter_files import count_base
 from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.gradient_sums import gradient_sums
-from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
+from paraplan.runtime.data_parallel.wrapping import Wrapping, never_sharded, reductions_of
 from paraplan.runtime.expert_balance import GlobalBalance
 from paraplan.runtime.experts.layers import check_experts
 from paraplan.runtime.precision import check_stored_type
@@ -224,15 +224,13 @@ def _wrap_whole(model: nn.Module, structure: ModelStructure, split: ModelSplit, 
     if split.context is not None:
         parallel.loss.refuse_other_calls(model)
     unsharded = never_sharded(model, plan)
-    called = wrap_module(
-        model,
+    wrapping = Wrapping(
         structure.blocks_of(model),
-        parallel,
-        again=split.again,
         unsharded=unsharded,
         ends=[model.get_submodule(name) for name in ends],
         experts=divided.experts,
     )
+    called = wrap_module(model, wrapping, parallel, again=split.again)
     if split.context is not None and context is not None:
         take_tokens(model, names, split.context, context)
     execution = WholeModelExecution(

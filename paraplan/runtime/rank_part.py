@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from paraplan.plan.training import TrainingPrecision, TrainingSpec
 from paraplan.runtime.data_parallel.block_order import BlockOrder, watch_blocks
 from paraplan.runtime.data_parallel.reached_shards import ReachedShards
 from paraplan.runtime.data_parallel.replica_reduction import ReplicaReduction
-from paraplan.runtime.data_parallel.wrapping import wrap_data_parallel
+from paraplan.runtime.data_parallel.wrapping import Wrapping, wrap_data_parallel
 from paraplan.runtime.experts.layers import NO_EXPERTS, ExpertLayer, ExpertLoad, RankExperts
 from paraplan.runtime.experts.share import share_experts
 from paraplan.runtime.mesh import Mesh
@@ -225,24 +225,13 @@ def divide(
 
 
 def wrap_module(
-    module: nn.Module,
-    blocks: list[nn.Module],
-    parallel: ParallelContext,
-    *,
-    again: RecomputedBlocks,
-    first: int = 0,
-    unsharded: frozenset[nn.Parameter] = frozenset(),
-    ends: Sequence[nn.Module] = (),
-    experts: RankExperts = NO_EXPERTS,
-    replicates: bool = True,
+    module: nn.Module, wrapping: Wrapping, parallel: ParallelContext, *, again: RecomputedBlocks, first: int = 0
 ) -> nn.Module:
     """Return what is to be called in the place of `module`: the model or a stage of it, replicated or sharded.
 
-    `again` says which of its `blocks`, the first of which has number `first`, run again in the backward pass. The
-    parameters `unsharded` stay whole under ZeRO, and `ends` are gathered for themselves, as blocks are; so are the
-    `experts` that ranks share out. Without `replicates` there is no DDP.
+    `again` says which of its blocks, the first of which has number `first`, run again in the backward pass.
     """
-    plan = parallel.plan
+    plan, blocks = parallel.plan, wrapping.blocks
     recompute_blocks(
         [block for number, block in enumerate(blocks, first) if number in again.numbers],
         again.recompute,
@@ -253,17 +242,7 @@ def wrap_module(
     )
     if parallel.offloads_activations:
         offload_activations(blocks, parallel.mesh.world.device)
-    called = wrap_data_parallel(
-        module,
-        blocks,
-        mesh=parallel.mesh,
-        precision=parallel.precision,
-        unsharded=unsharded,
-        ends=ends,
-        experts=experts,
-        replicates=replicates,
-        find_unused=parallel.find_unused,
-        reduce_dtype=parallel.reduce_dtype,
-    )
+    wrapping = replace(wrapping, find_unused=parallel.find_unused, reduce_dtype=parallel.reduce_dtype)
+    called = wrap_data_parallel(module, wrapping, mesh=parallel.mesh, precision=parallel.precision)
     watch_blocks(module, blocks, parallel.mesh)
     return called

@@ -17,6 +17,7 @@ from paraplan.errors import UnsupportedPlanError, UsageError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.data_parallel.wrapping import (
     ReplicaReduction,
+    Wrapping,
     share_among_devices,
     wrap_data_parallel,
 )
@@ -73,7 +74,7 @@ def test_the_devices_of_the_plan_reach_the_wrapper() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch's DataParallel runs the model alone where there is no GPU")
 def test_a_plan_of_several_devices_is_executed_with_torchs_dataparallel() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    called = wrap_data_parallel(model, [], mesh=build_mesh(TWO_GPUS, runtime.init().world), precision="fp32")
+    called = wrap_data_parallel(model, Wrapping([]), mesh=build_mesh(TWO_GPUS, runtime.init().world), precision="fp32")
     assert isinstance(called, nn.DataParallel)
     assert called.module is model
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,69 +65,52 @@ def gradient_sync(module: nn.Module, *, zero_stage: int, is_last: bool) -> Itera
             reduction.complete()
 
 
-def wrap_data_parallel(
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    *,
-    mesh: Mesh,
-    precision: TrainingPrecision,
-    unsharded: frozenset[nn.Parameter] = frozenset(),
-    ends: Sequence[nn.Module] = (),
-    experts: RankExperts = NO_EXPERTS,
-    replicates: bool = True,
-    find_unused: bool = False,
-    reduce_dtype: ReduceType = "fp32",
-) -> nn.Module:
+@dataclass(frozen=True)
+class Wrapping:
+    """How a module of a rank is replicated or sharded.
+
+    `blocks` are the modules inside it that are gathered one by one under ZeRO, and `ends` are layers around them that
+    are too. The parameters `unsharded` stay whole under ZeRO; without `replicates` there is no DDP. The caller sums the
+    gradients of both, and under DDP those of the `experts` that ranks share out; ZeRO shards these over the ranks that
+    hold the same. `find_unused`: some parameters take no part in some steps, and these need not be the same on every
+    rank. Gradients are summed in `reduce_dtype`.
+    """
+
+    blocks: Sequence[nn.Module]
+    unsharded: frozenset[nn.Parameter] = frozenset()
+    ends: Sequence[nn.Module] = ()
+    experts: RankExperts = NO_EXPERTS
+    replicates: bool = True
+    find_unused: bool = False
+    reduce_dtype: ReduceType = "fp32"
+
+
+def wrap_data_parallel(module: nn.Module, wrapping: Wrapping, *, mesh: Mesh, precision: TrainingPrecision) -> nn.Module:
     """Move `module` to this rank's device and return what is to be called in its place.
 
-    That is `module` itself, whole or sharded in place, or DDP around it. `blocks` are the modules inside it that are
-    gathered one by one under ZeRO, and `ends` are layers around them that are too. The parameters `unsharded` stay
-    whole under ZeRO; without `replicates` there is no DDP. The caller sums the gradients of both, and under DDP
-    those of the `experts` that ranks share out; ZeRO shards these over the ranks that hold the same. `find_unused`:
-    some parameters take no part in some steps, and these need not be the same on every rank. Gradients are summed in
-    `reduce_dtype`.
+    That is `module` itself, whole or sharded in place, or DDP around it.
     """
     plan, device = mesh.plan, mesh.world.device
-    if plan.zero_stage == 0:
-        give_storage(module, device)
-        module.to(device)
-        if plan.devices_per_process > 1:
-            return share_among_devices(module, range(plan.devices_per_process))
-        is_trained = any(one.requires_grad for one in {*module.parameters()} - experts.apart)
-        if mesh.replica_mesh is None or not replicates or not is_trained:
-            return module
-        is_told = find_unused and plan.pp > 1
-        return _replicate(module, mesh, experts=experts, find_unused=is_told, reduce_dtype=reduce_dtype)
-    return _shard(
-        module,
-        blocks,
-        ends,
-        experts,
-        mesh=mesh,
-        policy=shard_precision(precision, reduce_dtype),
-        unsharded=unsharded,
-        find_unused=find_unused,
-    )
+    if plan.zero_stage:
+        return _shard(module, wrapping, mesh, shard_precision(precision, wrapping.reduce_dtype))
+    give_storage(module, device)
+    module.to(device)
+    if plan.devices_per_process > 1:
+        return share_among_devices(module, range(plan.devices_per_process))
+    is_trained = any(one.requires_grad for one in {*module.parameters()} - wrapping.experts.apart)
+    if mesh.replica_mesh is None or not wrapping.replicates or not is_trained:
+        return module
+    return _replicate(module, wrapping, mesh)
 
 
-def _shard(
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    ends: Sequence[nn.Module],
-    experts: RankExperts,
-    *,
-    mesh: Mesh,
-    policy: MixedPrecisionPolicy,
-    unsharded: frozenset[nn.Parameter],
-    find_unused: bool,
-) -> nn.Module:
-    plan, device = mesh.plan, mesh.world.device
+def _shard(module: nn.Module, wrapping: Wrapping, mesh: Mesh, policy: MixedPrecisionPolicy) -> nn.Module:
+    plan, device, experts = mesh.plan, mesh.world.device, wrapping.experts
     frees_parameters = plan.zero_stage == 3
     assert mesh.shard_mesh is not None
     options: dict[str, Any] = {
         "mesh": mesh.shard_mesh,
         "mp_policy": policy,
-        "ignored_params": unsharded | experts.absent,
+        "ignored_params": wrapping.unsharded | experts.absent,
     }
     if plan.tp == 1:  # the parts of a parameter that is split over tp are found by their rows
         options["shard_placement_fn"] = _placement(mesh.shard_mesh.size(-1))
@@ -139,22 +123,22 @@ def _shard(
             of_experts["shard_placement_fn"] = _placement(copies.size())
         for expert in experts.modules:
             fully_shard(expert, reshard_after_forward=frees_parameters, **of_experts)
-    for block in sharded_alone(module, blocks):
+    for block in sharded_alone(module, wrapping.blocks):
         if any(True for _ in block.parameters()):
             fully_shard(block, reshard_after_forward=frees_parameters, **options)
-    for end in ends:
+    for end in wrapping.ends:
         # A head opens the backward pass: nothing is gained by freeing it before, as little as the rest of the root.
         fully_shard(end, reshard_after_forward=frees_parameters and isinstance(end, nn.Embedding), **options)
     fully_shard(module, reshard_after_forward=False, **options)
     # Backward passes in halves (zero bubble) go around what watches gradients.
-    is_watched = find_unused or plan.pp == 1
+    is_watched = wrapping.find_unused or plan.pp == 1
     _sum_gradients(module, with_unused=is_watched)
     if is_watched:
-        watch_shards(module, mesh.replica_group, device, find_unused=find_unused)
+        watch_shards(module, mesh.replica_group, device, find_unused=wrapping.find_unused)
     give_storage(module, torch.device("cpu") if plan.offload == "parameters" else device)
     if plan.offload != "parameters":
         return module.to(device)
-    for whole in (*module.buffers(), *unsharded):
+    for whole in (*module.buffers(), *wrapping.unsharded):
         whole.data = whole.to(device)
     return module
 
@@ -199,14 +183,13 @@ def _placement(num_shards: int) -> Callable[[nn.Parameter], Shard]:
     return place
 
 
-def _replicate(
-    module: nn.Module, mesh: Mesh, *, experts: RankExperts, find_unused: bool, reduce_dtype: ReduceType
-) -> DistributedDataParallel:
+def _replicate(module: nn.Module, wrapping: Wrapping, mesh: Mesh) -> DistributedDataParallel:
     """Wrap `module` in DDP over `dp` and `cp`. Buffers are equal from the start and are not sent in forward passes.
 
     torch's replicate on FSDP2 (2.13) computes the same gradients in 15 to 26 % more CPU time (two ranks, 6 blocks), and
     sums nothing for a parameter that a rank leaves out, without a word.
     """
+    experts = wrapping.experts
     quantized = [name for name, one in module.named_parameters() if is_quantized(one)]  # equal already; DDP copies
     apart = [name for name, one in module.named_parameters() if one in experts.apart]
     ignore_in_replicas(module, [*quantized, *apart])
@@ -219,12 +202,12 @@ def _replicate(
         module,
         process_group=mesh.replica_group,
         gradient_as_bucket_view=True,
-        find_unused_parameters=find_unused,
+        find_unused_parameters=wrapping.find_unused and mesh.plan.pp > 1,
         **buffers,
     )
     assert mesh.replica_group is not None
     replicas = [one for one in module.parameters() if one.requires_grad and one not in experts.apart]
-    reduction = ReplicaReduction(replicas, mesh.replica_group, reduce_dtype)
+    reduction = ReplicaReduction(replicas, mesh.replica_group, wrapping.reduce_dtype)
     # Without annotations: torch compares them with its classes, and here they are texts.
     replicated.register_comm_hook(reduction, lambda state, bucket: state.sum(bucket))
     replicated.reduction = reduction  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from paraplan.plan.stages import stage_blocks, stage_bounds
 from paraplan.runtime.data.batches import call_model
 from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.gradient_sums import gradient_sums
-from paraplan.runtime.data_parallel.wrapping import never_sharded, reductions_of
+from paraplan.runtime.data_parallel.wrapping import Wrapping, never_sharded, reductions_of
 from paraplan.runtime.pipeline.execution import LocalStage, PipelineExecution, find_ties, tied_gradients
 from paraplan.runtime.pipeline.schedules import MULTI
 from paraplan.runtime.pipeline.stages import CutStage, StageList, StageModule, check_stages, cut_stage
@@ -66,16 +66,8 @@ def wrap_stages(model: nn.Module, whole: Stages, split: ModelSplit, parallel: Pa
     by_schedule = plan.pipeline_schedule in MULTI
     for stage in stages:
         first, end = bounds[stage.index]
-        stage.called = wrap_module(
-            stage.module,
-            stage.blocks,
-            parallel,
-            again=split.again,
-            first=first,
-            unsharded=unsharded,
-            experts=stage.experts,
-            replicates=not by_schedule,
-        )
+        wrapping = Wrapping(stage.blocks, unsharded, experts=stage.experts, replicates=not by_schedule)
+        stage.called = wrap_module(stage.module, wrapping, parallel, again=split.again, first=first)
         if split.context is not None and parallel.loss.context is not None:
             take_tokens(stage.module.model, chain.stack.names[first:end], split.context, parallel.loss.context)
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
