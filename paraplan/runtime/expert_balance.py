@@ -107,9 +107,8 @@ def _replaced(modules: Sequence[ModuleType], balance: _Balance) -> Iterator[None
 
 def _modules_of(model: nn.Module) -> list[ModuleType]:
     """Return the modules of the code of `model` that have the function, and compute by it what is computed here."""
-    names = sorted({type(module).__module__ for module in model.modules()})
-    found = [sys.modules[name] for name in names if name in sys.modules]
-    return [module for module in found if _is_known(getattr(module, _NAME, None))]
+    names = sorted({type(module).__module__ for module in model.modules()} & sys.modules.keys())
+    return [sys.modules[name] for name in names if _is_known(getattr(sys.modules[name], _NAME, None))]
 
 
 def _is_known(function: Any) -> bool:

@@ -232,14 +232,8 @@ def wrap_module(
     `again` says which of its blocks, the first of which has number `first`, run again in the backward pass.
     """
     plan, blocks = parallel.plan, wrapping.blocks
-    recompute_blocks(
-        [block for number, block in enumerate(blocks, first) if number in again.numbers],
-        again.recompute,
-        in_halves=plan.pipeline_schedule == "zero_bubble",
-        are_all=plan.pp == 1,
-        keeps=again.keeps,
-        every_second=again.every_second,
-    )
+    in_halves = plan.pipeline_schedule == "zero_bubble"
+    recompute_blocks(blocks, again, first=first, in_halves=in_halves, are_all=plan.pp == 1)
     if parallel.offloads_activations:
         offload_activations(blocks, parallel.mesh.world.device)
     wrapping = replace(wrapping, find_unused=parallel.find_unused, reduce_dtype=parallel.reduce_dtype)

@@ -138,7 +138,12 @@ class TrainingState:
         loss is not a number.
         """
         self._refuse_averages("save")
-        self._refuse_quantized()
+        name = self._quantized_name()
+        if name is not None:
+            raise UsageError(
+                f"engine.save cannot write {name}, which is quantized ({type(self._part.parameters[name]).__name__})",
+                hint="write what trains: engine.export_adapters for peft, else engine.whole(name) of each",
+            )
         self._save(folder, wait=wait)
 
     def _save(self, folder: str | Path, *, wait: bool, only: Callable[[str], bool] | None = None) -> None:
@@ -292,14 +297,6 @@ class TrainingState:
     def _refuse_averages(self, call: str) -> None:
         if self._average is not None and self._average.is_in_place:
             raise UsageError(f"engine.{call} inside of engine.averaged", hint="leave the context first")
-
-    def _refuse_quantized(self) -> None:
-        name = self._quantized_name()
-        if name is not None:
-            raise UsageError(
-                f"engine.save cannot write {name}, which is quantized ({type(self._part.parameters[name]).__name__})",
-                hint="write what trains: engine.export_adapters for peft, else engine.whole(name) of each",
-            )
 
     def _quantized_name(self) -> str | None:
         """Return the name of a quantized weight, None where there is none."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from paraplan.runtime.recompute.blocks import recompute_blocks
+from paraplan.runtime.recompute.policy import RecomputedBlocks
 from paraplan.runtime.recompute.split_backward import checkpoint_for_split_backward
 
 
@@ -39,7 +40,7 @@ def in_halves(recompute: Any) -> tuple[list[torch.Tensor], list[Block]]:
     blocks = [Block() for _ in range(3)]
     hidden = torch.randn(2, 4, 8, requires_grad=True)
     scale = nn.Parameter(torch.randn(8))
-    recompute_blocks(blocks, recompute, in_halves=True)
+    recompute_blocks(blocks, RecomputedBlocks(recompute, frozenset(range(3))), in_halves=True)
     torch.manual_seed(1)
     output = hidden
     for block in blocks:

@@ -200,8 +200,7 @@ def counted(policy: RecomputePolicy | None, recompute: Recompute = "none") -> tu
     torch.manual_seed(0)
     blocks = [AttentionLayer() for _ in range(4)]
     again = recomputed_blocks(policy, ParallelPlan(recompute=recompute), NAMES[:4])
-    chosen = [block for number, block in enumerate(blocks) if number in again.numbers]
-    recompute_blocks(chosen, again.recompute, keeps=again.keeps, every_second=again.every_second)
+    recompute_blocks(blocks, again)
     hidden = torch.randn(2, TOKENS, HIDDEN, requires_grad=True)
     with Calls() as forward:
         for block in blocks:
@@ -238,8 +237,7 @@ def gradients_of(
     block = nn.Module()
     block.forward = lambda one: function(one, weight)  # type: ignore[method-assign]
     if again:
-        again_of = recomputed_blocks(RecomputePolicy(keep=keep), ParallelPlan(), ["0"])
-        recompute_blocks([block], "full", keeps=again_of.keeps)
+        recompute_blocks([block], recomputed_blocks(RecomputePolicy(keep=keep), ParallelPlan(), ["0"]))
     block(given).sum().backward()
     assert given.grad is not None
     assert weight.grad is not None

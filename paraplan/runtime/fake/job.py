@@ -126,9 +126,10 @@ class FakeEngine(Engine):
         return share
 
     def _without_values(self, leaf: Any) -> Any:
-        is_batch = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == self._share
-        whole = without_values_of(leaf)
-        return whole[: self._size] if is_batch else whole
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+        return whole[: self._size] if leaf.ndim > 0 and leaf.shape[0] == self._share else whole
 
     def eval_step(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Return 0: what is not trained on needs less memory."""
@@ -136,15 +137,11 @@ class FakeEngine(Engine):
 
     def predict(self, inputs: Any) -> Any:
         """Raise `UsageError`: there is nothing to return."""
-        raise UsageError(
-            "engine.predict has no values to return in a run without GPUs", hint="leave it out of this run"
-        )
+        raise _no_values("predict")
 
     def generate(self, inputs: Any, *arguments: Any, **options: Any) -> Any:
         """Raise `UsageError`: there is nothing to return."""
-        raise UsageError(
-            "engine.generate has no values to return in a run without GPUs", hint="leave it out of this run"
-        )
+        raise _no_values("generate")
 
     def save(self, folder: str | Path, *, wait: bool = True) -> None:
         """Write nothing."""
@@ -165,6 +162,5 @@ class FakeEngine(Engine):
         )
 
 
-def without_values_of(leaf: Any) -> Any:
-    """Return a tensor like `leaf` where that is one, without values where the mode for it is on."""
-    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+def _no_values(call: str) -> UsageError:
+    return UsageError(f"engine.{call} has no values to return in a run without GPUs", hint="leave it out of this run")

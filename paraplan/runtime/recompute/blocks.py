@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from paraplan.errors import UnsupportedPlanError
-from paraplan.plan.parallel import Recompute
 from paraplan.runtime.batch_norm import batch_norms
-from paraplan.runtime.recompute.policy import Operator, OperatorChoice
+from paraplan.runtime.recompute.policy import OperatorChoice, RecomputedBlocks
 from paraplan.runtime.recompute.split_backward import checkpoint_for_split_backward
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.torch_private import function_modes, version_of
@@ -27,26 +26,26 @@ _SDPA = F.scaled_dot_product_attention  # which stands elsewhere while a block r
 
 def recompute_blocks(
     blocks: Sequence[nn.Module],
-    recompute: Recompute,
+    again: RecomputedBlocks,
     *,
+    first: int = 0,
     in_halves: bool = False,
     are_all: bool = True,
-    keeps: Callable[[Operator], bool] | None = None,
-    every_second: frozenset[str] = frozenset(),
 ) -> None:
-    """Make `blocks` of a model, in their order, keep for the backward pass what `recompute` leaves them.
+    """Make those of `blocks` of a model, the first of which has number `first`, that run `again` keep less until then.
 
     `in_halves`: the schedule takes backward passes in two halves, both of which read what was computed again.
-    `are_all`: these are all such blocks of the model, of which one at least must have attention to run again, or call
-    an operator of which `keeps` says that its results are kept, beside "full"; of `every_second` every second one is.
+    `are_all`: these are all blocks of the model, of which one at least must have attention to run again, or call an
+    operator whose results are kept.
     """
-    if recompute == "full":
-        choice = None if keeps is None else OperatorChoice(keeps, every_second)
+    blocks = [block for number, block in enumerate(blocks, first) if number in again.numbers]
+    if again.recompute == "full":
+        choice = None if again.keeps is None else OperatorChoice(again.keeps, again.every_second)
         for block in blocks:
             recompute_in_backward(block, in_halves=in_halves, choice=choice)
         if choice is not None and are_all and blocks:
             _refuse_without_calls(blocks[-1], choice)
-    elif recompute == "selective":
+    elif again.recompute == "selective":
         calls = _AttentionCalls(in_halves=in_halves)
         for block in blocks:
             recompute_attention(block, calls, is_last=are_all and block is blocks[-1])

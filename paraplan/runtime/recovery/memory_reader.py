@@ -61,11 +61,7 @@ class MemoryReader:
             for key, box in self._held.items()
             if box.place.num_bytes <= _SMALL_BYTES
         ]
-        mine = {
-            "places": [box.place.words for box in self._held.values()],
-            "small": small,
-            "values": self._values,
-        }
+        mine = {"places": [box.place.words for box in self._held.values()], "small": small, "values": self._values}
         told = gather_json(mine if is_first else None)
         by_node = {self._nodes[rank]: each for rank, each in enumerate(told) if each is not None}
         places = {node: [Place.of_words(words) for words in each["places"]] for node, each in by_node.items()}
