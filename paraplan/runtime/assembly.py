@@ -235,10 +235,9 @@ def _wrap_whole(model: nn.Module, structure: ModelStructure, split: ModelSplit, 
         take_tokens(model, names, split.context, context)
     execution = WholeModelExecution(
         called,
-        zero_stage=plan.zero_stage,
+        mesh,
         loss=parallel.loss,
         precision=parallel.precision,
-        device=mesh.world.device,
         sums=gradient_sums(
             mesh,
             parallel.reduce_dtype,

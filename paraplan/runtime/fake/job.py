@@ -16,18 +16,20 @@ import torch
 from torch import nn
 
 from paraplan.errors import UsageError
+from paraplan.plan.fake import FakeRankReport
 from paraplan.runtime.assembly import check_model
 from paraplan.runtime.checks.plan_check import Checking
 from paraplan.runtime.data.batches import StepDivider, StepShape, batch_size
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.fake.gpu import FakeGpu
-from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd
+from paraplan.runtime.fake.rank import FakeRank, FakeRunEnd, write_report
 from paraplan.runtime.fake.run import (
     NUM_STEPS,
     check_keeps_on_gpu,
     wrap_without_values,
 )
-from paraplan.runtime.fake.share import KeptOfLeft, StepShare, starts_uncounted
+from paraplan.runtime.fake.share import KeptOfLeft, StepShare, forward_passes_of_left, starts_uncounted
+from paraplan.runtime.fake.storage_tracking import storage_of
 from paraplan.runtime.job import Job
 from paraplan.runtime.optimizers.offload import keep_on_host
 from paraplan.runtime.optimizers.several import optimizers_in
@@ -100,10 +102,10 @@ class FakeEngine(Engine):
         share = self._shorten()
         schedule = self._mesh.plan.pipeline_schedule
         counts_left = schedule == "gpipe" and share.left
-        with self._rank.running(), self._rank.forward_passes_of_left(share) if counts_left else nullcontext():
+        with self._rank.running(), forward_passes_of_left(self._rank.tracker, share) if counts_left else nullcontext():
             left = share.left if self.num_steps else 0
             kept = KeptOfLeft.of(self._part.execution, left, in_halves=schedule == "zero_bubble")
-            self._rank.know(kept.gradients, "workspace")
+            self._rank.tracker.mark({storage_of(one): "workspace" for one in kept.gradients})
             super().step(*pytree.tree_map(self._without_values, (inputs, targets)))
             del kept
         self._rank.collectives.go_on(before, share.left_rounds)
@@ -153,12 +155,22 @@ class FakeEngine(Engine):
         """Write nothing."""
 
     def _write_report(self) -> None:
-        job = self._job
-        self._rank.write_report(
-            plan=job.plan if job.file is not None else job.plan.replace(micro_batch_size=self._share),
-            precision=job.precision,
-            num_parameters=self._num_parameters,
-            left_out=self._left_out,
+        job, rank, world = self._job, self._rank, self._mesh.world
+        peak = rank.peak()
+        write_report(
+            FakeRankReport(
+                rank=world.rank,
+                world_size=world.size,
+                pipeline_stage=self._mesh.coordinate("pp"),
+                plan=job.plan if job.file is not None else job.plan.replace(micro_batch_size=self._share),
+                precision=job.precision,
+                num_parameters=self._num_parameters,
+                **peak.parts().model_dump(),
+                phase=peak.phase,
+                host=rank.host,
+                collectives=rank.collectives.counted(),
+                left_out=self._left_out,
+            )
         )
 
 

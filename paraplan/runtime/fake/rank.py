@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -13,13 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paraplan.plan.fake import FAKE_VARIABLE, FakeRankReport
-from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.training import TrainingPrecision
+from paraplan.plan.memory_record import MemoryParts
 from paraplan.runtime.fake.collective_count import CollectiveCount
 from paraplan.runtime.fake.gpu import FakeGpu, Place, PlacedTracker
 from paraplan.runtime.fake.gpu_operators import GpuKernels, GpuOperators
-from paraplan.runtime.fake.share import StepShare, forward_passes_of_left
-from paraplan.runtime.fake.storage_tracking import Peak, StorageTracker, StorageUse, storage_of, uses_of
+from paraplan.runtime.fake.storage_tracking import Peak, StorageTracker, StorageUse, uses_of
 from paraplan.runtime.fake.torch_private import FakeTensorMode
 from paraplan.runtime.fake.world import SmallNumbers, modules_that_stay, transformers_as_if_with_values
 from paraplan.runtime.mesh import Mesh
@@ -44,8 +42,8 @@ class FakeRank:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._mode = FakeTensorMode(allow_non_fake_inputs=True) if gpu is None else gpu.mode
         self._sees_for_itself = gpu is None
-        self._tracker = StorageTracker(self._uses) if gpu is None else gpu.tracker.anew(self._uses)
-        for patch in (modules_that_stay(), transformers_as_if_with_values(), self._tracker.following_resizes()):
+        self.tracker = StorageTracker(self._uses) if gpu is None else gpu.tracker.anew(self._uses)
+        for patch in (modules_that_stay(), transformers_as_if_with_values(), self.tracker.following_resizes()):
             self.patches.enter_context(patch)
 
     @contextmanager
@@ -62,7 +60,7 @@ class FakeRank:
             stack.enter_context(GpuKernels())  # type: ignore[no-untyped-call]  # torch leaves its base untyped
             stack.enter_context(GpuOperators())
             if self._sees_for_itself:
-                stack.enter_context(self._tracker)
+                stack.enter_context(self.tracker)
             stack.enter_context(self.collectives)
             yield
 
@@ -72,7 +70,7 @@ class FakeRank:
         Steps of `optimizer` take the form that torch chooses for tensors on a GPU.
         """
         self._parameters, self._buffers = list(part.parameters.values()), list(part.module.buffers())
-        self._optimizers, tracker = [optimizer], self._tracker
+        self._optimizers, tracker = [optimizer], self.tracker
         place_of = tracker.place_of if isinstance(tracker, PlacedTracker) else None
 
         def begin_update(*_: object) -> None:
@@ -88,43 +86,19 @@ class FakeRank:
         tracker.enter("forward")
         tracker.forget_peak()
 
-    def know(self, tensors: Iterable[torch.Tensor], use: StorageUse) -> None:
-        """Say what tensors that were made just now are for."""
-        self._tracker.mark({storage_of(tensor): use for tensor in tensors})
-
     def keeps_on_host(self, steps: HostSteps) -> None:
         """Say that an optimizer's parameters have copies on the host."""
         self._host_steps.append(steps)
 
-    def forward_passes_of_left(self, share: StepShare) -> AbstractContextManager[None]:
-        """Count in this context, a step under GPipe, what micro-batches that are not run would keep."""
-        return forward_passes_of_left(self._tracker, share)
-
     def peak(self) -> Peak:
         """Return what was live when most bytes were."""
-        self._tracker.settle()
-        return self._tracker.peak
+        self.tracker.settle()
+        return self.tracker.peak
 
-    def write_report(
-        self, *, plan: ParallelPlan, precision: TrainingPrecision, num_parameters: int, left_out: tuple[str, ...]
-    ) -> None:
-        """Write what was counted to the file that PARAPLAN_FAKE names."""
-        peak, world = self.peak(), self._mesh.world
-        write_report(
-            FakeRankReport(
-                rank=world.rank,
-                world_size=world.size,
-                pipeline_stage=self._mesh.coordinate("pp"),
-                plan=plan,
-                precision=precision,
-                num_parameters=num_parameters,
-                **peak.parts().model_dump(),
-                phase=peak.phase,
-                host=self._tracker.host.peak.parts() if isinstance(self._tracker, PlacedTracker) else None,
-                collectives=self.collectives.counted(),
-                left_out=left_out,
-            )
-        )
+    @property
+    def host(self) -> MemoryParts | None:
+        """The most bytes on the host, None where they are not told apart."""
+        return self.tracker.host.peak.parts() if isinstance(self.tracker, PlacedTracker) else None
 
     def _uses(self) -> dict[int, StorageUse]:
         on_host = [copy for steps in self._host_steps for copy in steps.copies]

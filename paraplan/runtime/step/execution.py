@@ -12,6 +12,7 @@ from paraplan.plan.training import TrainingPrecision
 from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.gradient_sums import GradientSum
 from paraplan.runtime.data_parallel.wrapping import gradient_sync
+from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.precision import compute_context
 from paraplan.runtime.step.loss import StepLoss
 
@@ -43,26 +44,22 @@ class WholeModelExecution:
     def __init__(
         self,
         module: nn.Module,
+        mesh: Mesh,
         *,
-        zero_stage: int,
         loss: StepLoss,
         precision: TrainingPrecision,
-        device: torch.device,
         sums: Sequence[GradientSum],
     ) -> None:
         self.loss = loss
-        self._module = module
+        self._module, self._mesh, self._precision = module, mesh, precision
         self._sums = [one for one in sums if one.parameters]
-        self._zero_stage = zero_stage
-        self._precision = precision
-        self._device = device
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward and backward passes, and leave the gradients of the weighted loss in place."""
         self.loss.start()
         for index, micro_batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
-            with gradient_sync(self._module, zero_stage=self._zero_stage, is_last=is_last):
+            with gradient_sync(self._module, zero_stage=self._mesh.plan.zero_stage, is_last=is_last):
                 self._loss_of(micro_batch).backward()  # type: ignore[no-untyped-call]
         for one in self._sums:
             one.sum()
@@ -78,5 +75,5 @@ class WholeModelExecution:
         """Keep nothing of a run."""
 
     def _loss_of(self, micro_batch: MicroBatch) -> torch.Tensor:
-        with compute_context(self._precision, self._device):
+        with compute_context(self._precision, self._mesh.world.device):
             return self.loss.run(self._module, micro_batch.inputs, micro_batch)
