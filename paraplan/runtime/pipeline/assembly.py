@@ -59,7 +59,7 @@ def wrap_stages(model: nn.Module, whole: Stages, split: ModelSplit, parallel: Pa
     # Stages of one rank share their parameters, and each has the modules around them for itself.
     held = {id(parameter): parameter for parameter in model.parameters()}
     models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
-    stages = [_cut(part, chain, bounds, index, split, parallel) for part, index in zip(models, indices, strict=True)]
+    stages = [_cut(part, whole, index, split, parallel) for part, index in zip(models, indices, strict=True)]
     holders = Counter(parameter for stage in stages for parameter in stage.parameters.values())
     shared = (parameter for parameter, count in holders.items() if count > 1)
     unsharded = frozenset(shared).union(*(never_sharded(stage.module, plan) for stage in stages))
@@ -73,7 +73,7 @@ def wrap_stages(model: nn.Module, whole: Stages, split: ModelSplit, parallel: Pa
         averaged = by_schedule and plan.zero_stage == 0 and mesh.replica_group is not None
         apart = unsharded | stage.experts.apart
         stage.averaged = tuple(one for one in stage.parameters.values() if one not in apart) if averaged else ()
-    return _rank_part(stages, chain=chain, bounds=bounds, parallel=parallel, unsharded=unsharded)
+    return _rank_part(stages, whole, parallel, unsharded)
 
 
 def _check_attention(structure: ModelStructure) -> None:
@@ -108,14 +108,8 @@ def _check_repeatable(chain: BlockChain, plan: ParallelPlan, again: RecomputedBl
         )
 
 
-def _cut(
-    model: nn.Module,
-    chain: BlockChain,
-    bounds: Sequence[tuple[int, int]],
-    index: int,
-    split: ModelSplit,
-    parallel: ParallelContext,
-) -> LocalStage:
+def _cut(model: nn.Module, whole: Stages, index: int, split: ModelSplit, parallel: ParallelContext) -> LocalStage:
+    chain, bounds = whole.chain, whole.bounds
     device = parallel.mesh.world.device
     start, end = bounds[index]
     has_last = index == len(bounds) - 1
@@ -138,20 +132,15 @@ def _cut(
 
 
 def _rank_part(
-    stages: Sequence[LocalStage],
-    *,
-    chain: BlockChain,
-    bounds: Sequence[tuple[int, int]],
-    parallel: ParallelContext,
-    unsharded: frozenset[nn.Parameter],
+    stages: Sequence[LocalStage], whole: Stages, parallel: ParallelContext, unsharded: frozenset[nn.Parameter]
 ) -> RankPart:
     mesh = parallel.mesh
     parameters = {name: held for stage in stages for name, held in stage.parameters.items()}
-    ties = find_ties(chain, bounds, num_ranks=parallel.plan.pp)
+    ties = find_ties(whole.chain, whole.bounds, num_ranks=parallel.plan.pp)
     execution = PipelineExecution(
         stages,
-        chain=chain,
-        bounds=bounds,
+        chain=whole.chain,
+        bounds=whole.bounds,
         parallel=parallel,
         sums=gradient_sums(
             mesh,

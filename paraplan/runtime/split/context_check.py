@@ -26,8 +26,8 @@ from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.check import BlockDiffersError, BlockTrial, block_trial
 from paraplan.runtime.split.context_parallel import (
     Context,
-    apply_context,
     argument_names,
+    follow_passes,
     run_on_all_tokens,
     run_on_own_tokens,
     take_own_tokens,
@@ -240,14 +240,14 @@ def apply_split(
 ) -> None:
     """Make the blocks `names` of `model`, or of a stage of it that holds these, work on this rank's tokens.
 
-    Under sequence parallelism the ranks of `group` share these.
+    `has_first` and `has_last` say which ends of the model are there too, `backend` by what torch.compile compiles
+    blocks. Under sequence parallelism the ranks of `group` share the tokens.
     """
     for name in names:
         for part in split.whole.get(name, ()):
             run_on_all_tokens(model.get_submodule(f"{name}.{part}".rstrip(".")), context, group)
-    blocks = [model.get_submodule(name) for name in names]
-    ends = {"has_first": has_first, "has_last": has_last}
-    apply_context(model, blocks, context, **ends, draws=split.draws, backend=backend)
+        run_on_own_tokens(model.get_submodule(name), context, draws=split.draws, backend=backend)
+    follow_passes(model, context, has_first=has_first, has_last=has_last)
 
 
 def take_tokens(model: nn.Module, names: Sequence[str], split: ContextSplit, context: Context) -> None:

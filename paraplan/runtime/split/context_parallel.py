@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -153,23 +153,11 @@ def tokens_of(inputs: Any, size: int) -> int:
     return int(tokens)
 
 
-def apply_context(
-    model: nn.Module,
-    blocks: Iterable[nn.Module],
-    context: Context,
-    *,
-    has_first: bool = True,
-    has_last: bool = True,
-    draws: bool = False,
-    backend: str | None = None,
-) -> None:
-    """Make `blocks`, those of `model` or of a stage of it, work on some tokens, which `take_own_tokens` gives them.
+def follow_passes(model: nn.Module, context: Context, *, has_first: bool, has_last: bool) -> None:
+    """Have passes of `model`, or of a stage of it, begin in `context`, and its own loss take this rank's targets.
 
-    `has_first` and `has_last` say which ends of the model are there too. `draws` says that they draw random numbers in
-    training, and `backend` by what torch.compile compiles them.
+    `has_first` and `has_last` say which ends of the model are there.
     """
-    for block in blocks:
-        run_on_own_tokens(block, context, draws=draws, backend=backend)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     shifts = _shifts_labels(model)
 
