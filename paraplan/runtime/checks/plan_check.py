@@ -112,9 +112,6 @@ class PlanCheck:
         for order in self._runs.part.orders:
             order.restart()
 
-    def _is_divided(self) -> bool:
-        return self._plan.dp * self._plan.num_microbatches > 1
-
     def _measure(
         self, call: Call, pieces: Sequence[MicroBatch], parts: Sequence[Part], first: Record | None, *, is_first: bool
     ) -> None:
@@ -213,7 +210,7 @@ class PlanCheck:
         if self._is_random:
             with modes(self._module, training=False):
                 self._is_always_random = self._differs_by_seed(parts[:1])
-        if self._is_divided() and len(parts) > 1 and not self._checking.is_off:
+        if self._plan.dp * self._plan.num_microbatches > 1 and len(parts) > 1 and not self._checking.is_off:
             self._tell_of_state(parts, written)
         return None if self._is_random else found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.batch_parts import Part
 from paraplan.runtime.checks.comparison import Comparison, Difference
-from paraplan.runtime.checks.forward_state import WeightSums, weight_sums, written_weights
+from paraplan.runtime.checks.forward_state import weight_sums, written_weights
 from paraplan.runtime.checks.references import Reference, RunningReference, Whole
 from paraplan.runtime.checks.trial_runs import TrialRuns
 from paraplan.runtime.checks.trials import first_rank, not_compiled
@@ -77,7 +77,10 @@ class Verification:
                 )
                 copies = self._mesh.size("dp")
                 expected = _mean(float(loss.tally.loss) * copies, float(loss.tally.count) * copies, total)
-            self._refuse_written(before, weight_sums(model) if before and has_run else before)
+            after = weight_sums(model) if before and has_run else before
+            written = next((name for name, sums in before.items() if after[name] != sums), None)
+            if written is not None:  # under ZeRO the model writes copies, which are let go
+                raise written_weights(written)
             buffers = {name: held.detach().clone() for name, held in model.named_buffers()}
         if not has_run or not math.isfinite(expected):
             return None
@@ -113,12 +116,6 @@ class Verification:
             return loss_fn(outputs, targets)
 
         return loss
-
-    def _refuse_written(self, before: WeightSums, after: Mapping[str, object]) -> None:
-        """Raise where the whole model has written its weights: under ZeRO it writes copies, which are let go."""
-        for name, sums in before.items():
-            if after[name] != sums:
-                raise written_weights(name)
 
     def _terms(self, model: nn.Module, micro_batches: Sequence[MicroBatch]) -> Iterator[torch.Tensor]:
         for one in micro_batches:

@@ -69,18 +69,22 @@ def setting_of(whole: nn.Module, call: BlockCall) -> CheckSetting:
 
 def _repeats_in_training(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> bool:
     """Whether `whole` runs in training mode without random numbers, but those of dropout."""
-    device = next(whole.parameters()).device
     try:
         expected_of(whole.train(), call, dtype)
     except UnsupportedPlanError:
         return False
-    left = _random_states(device)
+    return not _has_drawn(next(whole.parameters()).device)
+
+
+def _has_drawn(device: torch.device) -> bool:
+    """Whether random numbers were drawn since generators were seeded for a run."""
+
+    def states() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+    left = states()
     seed_generators(_SEED)
-    return all(torch.equal(one, other) for one, other in zip(left, _random_states(device), strict=True))
-
-
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return not all(map(torch.equal, left, states()))
 
 
 @contextmanager
@@ -239,12 +243,9 @@ def errors_of(
 
 def draws_in_training(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> bool:
     """Whether a block draws random numbers in training, those of dropout too."""
-    device = next(whole.parameters()).device
     with attributes_kept(whole):
         gradients_of(whole.train(), call, mask=True, dtype=dtype, drops=True)
-    left = _random_states(device)
-    seed_generators(_SEED)
-    return not all(torch.equal(one, other) for one, other in zip(left, _random_states(device), strict=True))
+    return _has_drawn(next(whole.parameters()).device)
 
 
 def gradients_of(

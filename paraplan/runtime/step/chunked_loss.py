@@ -99,7 +99,8 @@ class ChunkedLogits(torch.Tensor):
                 return made
         if name == "cross_entropy":
             given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
-            if given.get("input") is first and _is_in_chunks(given):
+            is_plain = given.get("size_average") is None and given.get("reduce") is None
+            if given.get("input") is first and is_plain and first.ndim == 2 and not given["target"].is_floating_point():
                 return _cross_entropy(first.source, given)
         whole = pytree.tree_map(lambda one: one.whole() if isinstance(one, ChunkedLogits) else one, (args, kwargs))
         return func(*whole[0], **whole[1])
@@ -149,11 +150,6 @@ def _leaves_classes(index: Any, ndim: int) -> bool:
     if Ellipsis in entries:
         return entries[0] is Ellipsis and len(entries) > 1 and entries[-1] == slice(None)
     return len(entries) < ndim or (len(entries) == ndim and entries[-1] == slice(None))
-
-
-def _is_in_chunks(given: dict[str, Any]) -> bool:
-    is_plain = given.get("size_average") is None and given.get("reduce") is None
-    return is_plain and given["input"].ndim == 2 and not given["target"].is_floating_point()
 
 
 def _cross_entropy(source: _Source, given: dict[str, Any]) -> torch.Tensor:
@@ -214,12 +210,10 @@ def _in_chunks(head: nn.Linear, loss: StepLoss) -> Callable[[torch.Tensor], torc
         entered = hidden.view_as(hidden)  # whose gradient is the last one of the head
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        modes = [mode for mode in function_modes() if not _belongs_to_loss(mode, logits)]
+        of_loss = (
+            None if logits is None else logits.mode
+        )  # those see the loss of all tokens, or are entered for each chunk
+        modes = [mode for mode in function_modes() if mode is not of_loss and not isinstance(mode, SumsOverRanks)]
         return ChunkedLogits.of(_Source(entered, inner, entered, modes, around), num_classes, dtype)
 
     return forward
-
-
-def _belongs_to_loss(mode: TorchFunctionMode, logits: VocabularyLogits | None) -> bool:
-    """Whether a mode sees the loss of all tokens, or is entered for each chunk."""
-    return isinstance(mode, SumsOverRanks) or (logits is not None and mode is logits.mode)
