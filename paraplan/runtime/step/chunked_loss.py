@@ -210,9 +210,7 @@ def _in_chunks(head: nn.Linear, loss: StepLoss) -> Callable[[torch.Tensor], torc
         entered = hidden.view_as(hidden)  # whose gradient is the last one of the head
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        of_loss = (
-            None if logits is None else logits.mode
-        )  # those see the loss of all tokens, or are entered for each chunk
+        of_loss = None if logits is None else logits.mode  # entered for each chunk; sums see the loss of all tokens
         modes = [mode for mode in function_modes() if mode is not of_loss and not isinstance(mode, SumsOverRanks)]
         return ChunkedLogits.of(_Source(entered, inner, entered, modes, around), num_classes, dtype)
 
