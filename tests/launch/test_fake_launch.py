@@ -188,6 +188,20 @@ def test_what_is_offloaded_is_counted_apart_and_compared_with_the_estimate(tmp_p
     assert rank.total_bytes == pytest.approx(report.estimates[0].total_bytes, rel=0.2)
 
 
+def test_the_states_of_several_optimizers_are_all_counted(tmp_path: Path, fake: Fake) -> None:
+    write(tmp_path, ParallelPlan(dp=2, micro_batch_size=8))
+    script, sizes = tmp_path / "train.py", []
+    one = "torch.optim.AdamW(parameters, lr=1e-3)"
+    two = "[torch.optim.AdamW(some, lr=1e-3) for some in (parameters[::2], parameters[1::2])]"
+    for made in (one, two):
+        script.write_text(script.read_text(encoding="utf-8").replace(one, made), encoding="utf-8")
+        done = fake("2", "--plan", "plan.json", "--json", "train.py")
+        assert done.returncode == 0, done.stderr
+        (rank,) = FakeLaunchReport.model_validate(json.loads(done.stdout)).ranks
+        sizes.append(rank.optimizer_state_bytes)
+    assert sizes[0] == sizes[1] > 0
+
+
 @pytest.mark.with_all  # a pipelined step counts all of them
 @pytest.mark.parametrize("num_microbatches", [*with_all([3, 4]), 8])  # all of three, or some of more
 def test_what_many_micro_batches_send_is_counted_of_all_though_three_are_run(
