@@ -116,7 +116,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        if any(_wraps(kind) for kind in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # a DTensor or its like takes over, and comes back with its local tensors
         out = func(*args, **(kwargs or {}))
         with torch.DisableTorchFunction():
@@ -160,7 +160,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def held(self) -> Counter[StorageUse]:
         """Return the bytes that are live now, by use."""
-        with torch.DisableTorchFunction():
+        with torch.DisableTorchFunction():  # this class asks on its own behalf, not on the model's
             now = self._uses_now()
         found: Counter[StorageUse] = Counter()
         for key, live in self._live.items():
@@ -187,7 +187,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 self._live[key].use = use
 
     def _add(self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        if tensor.device.type == "meta" or _wraps(type(tensor)):
+        if tensor.device.type == "meta" or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -227,12 +227,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if not self._is_stale:
             return
         self._is_stale = False
-        with torch.DisableTorchFunction():  # this class asks on its own behalf, not on the model's
-            now = self._uses_now()
-        peak = Peak(phase=self.phase)
-        for key, live in self._live.items():
-            peak.bytes_by_use[now.get(key, live.use)] += live.size_bytes
-        self.peak = peak
+        self.peak = Peak(self.held(), self.phase)
 
 
 def _end(tracker: weakref.ref[StorageTracker], key: int) -> None:
@@ -240,11 +235,6 @@ def _end(tracker: weakref.ref[StorageTracker], key: int) -> None:
     alive = tracker()
     if alive is not None:
         alive._end(key)
-
-
-def _wraps(kind: type) -> bool:
-    """Whether tensors of this class have others inside, which hold the storage."""
-    return issubclass(kind, DTensor)
 
 
 def _rounded(num_bytes: int) -> int:
