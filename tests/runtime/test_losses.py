@@ -555,7 +555,9 @@ def test_a_loss_that_compares_sequences_is_told_or_refused(name: str, caplog: py
 def test_outputs_are_gathered_only_where_they_are_there_together(plan: ParallelPlan) -> None:
     job = runtime.init(ParallelPlan(), shows_progress=False)
     with pytest.raises(UnsupportedPlanError, match="batch_coupling='gather' needs the outputs of a whole step at once"):
-        replace(job, plan=plan).prepare(model_of(), loss_fn=contrastive, optimizer=sgd, batch_coupling="gather")
+        replace(job, mesh=replace(job.mesh, plan=plan)).prepare(
+            model_of(), loss_fn=contrastive, optimizer=sgd, batch_coupling="gather"
+        )
 
 
 class Noisy(nn.Module):
