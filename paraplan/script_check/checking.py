@@ -35,7 +35,7 @@ from paraplan.script_check.steadiness import loose, why_loose
 
 _OF_THE_WAY = ("another direction", "another output", "another loss")
 """Kinds of differences that a script also makes which goes other ways by what it reads."""
-_NEEDING_SHARES = ("another direction", "another output", "another loss", "scaled")
+_NEEDING_SHARES = ("another direction", "another output", "another loss", "scaled", "update")
 """Kinds of differences of which what each rank's batch gives alone may say more."""
 
 
@@ -115,6 +115,11 @@ def _judged(runs: _Runs, sight: Sight, notes: list[str]) -> tuple[Sight, tuple[D
                 "halves of the ranks' batches, and then the second ones"
             )
             return paired, other
+    found = answer[0]
+    is_unclear = found is not None and (found.kind in _OF_THE_WAY or is_unexplained(found.cause)) and found.step == 1
+    if is_unclear and not runs.spreads and not runs.halves:
+        sight = runs.with_outputs(sight)
+        answer = first_difference(sight)
     return sight, answer
 
 
@@ -173,6 +178,7 @@ class _Runs:
         self.spreads = False
         self.halves = False
         self.notes_passes = False
+        self.notes_outputs = False
         self.loss_scale = 1.0
         self.notes: list[str] = []
         self.last_folder = folder
@@ -225,6 +231,7 @@ class _Runs:
             shake=shake,
             loss_scale=self.loss_scale,
             notes_passes=self.notes_passes,
+            notes_outputs=self.notes_outputs,
         )
         path = folder / "request.json"
         path.write_text(request.to_json(), encoding="utf-8")
@@ -275,6 +282,18 @@ class _Runs:
         again = self._again(sight)
         self.notes_passes = False
         return sight if again is None else replace(sight, passes=again[0])
+
+    def with_outputs(self, sight: Sight) -> Sight:
+        """Return `sight` with ranks and one process that noted what modules are given and give in the first step."""
+        self.say("ranks and one process once more, to find what is to blame")
+        self.notes_outputs = True
+        try:
+            noted = [*self.run("ranks", len(sight.ranks)), *self.run("alone", 1, str(self.inputs))]
+        except CheckRunError:
+            return sight
+        finally:
+            self.notes_outputs = False
+        return replace(sight, noted=noted)
 
     def with_halves(self, sight: Sight) -> Sight:
         """Return `sight` with one process that has the first halves of batches before the second ones."""

@@ -76,6 +76,8 @@ class Sight:
     """Number of ranks that hold one whole of parameters of whose parts torch does not know."""
     passes: Process | None = None
     """One process that noted its gradients after each backward pass of the first step."""
+    noted: Sequence[Process] | None = None
+    """The ranks, and one process behind them, that noted what modules are given and give."""
     again: Process | None = None
     """One process that ran as `alone` did once more, where rounding changes a gradient by much."""
 

@@ -67,8 +67,7 @@ def made_of(sight: Sight, step: int, name: str, value: torch.Tensor) -> str:
 
 
 def _of_micro_batches(sight: Sight, step: int, name: str, value: torch.Tensor) -> str:
-    sums = [] if sight.passes is None else list(_counted(sight.passes.tensors, f"pass/{step}", name))
-    parts = [sums[0], *(one - before for before, one in itertools.pairwise(sums))] if sums else []
+    parts = of_micro_batches(sight, name) if step == 1 else []
     weights = weights_of([value], [[part] for part in parts])
     if weights is None:
         return ""
@@ -78,6 +77,12 @@ def _of_micro_batches(sight: Sight, step: int, name: str, value: torch.Tensor) -
         verb = "are" if len(lost) > 1 else "is"
         return f"{which} {verb} lost: what was accumulated is overwritten, or cleared before the step"
     return f"micro-batches count {_listed(weights, 1)} times in it, and once each in one process"
+
+
+def of_micro_batches(sight: Sight, name: str) -> list[torch.Tensor]:
+    """Return the gradients of a parameter by micro-batch of the first step, as one process has them; [] for unknown."""
+    sums = [] if sight.passes is None else _counted(sight.passes.tensors, "pass/1", name)
+    return [sums[0], *(one - before for before, one in itertools.pairwise(sums))] if sums else []
 
 
 def _of_batches(sight: Sight, step: int, name: str, value: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ from paraplan.script_check.buffers import wrong_buffer
 from paraplan.script_check.causes import Cause, Parting, is_of_known_size
 from paraplan.script_check.evidence import NOISE_FACTOR, Sight, listed, ranks_of
 from paraplan.script_check.mixtures import STATISTICS
+from paraplan.script_check.wrong_outputs import first_wrong, first_wrong_gradient
 
 _TOLERANCE = 1e-3
 _LOSS_TOLERANCE = 1e-4
@@ -85,6 +86,10 @@ def in_context(
             return Cause("unlike rows", None, rows)
         is_last_right = all(parting.name != names[-1] for parting in partings)
         return _forward(sight, partings[0].step, is_last_right=is_last_right)
+    back = first_wrong_gradient(sight) if partings[0].step == 1 else None
+    if back is not None:
+        text = f"{cause.text}; the loss is right, and {back.text}" + (f": {back.how}" if back.how else "")
+        return cause._replace(text=text)
     return cause._replace(text=f"{cause.text}; {_way_back(sight, names, partings)}")
 
 
@@ -110,11 +115,15 @@ def _forward(sight: Sight, step: int, *, is_last_right: bool) -> Cause:
     text = f"the loss is {loss.ranks:.6g}, and {loss.alone:.6g} in one process: "
     outputs = _outputs(sight) if step == 1 else {}
     module = next((name for name, is_right in outputs.items() if is_right is False), None)
-    if module is not None:
+    first = first_wrong(sight) if step == 1 else None
+    if first is not None and first.how:
+        return Cause("another output", None, f"{text}{first.text}: {first.how}")
+    if first is not None or module is not None:
+        text += first.text if first is not None else f"the first output that is another is that of {module}"
         text += (
-            f"the first output that is another is that of {module}. Its heads, groups or parts are cut or ordered "
-            "otherwise, its positions or masks are those of another part, what it carries from token to token starts "
-            "anew on each rank, or each rank adds to it what is to be added once"
+            ". Its heads, groups or parts are cut or ordered otherwise, its positions or masks are those of another "
+            "part, what it carries from token to token starts anew on each rank, or each rank adds to it what is to be "
+            "added once"
         )
     elif outputs and list(outputs.values())[-1]:
         if is_last_right:

@@ -65,6 +65,8 @@ class ScriptRequest(Record):
     """By what one process multiplies its losses: of those that are sums over rows it would have more."""
     notes_passes: bool = False
     """Whether gradients are noted after each backward pass of the first step."""
+    notes_outputs: bool = False
+    """Whether what modules inside of models are given, and give, in the first step is noted whole."""
     inputs: str = ""
     """The folder with what one process starts with and reads; "" for ranks."""
 
@@ -167,6 +169,8 @@ class ProcessRecord(Record):
     outputs: dict[str, tuple[float, float, float]]
     """Sums of the squares, of the values and of their sizes, of what modules inside of models gave in the first step,
     in the order of the calls."""
+    noted: tuple[str, ...] = ()
+    """What was noted whole of modules: `given` or `gives`, number of the call and name, in this order of time."""
     copies: tuple[CopyRecord, ...] = ()
     """Calls of models that are not trained."""
     rounding: float

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from paraplan.script_check.causes import Cause, Parting, among_ranks, factor_of
-from paraplan.script_check.evidence import Sight, ranks_of
-from paraplan.script_check.mixtures import order_of_parts
+from paraplan.script_check.causes import Cause, Parting, among_ranks, factor_of, gradient_cause
+from paraplan.script_check.evidence import Sight, distance, ranks_of
+from paraplan.script_check.mixtures import of_micro_batches, order_of_parts
 
 _SMALLEST = 1e-3
 _SAME_WAY = 2e-3
 _SAME_FACTOR = 1.01
 _FARTHEST = 3
+_FEWEST_SIGNS = 16
+"""Fewer numbers have the signs of any gradient by chance."""
+_SAME_SIZE = 0.02
+_MOST = 0.99
 _FEWEST = 4
 """A piece of a parameter with fewer numbers has any factor."""
 
@@ -36,10 +40,70 @@ def update_cause(sight: Sight, parting: Parting) -> Cause:
         return Cause("not stepped", 0.0, f"it did not change on {ranks_of(still)}: {why}")
     tolerance = max(parting.tolerance * float(parting.expected.norm()) / float(way.norm()), 1e-4)
     factor = factor_of(ways[0], way, tolerance)
+    if factor is None and (implied := _by_implied_gradient(sight, parting, before)):
+        return implied
     if factor is not None:
         text = f"it moved {factor:.4g} times as far as in one process, in the right direction: it is stepped more than "
         return Cause("update", factor, text + "once, by another rate, or with another state of the optimizer")
     return Cause("update", None, _of_direction(sight, parting, ways[0], way, tolerance))
+
+
+def _by_implied_gradient(sight: Sight, parting: Parting, before: torch.Tensor) -> Cause | None:
+    """Return what the gradient that a step implies tells, where that of ranks is not seen; None where nothing more.
+
+    A step implies it where one process moves along its gradient, as by SGD. Where each number moves by the same, as by
+    a first step of Adam, signs tell of which part of the batches it is.
+    """
+    gradient = sight.alone.of(f"gradient/{parting.step}").get(parting.name)
+    values = [value for value in parting.values if value is not None]
+    if gradient is None or len(values) < len(parting.values) or _of_gradient(sight, parting).startswith("its"):
+        return None
+    way = parting.expected.double() - before.double()
+    rate = factor_of(way, gradient.double(), _SAME_WAY)
+    if not rate:
+        return _by_signs(sight, parting, [value.double() - before.double() for value in values], way)
+    steps = [(value.double() - before.double()) / rate for value in values]
+    noise = parting.tolerance * float(parting.expected.norm()) / max(float(way.norm()), 1e-30)
+    errors = [distance(step, gradient, parting.floor) for step in steps]
+    implied = Parting(parting.step, parting.name, steps, gradient, errors, max(noise, 1e-4), parting.floor)
+    cause = gradient_cause(sight, implied) if implied.ranks else None
+    if cause is None or cause.kind in ("another direction", "scaled") or "neither their sum" in cause.text:
+        return None
+    return Cause("update", None, f"of the gradient that its step is made by: {cause.text}")
+
+
+def _by_signs(sight: Sight, parting: Parting, moved: Sequence[torch.Tensor], way: torch.Tensor) -> Cause | None:
+    """Return of which micro-batch, or of which rank's batch alone, steps have the signs; None where of none."""
+    size = float(way.abs().median())
+    if parting.step > 1 or way.numel() < _FEWEST_SIGNS or not _has_one_size(way, size):
+        return None
+    if not all(_has_one_size(one, size) for one in moved):
+        return None
+    parts = [
+        (f"micro-batch {number} alone", one) for number, one in enumerate(of_micro_batches(sight, parting.name), 1)
+    ]
+    shares = [share.of("gradient/1").get(parting.name) for share in sight.shares]
+    parts += [
+        (f"rank {group[0]}'s batch alone", share)
+        for group, share in zip(sight.groups, shares, strict=False)
+        if share is not None
+    ]
+    told = [next((text for text, part in parts if _has_signs(one, part)), "") for one in moved]
+    if not all(told):
+        return None
+    if len(set(told)) > 1:
+        text = "ranks step by the gradients of their own batches alone: these are never reduced over them"
+        return Cause("update", None, text)
+    return Cause("update", None, f"its step has the signs of the gradient of {told[0]}: the others' are lost")
+
+
+def _has_one_size(way: torch.Tensor, size: float) -> bool:
+    return bool(((way.abs() - size).abs() <= _SAME_SIZE * size).double().mean() >= _MOST)
+
+
+def _has_signs(moved: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a step goes against a gradient, number by number."""
+    return moved.shape == gradient.shape and bool((moved.sign() == -gradient.double().sign()).double().mean() >= _MOST)
 
 
 def scaled_by_rank(causes: Sequence[Cause]) -> Cause | None:

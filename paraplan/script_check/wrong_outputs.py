@@ -1,0 +1,363 @@
+"""The part of a module's output that is wrong on ranks, told by the numbers that they and one process have."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from paraplan.script_check.causes import factor_of
+from paraplan.script_check.evidence import Sight, distance, ranks_of
+from paraplan.script_check.mixtures import order_of_parts
+
+_TOLERANCE = 1e-4
+_TOLERANCE_BACK = 1e-3
+_SINGLE = 1e-6
+"""Types whose unit of the last place is larger are coarse."""
+_ROUNDINGS = 8
+"""How many units of the last place outputs differ by rounding, in coarse types."""
+_MOST_SHOWN = 6
+_FEWEST = 3
+"""Fewer numbers are a multiple of any."""
+
+
+class WrongOutput(NamedTuple):
+    """The first value between modules that is wrong."""
+
+    text: str
+    """The value: what a module gives, or is given."""
+    how: str
+    """The numbers that are wrong and what they are in place of the right ones, with the usual meaning; "" where no
+    pattern is seen."""
+
+
+class _Cut(NamedTuple):
+    """A value on ranks beside the part of one process's value that each should have."""
+
+    ranks: Sequence[torch.Tensor]
+    parts: Sequence[torch.Tensor]
+    begins: Sequence[tuple[int, ...]]
+    """Where the part of each rank begins, by dimension."""
+    tolerance: float
+
+    @property
+    def wrong(self) -> list[int]:
+        """Ranks whose values are not their parts."""
+        return [rank for rank in range(len(self.ranks)) if self.error(rank) > self.tolerance]
+
+    def error(self, rank: int) -> float:
+        return distance(self.ranks[rank], self.parts[rank], 0.0)
+
+    @property
+    def are_shares(self) -> bool:
+        """Whether the values of those ranks that should have the same are terms, whose sum is what each should have."""
+        by_place: dict[tuple[int, ...], list[int]] = {}
+        for rank, begin in enumerate(self.begins):
+            by_place.setdefault(begin, []).append(rank)
+        return all(
+            len(ranks) > 1
+            and self.is_near(torch.stack([self.ranks[rank].double() for rank in ranks]).sum(0), self.parts[ranks[0]])
+            for ranks in by_place.values()
+        )
+
+    def is_near(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return one.shape == other.shape and distance(one, other, 0.0) <= self.tolerance
+
+
+class _Value(NamedTuple):
+    """A value between modules, or its gradient: what it is, and how ranks have it."""
+
+    text: str
+    module: str
+    """The module that gives it; "" where one is given it."""
+    cut: _Cut
+    are_shares: bool
+    """Whether ranks have terms of it, whose sum is right."""
+
+
+def first_wrong(sight: Sight) -> WrongOutput | None:
+    """Return the first value of the first step that is wrong on ranks, None where none is known to be.
+
+    Values of which ranks hold terms that are still to be added count as right where their sum is.
+    """
+    last = ""
+    for value in _values(sight, back=False):
+        if value.cut.wrong and not value.are_shares:
+            what = f"the first output that is another is that of {value.module}"
+            if not value.module:
+                what = f"the first value that is another is {value.text}"
+                what += f", which is made outside of modules of what {last} gives" if last else ""
+            return WrongOutput(what, _pattern(sight, value.cut))
+        last = value.module or last
+    return None
+
+
+def first_wrong_gradient(sight: Sight) -> WrongOutput | None:
+    """Return the first value between modules whose gradient is wrong as backward passes come to it, None for none."""
+    right, before = "", None
+    for value in _values(sight, back=True):
+        if value.cut.wrong and not value.are_shares:
+            what = f"the first gradient that is wrong on the way back is that of {value.text}"
+            if before is not None and before.are_shares:
+                what += f"; that of {before.text} is in shares, whose sum is right: it may go on before it is summed"
+            elif right:
+                what += f" (that of {right} is right)"
+            return WrongOutput(what, _pattern(sight, value.cut))
+        right, before = value.text if not value.cut.wrong else right, value
+    return None
+
+
+def _values(sight: Sight, *, back: bool) -> Iterator[_Value]:
+    """Yield values between modules, or their gradients, in the order of time.
+
+    Losses of ranks are scaled: gradients are those of one process, times a number that the first of them tells, or
+    that of the parts into which its rows are cut.
+    """
+    if sight.noted is None:
+        return
+    *ranks, alone = sight.noted
+    coarse = alone.record.rounding if alone.record.rounding > _SINGLE else 0.0
+    tolerance = max(_TOLERANCE_BACK if back else _TOLERANCE, _ROUNDINGS * coarse)
+    scales = [] if back else [1.0] * len(ranks)
+    for key in alone.record.noted:
+        side, _, name = key.split("/", 2)
+        values = [process.tensors[f"noted/{key}"] for process in ranks if f"noted/{key}" in process.tensors]
+        if side.startswith("back ") != back or len(values) < len(ranks):
+            continue
+        expected = alone.tensors[f"noted/{key}"]
+        cuts = _cuts(sight, values, expected, tolerance)
+        if cuts and not scales:
+            factors = [factor_of(one, part, tolerance) for one, part in zip(values, cuts[0].parts, strict=True)]
+            num_parts = expected.shape[0] / values[0].shape[0]
+            scales = [factor or num_parts for factor in factors] if all(factors) else [num_parts] * len(ranks)
+        if cuts:
+            cuts = _cuts(sight, [one / scale for one, scale in zip(values, scales, strict=True)], expected, tolerance)
+            given = side.endswith("given")
+            text = f"what {name} is given" if given else f"what {name} gives"
+            yield _Value(text, "" if given else name, cuts[0], any(cut.are_shares for cut in cuts))
+
+
+def _cuts(sight: Sight, values: Sequence[torch.Tensor], expected: torch.Tensor, tolerance: float) -> list[_Cut]:
+    """Return values of ranks beside their parts of `expected`, in all ways to cut it, that of the least error first."""
+    shapes = {tuple(value.shape) for value in values}
+    shape = next(iter(shapes))
+    if len(shapes) != 1 or any(not bool(value.isfinite().all()) for value in (*values, expected)):
+        return []
+    if len(shape) != expected.ndim or any(
+        not size or whole % size for size, whole in zip(shape, expected.shape, strict=True)
+    ):
+        return []
+    counts = [whole // size for size, whole in zip(shape, expected.shape, strict=True)]
+    cuts = []
+    for begins in _layouts(sight, counts, shape):
+        parts = []
+        for begin in begins:
+            part = expected
+            for dim, (at, size) in enumerate(zip(begin, shape, strict=True)):
+                part = part.narrow(dim, at, size)
+            parts.append(part)
+        cuts.append(_Cut(values, parts, begins, tolerance))
+    return sorted(cuts, key=lambda cut: sum(map(cut.error, range(len(values)))))
+
+
+def _layouts(sight: Sight, counts: Sequence[int], shape: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    """Yield where the part of each rank may begin: rows by groups that read the same, the rest by the order of ranks.
+
+    `counts` has the number of parts of each dimension.
+    """
+    groups = sight.groups
+    inner = list(counts)
+    has_rows = bool(counts) and counts[0] % len(groups) == 0
+    if has_rows:
+        inner[0] //= len(groups)
+    else:
+        groups = [range(len(sight.ranks))]
+    if any(len(group) % math.prod(inner) for group in groups):
+        return
+    dims = [dim for dim, count in enumerate(inner) if count > 1]
+    for order in itertools.permutations(dims):
+        for is_outer in (True, False) if dims else (True,):
+            begins: dict[int, tuple[int, ...]] = {}
+            for number, group in enumerate(groups):
+                copies = len(group) // math.prod(inner)
+                for place, rank in enumerate(group):
+                    left = place // copies if is_outer else place % (len(group) // copies)
+                    at = [0] * len(counts)
+                    for dim in reversed(order):
+                        left, at[dim] = divmod(left, inner[dim])
+                    if has_rows:
+                        at[0] += number * inner[0]
+                    begins[rank] = tuple(one * size for one, size in zip(at, shape, strict=True))
+            yield [begins[rank] for rank in range(len(begins))]
+
+
+def _pattern(sight: Sight, cut: _Cut) -> str:
+    """Return what wrong numbers are in place of the right ones, "" where no pattern is seen."""
+    for pattern in (_scaled, _of_another_rank, _shifted_by_a_vector, _scaled_by_row, _in_a_region):
+        if text := pattern(sight, cut):
+            return text
+    return ""
+
+
+def _scaled(sight: Sight, cut: _Cut) -> str:
+    factors = [factor_of(cut.ranks[rank], cut.parts[rank], cut.tolerance) for rank in cut.wrong]
+    if any(factor is None or cut.ranks[0].numel() < 2 for factor in factors):
+        return ""
+    shown = ", ".join(dict.fromkeys(f"{factor:.4g}" for factor in factors))
+    return (
+        f"it is {shown} times that of one process on {ranks_of(cut.wrong)}: it is summed over ranks that have the "
+        "whole, averaged where it should be summed, or scaled by a number of ranks"
+    )
+
+
+def _of_another_rank(sight: Sight, cut: _Cut) -> str:
+    for rank in cut.wrong:
+        other = next((one for one, part in enumerate(cut.parts) if cut.is_near(cut.ranks[rank], part)), None)
+        if other is not None:
+            return (
+                f"rank {rank} has what rank {other} should have: it takes the part of another rank, as where a place "
+                "in a group is taken for the rank, or each takes the first part"
+            )
+        order = order_of_parts(cut.ranks[rank], cut.parts[rank], len(sight.ranks))
+        if order:
+            return f"on rank {rank} {order}"
+    return ""
+
+
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    return value.double().reshape(-1, value.shape[-1]) if value.ndim else value.double().reshape(1, 1)
+
+
+def _shifted_by_a_vector(sight: Sight, cut: _Cut) -> str:
+    """Return that the same is added to each row, as a bias that each rank adds, "" where not so."""
+    for rank in cut.wrong:
+        more = _rows(cut.ranks[rank]) - _rows(cut.parts[rank])
+        if len(more) < 2 or distance(more, more[:1].expand_as(more), 0.0) > 10 * cut.tolerance:
+            return ""
+    rank = cut.wrong[0]
+    more = (_rows(cut.ranks[rank]) - _rows(cut.parts[rank]))[0]
+    start = sight.alone.of("start")
+    for parameter, value in start.items():
+        if value.ndim == 1 and len(value) == len(more) and len(more) > 1:
+            factor = factor_of(more, value, 10 * cut.tolerance)
+            if factor is not None and abs(factor) > cut.tolerance:
+                return f"{parameter} is in it {1 + factor:.3g} times: each rank adds it, and then their sum is taken"
+    return (
+        "the same numbers are added to each of its rows: what is to be added once is added by each rank, or not at all"
+    )
+
+
+def _scaled_by_row(sight: Sight, cut: _Cut) -> str:
+    """Return that each row is a multiple of the right one by a number of its own, "" where not so."""
+    width = cut.ranks[0].shape[-1]
+    for size in (size for size in range(width, _FEWEST - 1, -1) if width % size == 0):
+        if all(_is_scaled_by_part(cut, rank, size) for rank in cut.wrong):
+            what = "each of its rows" if size == width else f"each {size} features of its rows"
+            return (
+                f"{what} {'is' if size == width else 'are'} multiplied by another number on {ranks_of(cut.wrong)}: a "
+                "norm, a mean, a softmax or a count is taken over a part, or another group, of the features or rows "
+                "that it should be of"
+            )
+    return ""
+
+
+def _is_scaled_by_part(cut: _Cut, rank: int, size: int) -> bool:
+    """Whether each `size` features of a row are a multiple of the right ones, by a number of their own."""
+    one, other = (value.double().reshape(-1, size) for value in (cut.ranks[rank], cut.parts[rank]))
+    if len(one) < 2:
+        return False
+    factors = (one * other).sum(1, keepdim=True) / (other * other).sum(1, keepdim=True).clamp(min=1e-30)
+    return distance(factors * other, one, 0.0) <= 4 * cut.tolerance
+
+
+def _in_a_region(sight: Sight, cut: _Cut) -> str:
+    """Return which rows, tokens or features are wrong where others are right, "" where all are wrong."""
+    regions = {rank: region for rank in cut.wrong if (region := _region(cut, rank)) is not None}
+    right = [rank for rank in range(len(cut.ranks)) if rank not in cut.wrong]
+    if len(regions) == len(cut.wrong):
+        by_text: dict[str, list[int]] = {}
+        for rank, region in regions.items():
+            by_text.setdefault(region.text, []).append(rank)
+        shown = "; ".join(f"{text} on {ranks_of(ranks)}" for text, ranks in list(by_text.items())[:_MOST_SHOWN])
+        return f"it is wrong in {shown}, and right elsewhere{_meaning(cut, list(regions.values()))}"
+    if right:
+        return (
+            f"it is wrong on {ranks_of(cut.wrong)} and right on {ranks_of(right)}: positions, masks, slopes, heads or "
+            "what is carried on are those of another part there"
+        )
+    return ""
+
+
+class _Region(NamedTuple):
+    """The wrong numbers of a rank's value, as indices of one dimension."""
+
+    rank: int
+    dim: int
+    wrong: Sequence[int]
+    what: str
+    text: str
+
+
+def _region(cut: _Cut, rank: int) -> _Region | None:
+    """Return where a rank's value is wrong, by its last dimension that has right and wrong places; None for none."""
+    mask = _mask(cut, rank)
+    for dim in reversed(range(mask.ndim)) if mask.ndim > 1 else ():
+        others = [one for one in range(mask.ndim) if one != dim]
+        wrong = mask.any(dim=others).nonzero().flatten().tolist()
+        if 0 < len(wrong) < mask.shape[dim]:
+            what = "features" if dim == mask.ndim - 1 else "tokens" if dim or mask.ndim == 2 else "rows"
+            return _Region(rank, dim, wrong, what, f"{what} {_ranges(wrong)} of {mask.shape[dim]}")
+    return None
+
+
+def _meaning(cut: _Cut, regions: Sequence[_Region]) -> str:
+    """Return what it usually means that values are wrong in some regions alone."""
+    if all(_are_shares_there(cut, region) for region in regions):
+        return ": there each rank has a share, and their sum is right, so it is never summed over these ranks"
+    if any(region.what == "features" for region in regions):
+        return ""
+    if all(list(region.wrong) == list(range(len(region.wrong))) for region in regions) and all(
+        cut.begins[region.rank][region.dim] > 0 for region in regions
+    ):
+        return (
+            ": at the cut, what a token takes from those before it, as a convolution, a shift or a state, starts anew "
+            "in place of coming from the rank before"
+        )
+    if all(list(region.wrong) == list(range(1, cut.ranks[0].shape[region.dim])) for region in regions):
+        return (
+            ": the first token, which sees itself alone, is right, so it is how tokens see those before them: heads, "
+            "slopes, positions or masks"
+        )
+    return ""
+
+
+def _are_shares_there(cut: _Cut, region: _Region) -> bool:
+    """Whether the wrong numbers of ranks that should have the same are terms of a right sum."""
+    alike = [rank for rank, begin in enumerate(cut.begins) if begin == cut.begins[region.rank]]
+    if len(alike) < 2:
+        return False
+    there = torch.tensor(list(region.wrong))
+    total = torch.stack([cut.ranks[rank].double().index_select(region.dim, there) for rank in alike]).sum(0)
+    return cut.is_near(total, cut.parts[region.rank].double().index_select(region.dim, there))
+
+
+def _mask(cut: _Cut, rank: int) -> torch.Tensor:
+    """Return which numbers of a rank's value are wrong."""
+    one, other = cut.ranks[rank].double(), cut.parts[rank].double()
+    wrong: torch.Tensor = (one - other).abs() > 4 * cut.tolerance * float(other.square().mean()) ** 0.5
+    return wrong
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as words: `0-3, 6`."""
+    shown: list[list[int]] = []
+    for number in numbers:
+        if shown and number == shown[-1][-1] + 1:
+            shown[-1] = [shown[-1][0], number]
+        else:
+            shown.append([number])
+    words = ["-".join(map(str, dict.fromkeys(one))) for one in shown[:_MOST_SHOWN]]
+    return ", ".join(words) + (", ..." if len(shown) > _MOST_SHOWN else "")
