@@ -201,6 +201,15 @@ def _cause_of_direction(sight: Sight, parting: Parting, value: torch.Tensor) -> 
                 f"the parts that ranks hold of it are {', '.join(numbers)} times those of one process: each rank "
                 "multiplies its own by another number, as where it clips by the norm of its part alone",
             )
+        if len(parts) > 1 and all(
+            parting.is_near(one, parts[0][0]) and not parting.is_near(other, parts[0][1]) for one, other in parts[1:]
+        ):
+            return Cause(
+                "other parts",
+                None,
+                "the parts that ranks hold of it have the same gradient, where each should have its own: it is reduced "
+                "over ranks that hold unlike parts, so that numbers of other rows or columns are added by their places",
+            )
     earlier = sight.alone.of(f"gradient/{parting.step - 1}").get(parting.name)
     if earlier is not None and parting.is_near(value, earlier):
         return Cause(

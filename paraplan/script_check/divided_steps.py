@@ -61,11 +61,12 @@ def is_comparable(sight: Sight, name: str) -> bool:
 def is_reduced_inside(sight: Sight, parting: Parting) -> bool:
     """Whether ranks' gradients are their own before the step, and all make the same right step of them.
 
-    So does an optimizer that exchanges gradients itself.
+    So does an optimizer that exchanges gradients itself, or one that steps by the gradient of the rank which has it.
     """
     after = sight.alone.tensors.get(f"parameter/{parting.step}/{parting.name}")
     before = sight.alone.before(parting.step, parting.name)
-    if len(parting.kinds()) == 1 or min(parting.errors) < _UNLIKE or after is None or before is None:
+    is_plain = all(error <= parting.tolerance or error > _UNLIKE for error in parting.errors)
+    if len(parting.kinds()) == 1 or not is_plain or after is None or before is None:
         return False
     first = parting.values[0]
     if first is None or any(one is None or factor_of(one, first, parting.tolerance) for one in parting.values[1:]):

@@ -11,7 +11,7 @@ from paraplan.script_check.buffers import wrong_buffer
 from paraplan.script_check.causes import Cause, Parting, is_of_known_size
 from paraplan.script_check.evidence import NOISE_FACTOR, Sight, listed, ranks_of
 from paraplan.script_check.mixtures import STATISTICS
-from paraplan.script_check.wrong_outputs import first_wrong, first_wrong_gradient
+from paraplan.script_check.wrong_outputs import are_gradients_right, first_wrong, first_wrong_gradient
 
 _TOLERANCE = 1e-3
 _LOSS_TOLERANCE = 1e-4
@@ -90,7 +90,13 @@ def in_context(
     if back is not None:
         text = f"{cause.text}; the loss is right, and {back.text}" + (f": {back.how}" if back.how else "")
         return cause._replace(text=text)
-    return cause._replace(text=f"{cause.text}; {_way_back(sight, names, partings)}")
+    text = f"{cause.text}; {_way_back(sight, names, partings)}"
+    if partings[0].step == 1 and are_gradients_right(sight):
+        text += (
+            "; what goes back between modules is right, so it is made wrong where the gradient of the weight itself is "
+            "made, of inputs or gradients that are gathered in another order, or in part, or where that is reduced"
+        )
+    return cause._replace(text=text)
 
 
 def _unlike_rows(sight: Sight) -> str:

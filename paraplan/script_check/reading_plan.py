@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ def origins(ranks: Sequence[Process]) -> list[Place]:
         for time in range(min(len(table[place].prints) for table in tables))
         if len({table[place].prints[time] for table in tables}) > 1
     }
+    unlike -= _written_over(tables[0], unlike)
     first = set()
     for place in shared:
         source = tables[0][place]
@@ -59,6 +60,19 @@ def origins(ranks: Sequence[Process]) -> list[Place]:
         for time in range(min(len(table[place].prints) for table in tables))
         if all(table[place].is_used[time] for table in tables)
     ]
+
+
+def _written_over(table: Mapping[str, SourceRecord], unlike: set[Place]) -> set[Place]:
+    """Return those of `unlike` that are tensors of which a part was not yet set, and that are alike once it is.
+
+    What memory held before is in them, as where rows of `torch.empty` are set one by one.
+    """
+    over: set[Place] = set()
+    for place in (place for place in table if place.endswith("__setitem__")):
+        for time in reversed(range(len(table[place].prints))):
+            if (place, time) not in unlike or (place, time) in over:
+                over |= {at for at in table[place].made_of[time] if at in unlike and at[0].endswith("__setitem__")}
+    return over
 
 
 def of_rows(ranks: Sequence[Process], read: Sequence[Place]) -> list[Place]:

@@ -110,6 +110,12 @@ def first_wrong_gradient(sight: Sight) -> WrongOutput | None:
     return None
 
 
+def are_gradients_right(sight: Sight) -> bool:
+    """Whether gradients of values between modules are known, and all are right."""
+    values = list(_values(sight, back=True))
+    return len(values) > 1 and all(not value.cut.wrong or value.are_shares for value in values)
+
+
 def _values(sight: Sight, *, back: bool) -> Iterator[_Value]:
     """Yield values between modules, or their gradients, in the order of time.
 
@@ -196,7 +202,15 @@ def _layouts(sight: Sight, counts: Sequence[int], shape: Sequence[int]) -> Itera
 
 def _pattern(sight: Sight, cut: _Cut) -> str:
     """Return what wrong numbers are in place of the right ones, "" where no pattern is seen."""
-    for pattern in (_scaled, _of_another_rank, _shifted_by_a_vector, _scaled_by_row, _in_a_region):
+    for pattern in (
+        _scaled,
+        _of_another_rank,
+        _alike,
+        _shifted_by_a_vector,
+        _scaled_by_row,
+        _from_a_token_on,
+        _in_a_region,
+    ):
         if text := pattern(sight, cut):
             return text
     return ""
@@ -225,6 +239,18 @@ def _of_another_rank(sight: Sight, cut: _Cut) -> str:
         if order:
             return f"on rank {rank} {order}"
     return ""
+
+
+def _alike(sight: Sight, cut: _Cut) -> str:
+    """Return that ranks have the same where each should have a part of its own, "" where not so."""
+    same = [rank for rank in range(len(cut.ranks)) if cut.is_near(cut.ranks[rank], cut.ranks[cut.wrong[0]])]
+    parts = {cut.begins[rank] for rank in same}
+    if len(parts) < 2:
+        return ""
+    return (
+        f"it is the same on {ranks_of(same)}, where each has rows or tokens, or features, of its own: what unlike ones "
+        "give is added, or averaged, over these ranks by their places"
+    )
 
 
 def _rows(value: torch.Tensor) -> torch.Tensor:
@@ -271,6 +297,25 @@ def _is_scaled_by_part(cut: _Cut, rank: int, size: int) -> bool:
         return False
     factors = (one * other).sum(1, keepdim=True) / (other * other).sum(1, keepdim=True).clamp(min=1e-30)
     return distance(factors * other, one, 0.0) <= 4 * cut.tolerance
+
+
+def _from_a_token_on(sight: Sight, cut: _Cut) -> str:
+    """Return that rows are right up to a token and wrong from there on, each from another one, "" where not so."""
+    begins = set()
+    for rank in cut.wrong:
+        mask = _mask(cut, rank)
+        if mask.ndim < 3 or mask.shape[1] < _FEWEST:
+            return ""
+        wrong = mask.any(dim=tuple(range(2, mask.ndim))).long()
+        if bool((wrong.diff(dim=1) < 0).any()):
+            return ""
+        begins |= set((wrong.shape[1] - wrong.sum(1)).tolist())
+    if len(begins) < _FEWEST:
+        return ""
+    return (
+        f"its rows are right up to a token, and wrong from there on, each from another one ({_ranges(sorted(begins))}): "
+        "what is carried from token to token is not ended, or ended otherwise, where a document of the row begins"
+    )
 
 
 def _in_a_region(sight: Sight, cut: _Cut) -> str:
