@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paraplan.script_check.evidence import Sight, distance
+from paraplan.script_check.evidence import Process, Sight, distance
 
 _TOLERANCE = 1e-3
 
@@ -56,11 +56,55 @@ def wrong_buffer(sight: Sight, step: int) -> str:
                     "computed with it is another on each. Reduce what it is made of over the ranks, or broadcast it"
                 )
             if when == "held" or earlier < step:
-                return (
-                    f"the buffer {name} is the same on all ranks, and another than in one process, in step {earlier}"
-                    f"{_how_far(one)}: it is made of one rank's rows alone, or of some more than once"
-                )
+                return _otherwise(name, one, earlier)
     return ""
+
+
+def other_buffer(sight: Sight) -> str:
+    """Return which buffer ranks change alike and otherwise than one process does, "" for none.
+
+    It may be meant, as where rows of a rank are counted.
+    """
+    for step in range(1, len(sight.alone.record.steps) + 1):
+        for name, one in _buffers(sight, f"buffer/{step}").items():
+            if one.is_changed and one.is_wrong and not one.is_spread:
+                return _otherwise(name, one, step)
+    return ""
+
+
+def _otherwise(name: str, one: _Buffer, step: int) -> str:
+    return (
+        f"the buffer {name} is the same on all ranks, and another than in one process, in step {step}{_how_far(one)}: "
+        "it is made of one rank's rows alone, or of some more than once"
+    )
+
+
+def unlike_held(sight: Sight) -> tuple[str, str] | None:
+    """Return which buffer a script computes with outside of its models, and that it is another on each rank.
+
+    None where it computes with none.
+    """
+    for place, time in sight.by_rank:
+        parents = [_parents(process, place, time) for process in sight.ranks]
+        for key in (key for key in sight.ranks[0].tensors if key.startswith("buffer/")):
+            held = [process.tensors.get(key) for process in sight.ranks]
+            is_held = all(
+                value is not None and any(torch.equal(value, one) for one in of)
+                for value, of in zip(held, parents, strict=True)
+            )
+            if is_held and any(not torch.equal(value, held[0]) for value in held if value is not None is not held[0]):
+                return key.split("/", 2)[2], (
+                    "the loss is made with the buffer's values, which are others on each rank: what one rank computes "
+                    "is not sent to the others, or each computes its own. Broadcast it, or reduce what it is made of"
+                )
+    return None
+
+
+def _parents(process: Process, place: str, time: int) -> list[torch.Tensor]:
+    """Return the tensors of which what was read at a place was made."""
+    source = process.source(place)
+    parents = source.made_of[time] if source is not None and time < len(source.made_of) else ()
+    return [tensor for at in parents if process.source(at[0]) is not None for _, tensor in process.reading(*at)]
 
 
 def _how_far(one: _Buffer) -> str:

@@ -201,9 +201,7 @@ def _cause_of_direction(sight: Sight, parting: Parting, value: torch.Tensor) -> 
                 f"the parts that ranks hold of it are {', '.join(numbers)} times those of one process: each rank "
                 "multiplies its own by another number, as where it clips by the norm of its part alone",
             )
-        if len(parts) > 1 and all(
-            parting.is_near(one, parts[0][0]) and not parting.is_near(other, parts[0][1]) for one, other in parts[1:]
-        ):
+        if _are_alike(parting, parts):
             return Cause(
                 "other parts",
                 None,
@@ -232,6 +230,15 @@ def _cause_of_direction(sight: Sight, parting: Parting, value: torch.Tensor) -> 
     ratio = float(value.double().norm() / (expected.double().norm() + 1e-30))
     text = f"it has another direction (cosine {cosine:.3f}) and {ratio:.3g} times the size: "
     return Cause("another direction", None, text + (_of_rows(parting, value) or "some of it is lost, or wrong"))
+
+
+def _are_alike(parting: Parting, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether parts have one value, where each should have another. `parts` holds what is there, and should be."""
+    first, expected = parts[0]
+    return len(parts) > 1 and all(
+        one.shape == first.shape and parting.is_near(one, first) and not parting.is_near(other, expected)
+        for one, other in parts[1:]
+    )
 
 
 def _of_rows(parting: Parting, value: torch.Tensor) -> str:

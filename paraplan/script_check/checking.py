@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from paraplan.errors import UsageError
+from paraplan.script_check.buffers import other_buffer
 from paraplan.script_check.evidence import Process, Sight
 from paraplan.script_check.failures import ALONE_WHERE, no_step_error, run_error
 from paraplan.script_check.findings import first_difference, sums_rows
@@ -69,6 +70,8 @@ def check_script(
             f"the script takes numbers out of what it reads ({_shown(place)}), as lengths or counts: one process, "
             "which has those of all ranks, may compute something else by them"
         )
+    if difference is None and (buffer := other_buffer(sight)):
+        notes.append(buffer)
     num_done = min(len(process.record.steps) for process in (*ranks, sight.alone))
     if num_done < num_steps:
         notes.append(f"the script made {num_done} of {num_steps} steps")
@@ -145,7 +148,7 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
         runs.start = ranks[0].of("start")
         alone, shaken = runs.alone(readers)
     num_micro_batches = len(ranks[0].record.steps[0].losses)
-    if len(groups) > 1 and len(alone.record.steps[0].losses) == num_micro_batches * len(groups):
+    if num_micro_batches and len(alone.record.steps[0].losses) == num_micro_batches * len(groups) > num_micro_batches:
         runs.spreads = True
         alone, shaken = runs.alone(readers)
     by_rank = [] if runs.spreads else read_by_rank(ranks, alone, runs.read, groups)
@@ -153,7 +156,7 @@ def _sight(runs: _Runs, ranks: Sequence[Process]) -> tuple[Sight, list[str]]:
         runs.read = [*runs.read, *by_rank]
         alone, shaken = runs.alone(readers)
     notes += [*runs.notes, *rows_read_twice(ranks, readers)]
-    return Sight(ranks, alone, shaken, (), groups, num_micro_batches, num_parts), notes
+    return Sight(ranks, alone, shaken, (), groups, num_micro_batches, num_parts, by_rank=by_rank), notes
 
 
 def _shown(place: str) -> str:

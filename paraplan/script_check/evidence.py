@@ -78,6 +78,8 @@ class Sight:
     """One process that noted its gradients after each backward pass of the first step."""
     noted: Sequence[Process] | None = None
     """The ranks, and one process behind them, that noted what modules are given and give."""
+    by_rank: Sequence[tuple[str, int]] = ()
+    """Places and times at which ranks compute with values of their own, as one process could not."""
     again: Process | None = None
     """One process that ran as `alone` did once more, where rounding changes a gradient by much."""
 

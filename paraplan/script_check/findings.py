@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paraplan.script_check.buffers import unlike_held
 from paraplan.script_check.causes import (
     Cause,
     Parting,
@@ -75,6 +76,9 @@ def first_difference(sight: Sight) -> tuple[Difference | None, float, float]:
                 norm = _norm(sight, step) or _clipping(sight, step) or _rates(sight, step)
                 if norm is not None:
                     return norm, errors["gradient"], errors["parameter"]
+    if buffer := unlike_held(sight):
+        found = _difference(1, "buffer", buffer[0], range(len(sight.ranks)), Cause("unlike buffers", None, buffer[1]))
+        return found, errors["gradient"], errors["parameter"]
     return _steps(sight), errors["gradient"], errors["parameter"]
 
 

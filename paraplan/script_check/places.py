@@ -90,6 +90,8 @@ def in_context(
     if back is not None:
         text = f"{cause.text}; the loss is right, and {back.text}" + (f": {back.how}" if back.how else "")
         return cause._replace(text=text)
+    if sight.alone.loss(partings[0].step) is None:
+        return cause
     text = f"{cause.text}; {_way_back(sight, names, partings)}"
     if partings[0].step == 1 and are_gradients_right(sight):
         text += (

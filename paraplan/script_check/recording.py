@@ -29,6 +29,7 @@ from paraplan.script_check.torch_private import (
     around_clipping,
     around_models,
     follow_again,
+    is_transformed,
 )
 from paraplan.script_check.whole import Names, rates_of
 
@@ -86,6 +87,10 @@ class Recorder:
         sources = self.sources
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_transformed():
+                sources.use_transformed((args, kwargs))
+                with sources.inside():
+                    return plain(module, *args, **kwargs)
             self._note_rounding(args)
             if self._is_unsettled and sources.is_of_script:
                 self._settle()

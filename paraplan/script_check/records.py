@@ -13,10 +13,11 @@ that are shaken by as much as rounding does."""
 ALONE: tuple[Role, ...] = ("alone", "shaken")
 """The roles of processes that each run the script by themselves, in their order."""
 
-Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate", "copy", "steps"]
+Quantity = Literal["start", "batch", "gradient", "gradient norm", "parameter", "rate", "copy", "buffer", "steps"]
 """The quantities that may part: the parameters before the first step, what ranks read, gradients after the last
 reduction and before they are clipped, the norm that clipping is told, parameters after a step, the rates of optimizers,
-models that a loss takes values of and that are not trained, and the number of steps that ranks make."""
+models that a loss takes values of and that are not trained, buffers with which a loss is made, and the number of steps
+that ranks make."""
 
 Kind = Literal[
     "unlike start",

@@ -27,10 +27,13 @@ from paraplan.script_check.copies import hand_on, is_given, use
 from paraplan.script_check.readings import NOWHERE, Place, Reading, Replay
 from paraplan.script_check.records import SourceRecord
 from paraplan.script_check.stillness import without_dropout
+from paraplan.script_check.torch_private import is_transformed, untransformed
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _MARK = "_paraplan_reading"
+_COMPUTED = "_paraplan_computed"
+"""What a script computes of its models' outputs, without gradients: one process computes it of its own."""
 _SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "dsplit", "vsplit", "unbind")
 """Calls whose results are parts, of which a rank may take its own."""
 _TAKING = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__")
@@ -87,7 +90,7 @@ class Sources:
     @property
     def is_of_script(self) -> bool:
         """Whether a call is the script's own, in the process that is checked."""
-        return self._depth == 0 and os.getpid() == self._pid
+        return self._depth == 0 and os.getpid() == self._pid and not is_transformed()
 
     @property
     def is_watching(self) -> bool:
@@ -146,6 +149,9 @@ class Sources:
                 taken.append(tensor)
                 continue
             reading, read = getattr(tensor, _MARK, None), tensor
+            if reading is None and _is_computed(tensor):
+                taken.append(tensor)
+                continue
             if reading is None:
                 read = self.read(f"{name} {number}", tensor)
                 reading = getattr(read, _MARK)
@@ -153,6 +159,11 @@ class Sources:
             reading.use()
             taken.append(read)
         return with_tensors(value, iter(taken)) if is_replaced else value
+
+    def use_transformed(self, value: Any) -> None:
+        """Note that `value` is used, where `torch.func.vmap` or another of its kind computes with it."""
+        for reading in marks_of(untransformed(tensor) for _, tensor in tensors_in(value)) if is_transformed() else ():
+            reading.use()
 
     def pick(self, value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """Note those of `tensors`, which `value` holds, that are parts of a split, as they are first taken out."""
@@ -245,15 +256,16 @@ class FollowSources(TorchFunctionMode):
             if _DRAW.fullmatch(name) or (name in ("tensor", "as_tensor") and _is_array(*args[:1])):
                 return self._drawn(func, name, args, kwargs)
             args, kwargs, has_dropout = without_dropout(name, args, kwargs)
-            sources.has_dropout = sources.has_dropout or has_dropout
+            sources.has_dropout |= has_dropout
+        sources.use_transformed((args, kwargs))
         if not sources.is_of_script or name in ("__get__", "__set__", "__delete__", "backward"):
             return self._got(name, func(*args, **kwargs), args)
         is_training = torch.is_grad_enabled()
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
-        if any(tensor.requires_grad and not isinstance(tensor, nn.Parameter) for tensor in given):
-            if is_training:
-                args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {name}")
-            return func(*args, **kwargs)
+        if is_training and any(map(_is_output, given)):
+            args, kwargs = sources.use((args, kwargs), f"{place_of_caller()} {name}")
+        if any(map(_is_output, given)) or (any(map(_is_computed, given)) and _DRAW.fullmatch(name) is None):
+            return _computed(name, func(*args, **kwargs))
         args, kwargs = sources.pick((args, kwargs), given)
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
@@ -280,6 +292,8 @@ class FollowSources(TorchFunctionMode):
     def _got(self, name: str, result: Any, args: tuple[Any, ...]) -> Any:
         """Note what an attribute is made of that is a tensor, as a transpose."""
         if name == "__get__" and self.sources.is_of_script and isinstance(result, torch.Tensor) and is_data(result):
+            if any(_is_output(one) or _is_computed(one) for one in args[:1]):
+                return _computed(name, result)
             self.sources.link(args[:1], result)
         return result
 
@@ -308,6 +322,23 @@ class FollowSources(TorchFunctionMode):
         if is_in_place and isinstance(result, torch.Tensor):
             return self.sources.read_in_place(place, result, made_of)
         return self.sources.read(place, result, made_of)
+
+
+def _is_output(value: Any) -> bool:
+    """Whether a value is of a model that is trained, or a loss: gradients go back through it."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
+
+
+def _is_computed(value: Any) -> bool:
+    return hasattr(value, _COMPUTED)
+
+
+def _computed(name: str, result: Any) -> Any:
+    """Mark what the script computes of its models' outputs; return it."""
+    for _, tensor in tensors_in(result) if _DRAW.fullmatch(name) is None else ():
+        if is_data(tensor):
+            setattr(tensor, _COMPUTED, True)
+    return result
 
 
 def _link(tensors: Sequence[torch.Tensor], made_of: Sequence[Reading]) -> None:

@@ -31,6 +31,18 @@ def around_backward(make: Made) -> None:
     _replace(torch.autograd, "backward", make)
 
 
+def is_transformed() -> bool:
+    """Whether a call is inside of `torch.func.vmap`, `grad` or another of its kind, where tensors have no values."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `torch.func.vmap` or another of its kind was given for `tensor`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def follow_again(mode: TorchFunctionMode) -> None:
     """Let `mode` see what is computed again on the way back, where autograd runs without modes."""
 

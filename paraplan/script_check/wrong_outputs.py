@@ -20,6 +20,7 @@ _SINGLE = 1e-6
 _ROUNDINGS = 8
 """How many units of the last place outputs differ by rounding, in coarse types."""
 _MOST_SHOWN = 6
+_MOST_ROWS = 4096
 _FEWEST = 3
 """Fewer numbers are a multiple of any."""
 
@@ -206,6 +207,7 @@ def _pattern(sight: Sight, cut: _Cut) -> str:
         _scaled,
         _of_another_rank,
         _alike,
+        _of_other_rows,
         _shifted_by_a_vector,
         _scaled_by_row,
         _from_a_token_on,
@@ -250,6 +252,25 @@ def _alike(sight: Sight, cut: _Cut) -> str:
     return (
         f"it is the same on {ranks_of(same)}, where each has rows or tokens, or features, of its own: what unlike ones "
         "give is added, or averaged, over these ranks by their places"
+    )
+
+
+def _of_other_rows(sight: Sight, cut: _Cut) -> str:
+    """Return that rows are those of one process in another order, "" where not so."""
+    whole = torch.cat([_rows(cut.parts[rank]) for rank in range(len(cut.parts))])
+    size = float(whole.square().mean()) ** 0.5 * whole.shape[1] ** 0.5
+    moved: list[str] = []
+    for rank in cut.wrong:
+        rows, parts = _rows(cut.ranks[rank]), _rows(cut.parts[rank])
+        if len(whole) > _MOST_ROWS or whole.shape[1] < _FEWEST:
+            return ""
+        if float(torch.cdist(rows, whole).min(dim=1).values.max()) > 4 * cut.tolerance * size:
+            return ""
+        wrong = ((rows - parts).norm(dim=1) > 4 * cut.tolerance * size).nonzero().flatten().tolist()
+        moved.append(f"rows {_ranges(wrong)} of {len(rows)} on rank {rank}")
+    return (
+        f"its rows are those of one process, in another order: {'; '.join(moved[:_MOST_SHOWN])} are others: what ranks "
+        "gather is put together otherwise than what belongs to it, as labels, pairs or places"
     )
 
 
@@ -313,8 +334,8 @@ def _from_a_token_on(sight: Sight, cut: _Cut) -> str:
     if len(begins) < _FEWEST:
         return ""
     return (
-        f"its rows are right up to a token, and wrong from there on, each from another one ({_ranges(sorted(begins))}): "
-        "what is carried from token to token is not ended, or ended otherwise, where a document of the row begins"
+        f"its rows are right up to a token, and wrong from there on, each from another ({_ranges(sorted(begins))}): "
+        "what is carried on is not ended, or ended otherwise, where a document of the row begins"
     )
 
 
