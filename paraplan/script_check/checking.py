@@ -319,12 +319,15 @@ class _Runs:
         shares = []
         for group in sight.groups:
             self.say(f"one process on the batch of rank {group[0]}, to find what is to blame")
+            self.notes_passes = sight.num_micro_batches > 1
             inputs = self.folder / f"share-{group[0]}"
             write_inputs(inputs, self.ranks, self.read, [group[0]], self.start, spreads=False)
             try:
                 shares += self.run("alone", 1, str(inputs))
             except CheckRunError:
                 return sight
+            finally:
+                self.notes_passes = False
         return replace(sight, shares=shares)
 
 

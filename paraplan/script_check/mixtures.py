@@ -80,9 +80,17 @@ def _of_micro_batches(sight: Sight, step: int, name: str, value: torch.Tensor) -
 
 
 def of_micro_batches(sight: Sight, name: str) -> list[torch.Tensor]:
-    """Return the gradients of a parameter by micro-batch of the first step, as one process has them; [] for unknown."""
-    sums = [] if sight.passes is None else _counted(sight.passes.tensors, "pass/1", name)
-    return [sums[0], *(one - before for before, one in itertools.pairwise(sums))] if sums else []
+    """Return the gradients of a parameter by micro-batch of the first step, as means over ranks; [] for unknown.
+
+    They are those of what each rank's batch alone gives where that is known: one process, which has all rows, may cut
+    them otherwise.
+    """
+    processes = sight.shares or ([] if sight.passes is None else [sight.passes])
+    by_process = [_counted(process.tensors, "pass/1", name) for process in processes]
+    if not by_process or {len(sums) for sums in by_process} != {sight.num_micro_batches}:
+        return []
+    sums = [torch.stack([one.double() for one in of]).mean(0) for of in zip(*by_process, strict=True)]
+    return [sums[0], *(one - before for before, one in itertools.pairwise(sums))]
 
 
 def _of_batches(sight: Sight, step: int, name: str, value: torch.Tensor) -> str:

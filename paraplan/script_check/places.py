@@ -86,13 +86,15 @@ def in_context(
             return Cause("unlike rows", None, rows)
         is_last_right = all(parting.name != names[-1] for parting in partings)
         return _forward(sight, partings[0].step, is_last_right=is_last_right)
+    if unlike := _unlike_losses(sight, partings[0].step):
+        return cause._replace(text=f"{cause.text}; {unlike}")
     back = first_wrong_gradient(sight) if partings[0].step == 1 else None
     if back is not None:
         text = f"{cause.text}; the loss is right, and {back.text}" + (f": {back.how}" if back.how else "")
         return cause._replace(text=text)
     if sight.alone.loss(partings[0].step) is None:
         return cause
-    text = f"{cause.text}; {_way_back(sight, names, partings)}"
+    text = f"{cause.text}; {_way_back(names, partings)}"
     if partings[0].step == 1 and are_gradients_right(sight):
         text += (
             "; what goes back between modules is right, so it is made wrong where the gradient of the weight itself is "
@@ -180,14 +182,19 @@ def _is_whole(sight: Sight, by_rank: Sequence[float], expected: float, limit: fl
     return any(abs(whole - expected) <= limit for whole in (copies, sum(by_rank), by_rank[0], of_one))
 
 
-def _way_back(sight: Sight, names: Sequence[str], partings: Sequence[Parting]) -> str:
-    """Return which parameters part although the loss is right."""
+def _unlike_losses(sight: Sight, step: int) -> str:
+    """Return that ranks which read the same have unlike losses, "" where none have."""
     for group in sight.groups:
-        losses = [sight.ranks[rank].loss(partings[0].step) or 0.0 for rank in group]
+        losses = [sight.ranks[rank].loss(step) or 0.0 for rank in group]
         is_alike = len({sight.ranks[rank].record.given for rank in group}) == 1
         if is_alike and max(losses) - min(losses) > _TOLERANCE * abs(max(losses)):
             shown = ", ".join(f"{loss:.6g}" for loss in losses)
             return f"{ranks_of(group)}, which read the same, have unlike losses ({shown}): each counts its own part"
+    return ""
+
+
+def _way_back(names: Sequence[str], partings: Sequence[Parting]) -> str:
+    """Return which parameters part although the loss is right."""
     wrong = {parting.name for parting in partings}
     last = max(place for place, name in enumerate(names) if name in wrong)
     after = names[last + 1 :]

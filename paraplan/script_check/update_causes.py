@@ -56,11 +56,11 @@ def _by_implied_gradient(sight: Sight, parting: Parting, before: torch.Tensor) -
     """
     gradient = sight.alone.of(f"gradient/{parting.step}").get(parting.name)
     values = [value for value in parting.values if value is not None]
-    if gradient is None or len(values) < len(parting.values) or _of_gradient(sight, parting).startswith("its"):
+    if len(values) < len(parting.values) or _of_gradient(sight, parting).startswith("its"):
         return None
     way = parting.expected.double() - before.double()
-    rate = factor_of(way, gradient.double(), _SAME_WAY)
-    if not rate:
+    rate = None if gradient is None else factor_of(way, gradient.double(), _SAME_WAY)
+    if gradient is None or not rate:
         return _by_signs(sight, parting, [value.double() - before.double() for value in values], way)
     steps = [(value.double() - before.double()) / rate for value in values]
     noise = parting.tolerance * float(parting.expected.norm()) / max(float(way.norm()), 1e-30)

@@ -43,6 +43,7 @@ class _Cut(NamedTuple):
     begins: Sequence[tuple[int, ...]]
     """Where the part of each rank begins, by dimension."""
     tolerance: float
+    is_gradient: bool = False
 
     @property
     def wrong(self) -> list[int]:
@@ -144,7 +145,8 @@ def _values(sight: Sight, *, back: bool) -> Iterator[_Value]:
             cuts = _cuts(sight, [one / scale for one, scale in zip(values, scales, strict=True)], expected, tolerance)
             given = side.endswith("given")
             text = f"what {name} is given" if given else f"what {name} gives"
-            yield _Value(text, "" if given else name, cuts[0], any(cut.are_shares for cut in cuts))
+            best = cuts[0]._replace(is_gradient=back)
+            yield _Value(text, "" if given else name, best, any(cut.are_shares for cut in cuts))
 
 
 def _cuts(sight: Sight, values: Sequence[torch.Tensor], expected: torch.Tensor, tolerance: float) -> list[_Cut]:
@@ -171,34 +173,35 @@ def _cuts(sight: Sight, values: Sequence[torch.Tensor], expected: torch.Tensor, 
 
 
 def _layouts(sight: Sight, counts: Sequence[int], shape: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Yield where the part of each rank may begin: rows by groups that read the same, the rest by the order of ranks.
+    """Yield where the part of each rank may begin, of a value whose dimensions are in `counts` parts.
 
-    `counts` has the number of parts of each dimension.
+    Rows are by groups of ranks that read the same, and the rest by the order of ranks; or all is by that order, as of
+    what has no rows.
     """
-    groups = sight.groups
-    inner = list(counts)
-    has_rows = bool(counts) and counts[0] % len(groups) == 0
-    if has_rows:
-        inner[0] //= len(groups)
-    else:
-        groups = [range(len(sight.ranks))]
-    if any(len(group) % math.prod(inner) for group in groups):
-        return
-    dims = [dim for dim, count in enumerate(inner) if count > 1]
-    for order in itertools.permutations(dims):
-        for is_outer in (True, False) if dims else (True,):
-            begins: dict[int, tuple[int, ...]] = {}
-            for number, group in enumerate(groups):
-                copies = len(group) // math.prod(inner)
-                for place, rank in enumerate(group):
-                    left = place // copies if is_outer else place % (len(group) // copies)
-                    at = [0] * len(counts)
-                    for dim in reversed(order):
-                        left, at[dim] = divmod(left, inner[dim])
-                    if has_rows:
-                        at[0] += number * inner[0]
-                    begins[rank] = tuple(one * size for one, size in zip(at, shape, strict=True))
-            yield [begins[rank] for rank in range(len(begins))]
+    everyone = [range(len(sight.ranks))]
+    for groups in (sight.groups, everyone) if len(sight.groups) > 1 else (everyone,):
+        inner = list(counts)
+        if groups is not everyone:
+            if inner[0] % len(groups):
+                continue
+            inner[0] //= len(groups)
+        if any(len(group) % math.prod(inner) for group in groups):
+            continue
+        dims = [dim for dim, count in enumerate(inner) if count > 1]
+        for order in itertools.permutations(dims):
+            for is_outer in (True, False) if dims else (True,):
+                places: dict[int, list[int]] = {}
+                for number, group in enumerate(groups):
+                    copies = len(group) // math.prod(inner)
+                    for place, rank in enumerate(group):
+                        left = place // copies if is_outer else place % (len(group) // copies)
+                        places[rank] = [number * inner[0], *[0] * (len(counts) - 1)]
+                        for dim in reversed(order):
+                            left, at = divmod(left, inner[dim])
+                            places[rank][dim] += at
+                yield [
+                    tuple(at * size for at, size in zip(places[rank], shape, strict=True)) for rank in sorted(places)
+                ]
 
 
 def _pattern(sight: Sight, cut: _Cut) -> str:
@@ -350,10 +353,10 @@ def _in_a_region(sight: Sight, cut: _Cut) -> str:
         shown = "; ".join(f"{text} on {ranks_of(ranks)}" for text, ranks in list(by_text.items())[:_MOST_SHOWN])
         return f"it is wrong in {shown}, and right elsewhere{_meaning(cut, list(regions.values()))}"
     if right:
-        return (
-            f"it is wrong on {ranks_of(cut.wrong)} and right on {ranks_of(right)}: positions, masks, slopes, heads or "
-            "what is carried on are those of another part there"
-        )
+        why = "positions, masks, slopes, heads or what is carried on are those of another part there"
+        if cut.is_gradient:
+            why = "what other ranks have to send back of it is lost there, or wrong"
+        return f"it is wrong on {ranks_of(cut.wrong)} and right on {ranks_of(right)}: {why}"
     return ""
 
 
@@ -383,7 +386,7 @@ def _meaning(cut: _Cut, regions: Sequence[_Region]) -> str:
     """Return what it usually means that values are wrong in some regions alone."""
     if all(_are_shares_there(cut, region) for region in regions):
         return ": there each rank has a share, and their sum is right, so it is never summed over these ranks"
-    if any(region.what == "features" for region in regions):
+    if cut.is_gradient or any(region.what == "features" for region in regions):
         return ""
     if all(list(region.wrong) == list(range(len(region.wrong))) for region in regions) and all(
         cut.begins[region.rank][region.dim] > 0 for region in regions

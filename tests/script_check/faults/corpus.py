@@ -358,7 +358,7 @@ FAULTS = (
         "ms-swift",
         "modelscope/ms-swift/pull/9947",
         "another direction",
-        "the loss is right, so it goes wrong on the way back",
+        "the first gradient that is wrong on the way back is that of what norm gives",
     ),
     _split(
         "tensor",
@@ -385,7 +385,7 @@ FAULTS = (
         "Megatron-LM",
         "NVIDIA/Megatron-LM/issues/1464",
         "another direction",
-        "value.weight is the last of the model that is wrong",
+        "the first gradient that is wrong on the way back is that of what value gives",
         "value.weight",
     ),
     _split(
@@ -440,7 +440,7 @@ FAULTS = (
         "transformers",
         "huggingface/transformers/issues/48687",
         "another direction",
-        "router.weight is the last of the model that is wrong",
+        "the first gradient that is wrong on the way back is that of what router gives",
         "router.weight",
     ),
     _split(
@@ -711,5 +711,96 @@ FAULTS = (
         "ByteDance-Seed/VeOmni/issues/1120",
         "scaled",
         "divided once too often",
+    ),
+    *(
+        Fault("mixers", name, what, framework, thread, kind, words, parameter)
+        for name, what, framework, thread, kind, words, parameter in (
+            (
+                "convolution at the cut",
+                "the convolution starts with zeros on each rank that has a part of the sequence",
+                "prime-rl",
+                "PrimeIntellect-ai/prime-rl/issues/3003",
+                "another output",
+                "that of mixer: it is wrong in tokens 0-1 of 4 on rank 1, and right elsewhere: at the cut",
+                "",
+            ),
+            (
+                "state over documents",
+                "the state of a recurrence goes on from one packed document to the next on ranks",
+                "LLaMA-Factory",
+                "hiyouga/LlamaFactory/issues/10787",
+                "another output",
+                "that of mixer: its rows are right up to a token, and wrong from there on",
+                "",
+            ),
+            (
+                "groups of the part",
+                "groups of a norm are counted over the whole width, of which a rank has a part",
+                "Mamba",
+                "state-spaces/mamba/issues/916",
+                "another output",
+                "that of mixer.norm: each 3 features of its rows are multiplied by another number",
+                "",
+            ),
+            (
+                "shared key beside the sum",
+                "the key that all heads share gets the gradient of the heads of one rank",
+                "torchtitan",
+                "pytorch/torchtitan/issues/1373",
+                "not reduced",
+                "features 8-11 of 12 on ranks 0, 1, and right elsewhere: there each rank has a share",
+                "mixer.down.weight",
+            ),
+            (
+                "experts by place",
+                "outputs of experts are summed over ranks that have unlike tokens",
+                "AReaL",
+                "inclusionAI/AReno/issues/510",
+                "another output",
+                "that of mixer: it is the same on ranks 0, 1, where each has rows",
+                "",
+            ),
+        )
+    ),
+    *(
+        Fault("shared_rows", name, what, framework, thread, kind, words, parameter)
+        for name, what, framework, thread, kind, words, parameter in (
+            (
+                "cut before the sum",
+                "each rank cuts its rows of a table's gradient out before the sum over ranks",
+                "XLA",
+                "openxla/xla/issues/42481",
+                "other parts",
+                "the parts that ranks hold of it have the same gradient",
+                "table",
+            ),
+            (
+                "candidates in another order",
+                "candidates are gathered rank by rank, and labels count those that fit first",
+                "Sentence Transformers",
+                "huggingface/sentence-transformers/issues/3453",
+                "another output",
+                "in another order",
+                "",
+            ),
+            (
+                "balance of each rank",
+                "assignments to prototypes are balanced over the rows of each rank",
+                "Lightly",
+                "lightly-ai/lightly/issues/666",
+                "mean of shares",
+                "statistics of their own rows",
+                "",
+            ),
+            (
+                "weights of one rank",
+                "weights of kinds of data are updated on rank 0 and not sent",
+                "DoReMi",
+                "sangmichaelxie/doremi/issues/8",
+                "unlike buffers",
+                "the loss is made with the buffer's values, which are others on each rank",
+                "kinds",
+            ),
+        )
     ),
 )
