@@ -100,7 +100,7 @@ def _judged(runs: _Runs, sight: Sight, notes: list[str]) -> tuple[Sight, tuple[D
     if answer[0] is None or not (answer[0].kind in _NEEDING_SHARES or is_unexplained(answer[0].cause)):
         return sight, answer
     sight = runs.with_shares(sight)
-    if sight.num_micro_batches > 1 and not runs.spreads and answer[0].kind != "scaled":
+    if sight.num_micro_batches > 1 and not sight.shares and not runs.spreads and answer[0].kind != "scaled":
         sight = runs.with_passes(sight)
     if answer[0].kind == "scaled" and sums_rows(sight):
         notes.append(

@@ -85,7 +85,7 @@ def of_micro_batches(sight: Sight, name: str) -> list[torch.Tensor]:
     They are those of what each rank's batch alone gives where that is known: one process, which has all rows, may cut
     them otherwise.
     """
-    processes = sight.shares or ([] if sight.passes is None else [sight.passes])
+    processes = [sight.passes] if sight.passes is not None else sight.shares
     by_process = [_counted(process.tensors, "pass/1", name) for process in processes]
     if not by_process or {len(sums) for sums in by_process} != {sight.num_micro_batches}:
         return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import sys
@@ -17,9 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paraplan.script_check.batches import print_of, sums_of, tensors_in
+from paraplan.script_check.batches import print_of, tensors_in
 from paraplan.script_check.copies import Copies
 from paraplan.script_check.deepspeed_engine import EngineParameters
+from paraplan.script_check.module_values import ModuleValues
 from paraplan.script_check.readings import Given
 from paraplan.script_check.records import ProcessRecord, ScriptRequest, StepRecord
 from paraplan.script_check.sources import FollowSources, Sources, is_sample, marks_of, place_of_caller
@@ -34,8 +34,6 @@ from paraplan.script_check.torch_private import (
 from paraplan.script_check.whole import Names, rates_of
 
 _PATIENCE_S = 10.0
-_MOST_NOTED = 1 << 24
-"""Numbers of modules' outputs that are noted whole."""
 
 
 class Recorder:
@@ -68,9 +66,7 @@ class Recorder:
         self._is_unsettled = False
         self._given_prints: list[str] = []
         self._copies = Copies()
-        self._outputs: dict[str, tuple[float, float, float]] = {}
-        self._calls: dict[tuple[str, str], int] = {}
-        self._num_noted = 0
+        self._values = ModuleValues(self.sources, is_whole=request.notes_outputs)
         self._began = time.monotonic()
 
     def follow(self) -> None:
@@ -98,10 +94,12 @@ class Recorder:
             if not is_model:
                 if sources.is_watching and self._names is not None:
                     self._names.meet_buffers(module)
-                if self.request.notes_outputs:
-                    self._note_whole("given", module, args)
+                name = None if self._steps or self._names is None else self._names.of_modules.get(id(module))
+                if name is not None:
+                    self._values.given(name, args)
                 result = plain(module, *args, **kwargs)
-                self._note_output(module, result)
+                if name is not None:
+                    self._values.gives(name, result)
                 return result
             marks = marks_of(tensor for _, tensor in tensors_in((args, kwargs)))
             if not torch.is_grad_enabled():
@@ -123,41 +121,6 @@ class Recorder:
             return result
 
         return call
-
-    def _note_output(self, module: nn.Module, result: Any) -> None:
-        """Note sums over what a module inside of a model gives, in the first step."""
-        name = None if self._steps or self._names is None else self._names.of_modules.get(id(module))
-        if name is None or not torch.is_grad_enabled():
-            return
-        with self.sources.inside(), torch.no_grad():
-            sums = sums_of(result)
-        before = self._outputs.get(name, (0.0, 0.0, 0.0))
-        self._outputs[name] = (before[0] + sums[0], before[1] + sums[1], before[2] + sums[2])
-        if self.request.notes_outputs:
-            self._note_whole("gives", module, result)
-
-    def _note_whole(self, side: str, module: nn.Module, value: Any) -> None:
-        """Note the first tensor of what a module inside of a model is given, or gives, in the first step."""
-        name = None if self._steps or self._names is None else self._names.of_modules.get(id(module))
-        if name is None or not torch.is_grad_enabled():
-            return
-        with self.sources.inside(), torch.no_grad():
-            tensor = next((one for _, one in tensors_in(value) if one.ndim and one.is_floating_point()), None)
-            if tensor is None or self._num_noted > _MOST_NOTED:
-                return
-            calls = self._calls.setdefault((side, name), 0) + 1
-            self._calls[side, name] = calls
-            self._num_noted += 2 * tensor.numel()
-            self._tensors[f"noted/{side}/{calls}/{name}"] = _local(tensor)
-            if tensor.requires_grad:
-                key = f"noted/back {side}/{calls}/{name}"
-                note = functools.partial(self._note_gradient, key)
-                tensor.register_hook(note)  # type: ignore[no-untyped-call]
-
-    def _note_gradient(self, key: str, gradient: torch.Tensor) -> None:
-        """Note the gradient of a value between modules as a backward pass comes to it."""
-        with self.sources.inside(), torch.no_grad():
-            self._tensors.setdefault(key, _local(gradient))
 
     def _note_rounding(self, values: Iterable[Any]) -> None:
         """Note how coarse the types are in which models compute: of what modules are given, and of autocast."""
@@ -398,7 +361,7 @@ class Recorder:
             self.note(NO_DROPOUT)
         with self.sources.inside():
             sources, read = self.sources.records()
-            tensors = self._tensors | read
+            tensors = self._tensors | read | {f"noted/{key}": value for key, value in self._values.tensors.items()}
             record = ProcessRecord(
                 rank=rank,
                 num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
@@ -412,8 +375,8 @@ class Recorder:
                 notes=tuple(self._notes),
                 made_smaller=tuple(self._made_smaller),
                 given=tuple(self._given_prints),
-                outputs=self._outputs,
-                noted=tuple(key.removeprefix("noted/") for key in self._tensors if key.startswith("noted/")),
+                outputs=self._values.sums,
+                noted=tuple(self._values.tensors),
                 copies=self._copies.records(),
                 rounding=self._rounding,
                 taken=tuple(self.sources.taken),
@@ -426,12 +389,6 @@ class Recorder:
                 save({key: value.cpu().contiguous() for key, value in tensors.items()})
             )
             path.with_suffix(".json").write_text(record.to_json(), encoding="utf-8")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of what this process has of a tensor."""
-    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach().clone()
 
 
 def _ids_of(optimizer: Any) -> set[int]:

@@ -171,7 +171,8 @@ class ProcessRecord(Record):
     """Sums of the squares, of the values and of their sizes, of what modules inside of models gave in the first step,
     in the order of the calls."""
     noted: tuple[str, ...] = ()
-    """What was noted whole of modules: `given` or `gives`, number of the call and name, in this order of time."""
+    """Values between modules that were noted whole, in order of time: `given` or `gives`, with `back` before it for the
+    gradient, number of the call and module."""
     copies: tuple[CopyRecord, ...] = ()
     """Calls of models that are not trained."""
     rounding: float

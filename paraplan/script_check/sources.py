@@ -33,7 +33,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _MARK = "_paraplan_reading"
 _COMPUTED = "_paraplan_computed"
-"""What a script computes of its models' outputs, without gradients: one process computes it of its own."""
+"""Mark of tensors that a script computes of its models' outputs without gradients: one process does so of its own."""
 _SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "dsplit", "vsplit", "unbind")
 """Calls whose results are parts, of which a rank may take its own."""
 _TAKING = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__")
