@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from paraplan.script_check.reading_plan import (
     numbers_taken,
     of_rows,
     origins,
+    past_line,
     put_together,
     read_by_rank,
     rows_read_twice,
@@ -166,6 +168,9 @@ def _shown(place: str) -> str:
     return f"{call} at {Path(path).name}:{line.partition('+')[0]}"
 
 
+_LINE = re.compile(r"\(line (\d+)\)")
+_MOST_LINES = 6
+"""Lines of a script that one process may fail to compute in turn."""
 _STILL_S = "40"
 """A script is ended once no rank of it has moved for so many seconds."""
 
@@ -202,15 +207,25 @@ class _Runs:
         counts = {} if failed is None else {source.place: len(source.prints) for source in failed.record.sources}
         most = {source.place: len(source.prints) for source in self.ranks[0].record.sources}
         as_often = [(place, time) for place, time in self.read if counts.get(place, 0) <= most[place]]
-        before = set(self.read)
-        taken = as_taken(self.ranks)
-        for other in (as_often, of_rows(self.ranks, self.read), taken):
-            if not other or set(other) == before:
+        before, taken = list(self.read), as_taken(self.ranks)
+        others = [as_often, of_rows(self.ranks, self.read), taken]
+        num_lines = 0
+        while others:
+            other = others.pop(0)
+            if not other or set(other) == set(before):
                 continue
             self.read = other
             try:
                 alone = self.alone(readers)
-            except CheckRunError:
+            except CheckRunError as error:
+                line = _LINE.search(error.message)
+                if (
+                    line is not None
+                    and num_lines < _MOST_LINES
+                    and (past := past_line(self.ranks, other, int(line[1])))
+                ):
+                    others.insert(0, past)
+                    num_lines += 1
                 continue
             if other is taken:
                 self.notes.append(

@@ -87,7 +87,7 @@ def of_micro_batches(sight: Sight, name: str) -> list[torch.Tensor]:
     """
     processes = [sight.passes] if sight.passes is not None else sight.shares
     by_process = [_counted(process.tensors, "pass/1", name) for process in processes]
-    if not by_process or {len(sums) for sums in by_process} != {sight.num_micro_batches}:
+    if not by_process or not sight.num_micro_batches or {len(sums) for sums in by_process} != {sight.num_micro_batches}:
         return []
     sums = [torch.stack([one.double() for one in of]).mean(0) for of in zip(*by_process, strict=True)]
     return [sums[0], *(one - before for before, one in itertools.pairwise(sums))]

@@ -105,6 +105,23 @@ def of_rows(ranks: Sequence[Process], read: Sequence[Place]) -> list[Place]:
     return [at for at in found if all(_is_read(process, at) for process in ranks)] + draws
 
 
+def past_line(ranks: Sequence[Process], read: Sequence[Place], line: int) -> list[Place]:
+    """Return `read` with what a line makes of it in place of that, where one process cannot compute the line.
+
+    As where rows are added to a tensor whose size the script writes down.
+    """
+    made = {
+        (source.place, time): source.made_of[time]
+        for source in ranks[0].record.sources
+        if f":{line}+" in source.place
+        for time in range(len(source.prints))
+    }
+    parents = {at for made_of in made.values() for at in made_of if at in set(read)}
+    results = [at for at, made_of in made.items() if parents & set(made_of)]
+    found = [at for at in dict.fromkeys([*read, *results]) if at not in parents]
+    return found if parents and all(_is_read(process, at) for process in ranks for at in results) else []
+
+
 def as_taken(ranks: Sequence[Process]) -> list[Place]:
     """Return what models and losses themselves take that is unlike on ranks, and not what that is made of."""
     read = list(ranks[0].record.sources)
