@@ -32,6 +32,11 @@ class Cut(NamedTuple):
         """Ranks whose values are not their parts."""
         return [rank for rank in range(len(self.ranks)) if self.error(rank) > self.tolerance]
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have values of one shape."""
+        return len({value.shape for value in self.ranks}) == 1
+
     def error(self, rank: int) -> float:
         """Size of the difference of a rank's value, relative to the part that it should have."""
         return distance(self.ranks[rank], self.parts[rank], 0.0)
@@ -64,6 +69,7 @@ def pattern_of(sight: Sight, cut: Cut) -> str:
         _scaled_by_row,
         _from_a_token_on,
         _in_a_region,
+        _scaled_and_shifted,
     ):
         if text := pattern(sight, cut):
             return text
@@ -109,6 +115,8 @@ def _alike(sight: Sight, cut: Cut) -> str:
 
 def _of_other_rows(sight: Sight, cut: Cut) -> str:
     """Return that rows are those of one process in another order, "" where not so."""
+    if not cut.is_even:
+        return ""
     whole = torch.cat([_rows(cut.parts[rank]) for rank in range(len(cut.parts))])
     size = float(whole.square().mean()) ** 0.5 * whole.shape[1] ** 0.5
     moved: list[str] = []
@@ -151,7 +159,7 @@ def _shifted_by_a_vector(sight: Sight, cut: Cut) -> str:
 
 def _scaled_by_row(sight: Sight, cut: Cut) -> str:
     """Return that each row is a multiple of the right one by a number of its own, "" where not so."""
-    width = cut.ranks[0].shape[-1]
+    width = cut.ranks[0].shape[-1] if cut.is_even else 0
     for size in (size for size in range(width, _FEWEST - 1, -1) if width % size == 0):
         if all(_is_scaled_by_part(cut, rank, size) for rank in cut.wrong):
             what = "each of its rows" if size == width else f"each {size} features of its rows"
@@ -170,6 +178,28 @@ def _is_scaled_by_part(cut: Cut, rank: int, size: int) -> bool:
         return False
     factors = (one * other).sum(1, keepdim=True) / (other * other).sum(1, keepdim=True).clamp(min=1e-30)
     return distance(factors * other, one, 0.0) <= 4 * cut.tolerance
+
+
+def _scaled_and_shifted(sight: Sight, cut: Cut) -> str:
+    """Return that rows, or channels of them, are multiples of the right ones plus a number, "" where not so."""
+    shape = cut.ranks[0].shape
+    for dim in range(1, len(shape)):
+        if shape[dim:].numel() > _FEWEST and all(_is_affine(cut, rank, dim) for rank in cut.wrong):
+            what = "rows" if dim == 1 else "rows and channels" if dim < len(shape) - 1 else "tokens"
+            return (
+                f"each of its {what} is another multiple of the right one, and a number more, on "
+                f"{ranks_of(cut.wrong)}: the mean and the deviation of a norm are those of a part, or parts of unlike "
+                "sizes count alike in them"
+            )
+    return ""
+
+
+def _is_affine(cut: Cut, rank: int, dim: int) -> bool:
+    """Whether what lies behind the first `dim` dimensions is each time a multiple of the right values plus a number."""
+    one, other = (value.double().flatten(0, dim - 1).flatten(1) for value in (cut.ranks[rank], cut.parts[rank]))
+    away, right = one - one.mean(1, keepdim=True), other - other.mean(1, keepdim=True)
+    factors = (away * right).sum(1, keepdim=True) / right.square().sum(1, keepdim=True).clamp(min=1e-30)
+    return len(one) > 1 and distance(factors * right + one.mean(1, keepdim=True), one, 0.0) <= 4 * cut.tolerance
 
 
 def _from_a_token_on(sight: Sight, cut: Cut) -> str:

@@ -113,19 +113,16 @@ def _values(sight: Sight, *, back: bool) -> Iterator[_Value]:
 
 def _cuts(sight: Sight, values: Sequence[torch.Tensor], expected: torch.Tensor, tolerance: float) -> list[Cut]:
     """Return values of ranks beside their parts of `expected`, in all ways to cut it, that of the least error first."""
-    shapes = {tuple(value.shape) for value in values}
-    shape = next(iter(shapes))
-    if len(shapes) != 1 or any(not bool(value.isfinite().all()) for value in (*values, expected)):
-        return []
-    if len(shape) != expected.ndim or any(
-        not size or whole % size for size, whole in zip(shape, expected.shape, strict=True)
+    shapes = [tuple(value.shape) for value in values]
+    if any(
+        len(shape) != expected.ndim or not bool(value.isfinite().all())
+        for shape, value in zip(shapes, values, strict=True)
     ):
         return []
-    counts = [whole // size for size, whole in zip(shape, expected.shape, strict=True)]
     cuts = []
-    for begins in _layouts(sight, counts, shape):
+    for begins in _layouts(sight, expected.shape, shapes[0]) if len(set(shapes)) == 1 else _uneven(expected, shapes):
         parts = []
-        for begin in begins:
+        for begin, shape in zip(begins, shapes, strict=True):
             part = expected
             for dim, (at, size) in enumerate(zip(begin, shape, strict=True)):
                 part = part.narrow(dim, at, size)
@@ -134,12 +131,27 @@ def _cuts(sight: Sight, values: Sequence[torch.Tensor], expected: torch.Tensor, 
     return sorted(cuts, key=lambda cut: sum(map(cut.error, range(len(values)))))
 
 
-def _layouts(sight: Sight, counts: Sequence[int], shape: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Yield where the part of each rank may begin, of a value whose dimensions are in `counts` parts.
+def _uneven(expected: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Yield where parts of unlike sizes of one dimension begin, one after another."""
+    for dim in range(expected.ndim):
+        sizes = [shape[dim] for shape in shapes]
+        others = [
+            {shape[one] for shape in shapes} == {expected.shape[one]} for one in range(expected.ndim) if one != dim
+        ]
+        if all(others) and sum(sizes) == expected.shape[dim]:
+            starts = [0, *itertools.accumulate(sizes)]
+            yield [tuple(start if one == dim else 0 for one in range(expected.ndim)) for start in starts[:-1]]
+
+
+def _layouts(sight: Sight, whole: Sequence[int], shape: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    """Yield where the part of each rank may begin, of a value of the shape `whole` in parts of the shape `shape`.
 
     Rows are by groups of ranks that read the same, and the rest by the order of ranks; or all is by that order, as of
     what has no rows.
     """
+    if any(not size or total % size for size, total in zip(shape, whole, strict=True)):
+        return
+    counts = [total // size for size, total in zip(shape, whole, strict=True)]
     everyone = [range(len(sight.ranks))]
     for groups in (sight.groups, everyone) if len(sight.groups) > 1 else (everyone,):
         inner = list(counts)

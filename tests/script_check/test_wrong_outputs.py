@@ -77,6 +77,11 @@ def _norm(parts: list[torch.Tensor], whole: torch.Tensor) -> None:
         part.div_(part.norm(dim=-1, keepdim=True))
 
 
+def _other_moments(parts: list[torch.Tensor], whole: torch.Tensor) -> None:
+    for part in parts:
+        part.mul_(torch.arange(2.0, 2 + len(part))[:, None, None]).add_(torch.arange(len(part))[:, None, None])
+
+
 def _edge(parts: list[torch.Tensor], whole: torch.Tensor) -> None:
     parts[-1][:, :2] += 1
 
@@ -86,6 +91,7 @@ FAULTS: dict[str, tuple[Change, Sequence[str], str]] = {
     "the first part on the second rank": (_first_part, ["tokens", "features", "rows"], "rank 1 has what rank 0 should"),
     "a vector added": (_bias, ["rows", "tokens", "rows and tokens"], "the same numbers are added to each of its rows"),
     "a norm of the part": (_norm, ["features", "rows and features"], "of its rows is multiplied by another number"),
+    "moments of a part": (_other_moments, ["rows", "rows and tokens"], "of its rows is another multiple of the right"),
     "the first tokens of a part": (_edge, ["tokens", "tokens of ranks that draw each"], "tokens 0-1 of 4 on rank 1"),
 }
 
@@ -135,6 +141,38 @@ def test_a_bias_that_each_rank_adds_is_named() -> None:
     told = first_wrong(seen)
     assert told is not None
     assert told.how.startswith("out.bias is in it 2 times")
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 9999), num_ranks=st.integers(2, 4))
+def test_values_of_any_shapes_are_told_or_left_alone(data: st.DataObject, seed: int, num_ranks: int) -> None:
+    """Of all dimensions, in even parts and uneven ones, of other shapes, small and constant: none stops a check."""
+    random = torch.Generator().manual_seed(seed)
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    whole = torch.randn(shape, generator=random) * data.draw(st.sampled_from([0.0, 1.0]))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    if data.draw(st.booleans()) and shape[dim] >= num_ranks:
+        parts = [part.clone() for part in whole.tensor_split(num_ranks, dim)]
+    else:
+        parts = [torch.randn(data.draw(st.permutations(shape)), generator=random) for _ in range(num_ranks)]
+    for part in parts:
+        part += torch.randn(part.shape, generator=random) * data.draw(st.sampled_from([0.0, 1.0]))
+    groups = data.draw(st.sampled_from([[[rank] for rank in range(num_ranks)], [list(range(num_ranks))]]))
+    for prefix in ("", "back "):
+        values = [(f"{prefix}gives/1/a", whole, parts), (f"{prefix}given/1/b", whole, parts)]
+        for find in (first_wrong, first_wrong_gradient):
+            told = find(noted(values, groups))
+            assert told is None or told.text
+
+
+def test_parts_of_unlike_sizes_are_beside_theirs() -> None:
+    whole = value(0)
+    parts = [whole[:, :5].clone(), whole[:, 5:].clone()]
+    assert first_wrong(noted([("gives/1/norm", whole, parts)], [[0, 1]])) is None
+    parts[1][:, :1] += 1
+    told = first_wrong(noted([("gives/1/norm", whole, parts)], [[0, 1]]))
+    assert told is not None
+    assert "tokens 0 of 3 on rank 1" in told.how
 
 
 def test_rows_in_another_order_and_values_by_place_are_told() -> None:
