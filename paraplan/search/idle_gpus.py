@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd, inf
 
@@ -42,9 +43,28 @@ def leaving_idle(
     Without a `result` no plan is there for all, and fewer that share the batch out better take their place. Numbers
     that no plan could make so fast are passed over by their least time.
     """
+    best = fastest_part(workload, _promising(workload, result), result, executor=executor, fixed=fixed)
+    if best is None:
+        return None
+    fewer = search_on(best)
+    return LeavingIdle(best, fewer, _in_words(workload, best, result, fewer))
+
+
+def fastest_part(
+    workload: Workload,
+    clusters: Iterable[Cluster],
+    result: SearchResult | None,
+    *,
+    executor: Executor,
+    fixed: Constraints,
+) -> Workload | None:
+    """Return the workload on the fastest of `clusters`, None where none is clearly faster than `result`.
+
+    Those that no plan could make so fast are passed over by their least time.
+    """
     limit_s = inf if result is None else WORTH_IDLE * result.best.step.step_time_s
     best: Workload | None = None
-    for cluster in _promising(workload, result):
+    for cluster in clusters:
         part = replace(workload, cluster=cluster)
         try:
             if least_time_s(part, executor=executor, fixed=fixed) >= limit_s:
@@ -54,10 +74,7 @@ def leaving_idle(
             continue
         if found.best.step.step_time_s < limit_s:
             limit_s, best = found.best.step.step_time_s, part
-    if best is None:
-        return None
-    fewer = search_on(best)
-    return LeavingIdle(best, fewer, _in_words(workload, best, result, fewer))
+    return best
 
 
 def _promising(workload: Workload, result: SearchResult | None) -> list[Cluster]:

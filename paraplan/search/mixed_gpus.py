@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from math import inf
 
 from paraplan.cost.workload import Workload
-from paraplan.errors import NoPlanFitsError, ParaplanError, PlanError
+from paraplan.errors import ParaplanError
 from paraplan.hardware.catalogue.profile_files import cluster_from_profile, find_gpu
 from paraplan.hardware.cluster import Cluster
 from paraplan.hardware.profiles import GpuProfile
 from paraplan.plan.executor import Executor
-from paraplan.search.cluster_sizes import least_time_s
 from paraplan.search.constraints import Constraints
-from paraplan.search.idle_gpus import WORTH_IDLE, LeavingIdle
+from paraplan.search.idle_gpus import LeavingIdle, fastest_part
 from paraplan.search.results import SearchResult
 from paraplan.search.search import search
 from paraplan.search.sizes import SearchOn
@@ -28,18 +26,7 @@ def without_slower(
 
     Without a `result` no plan is there for all. None where the slower kinds are worth their place.
     """
-    limit_s = inf if result is None else WORTH_IDLE * result.best.step.step_time_s
-    best: Workload | None = None
-    for cluster in _faster_parts(workload.cluster):
-        part = replace(workload, cluster=cluster)
-        try:
-            if least_time_s(part, executor=executor, fixed=fixed) >= limit_s:
-                continue
-            found = search(part, num_candidates=1, executor=executor, fixed=fixed)
-        except (NoPlanFitsError, PlanError):
-            continue
-        if found.best.step.step_time_s < limit_s:
-            limit_s, best = found.best.step.step_time_s, part
+    best = fastest_part(workload, _faster_parts(workload.cluster), result, executor=executor, fixed=fixed)
     if best is None:
         return None
     fewer = search_on(best)
