@@ -22,8 +22,16 @@ def with_stages(setup: Setup, model: ModelSpec) -> Setup:
 
 
 def with_stages_of_layers(setup: Setup, num_layers: int | None) -> Setup:
-    """Return a setup with the stages of a model of `num_layers`, and where nobody says how many, a note of that."""
+    """Return a setup with the stages of a model of `num_layers`, and where nobody says how many, a note of that.
+
+    Raises `PlanError` where a layout has another number of them.
+    """
     rule = setup.stage_rule
+    if rule is not None and rule.layout is not None and num_layers not in (None, sum(rule.layout)):
+        raise PlanError(
+            f"{rule.option}: its stages have {sum(rule.layout)} layers, and the number of layers is {num_layers}",
+            hint="fix the one or the other: Megatron-LM refuses this too",
+        )
     if rule is None or rule.layout is not None:
         return setup
     if num_layers is None:
@@ -33,7 +41,7 @@ def with_stages_of_layers(setup: Setup, num_layers: int | None) -> Setup:
 
 def _cut(plan: ParallelPlan, rule: StageRule, num_blocks: int, name: str = "the model") -> ParallelPlan:
     blocks = stages_of(rule, plan, num_blocks, name=name)
-    is_even = min(blocks) > 0 and blocks == even_split(sum(blocks), len(blocks))
+    is_even = sum(blocks) == num_blocks and min(blocks) > 0 and blocks == even_split(num_blocks, len(blocks))
     return plan.replace(stage_blocks=None if is_even else blocks)
 
 

@@ -55,6 +55,20 @@ def test_layers_that_the_command_names_cut_the_stages_without_a_model() -> None:
     assert (plan.virtual_pipeline_size, plan.stage_blocks) == (2, (1, 2, 2, 2))
 
 
+@pytest.mark.parametrize(("layout", "num_layers"), [("Et*8|t*8|t*8|t*7L", 31), ("Ettt|ttL", 5), ("Et|t|tL", 3)])
+def test_a_layout_of_another_number_of_layers_is_refused_and_is_no_even_cut(layout: str, num_layers: int) -> None:
+    """Of as many layers as it has it is read; of a model with one more its stages stay, and cannot be priced."""
+    pp = layout.count("|") + 1
+    options = f'--pipeline-model-parallel-size {pp} --pipeline-model-parallel-layout "{layout}"'
+    imported = megatron(f"{options} --num-layers {num_layers}", num_gpus=pp)
+    with pytest.raises(PlanError, match=f"its stages have {num_layers} layers, and the number of layers is"):
+        megatron(f"{options} --num-layers {num_layers + 1}", num_gpus=pp)
+    model = load_model("llama-2-7b")
+    told = imported.for_model(model).plan
+    assert told.stage_blocks is not None
+    assert sum(told.stage_blocks) == num_layers != model.num_blocks
+
+
 def test_layers_of_the_first_rank_are_shared_out_over_its_virtual_stages() -> None:
     options = "--decoder-first-pipeline-num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4"
     plan = megatron(f"--pipeline-model-parallel-size 2 --num-layers 12 {options}", num_gpus=2).plan
