@@ -5,7 +5,7 @@ from __future__ import annotations
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stages import empty_stage_reason, stages_reason
-from paraplan.plan.training import TrainingPrecision, TrainingSpec
+from paraplan.plan.training import TORCHAO_RECIPES, TrainingPrecision, TrainingSpec
 
 RUNNABLE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 RUNNABLE_RECOMPUTE = ("none", "selective", "selective_ops", "full")
@@ -74,8 +74,9 @@ def rule_of(reason: str) -> str:
 
 def training_reason(training: TrainingSpec | None, plan: ParallelPlan | None = None) -> str | None:
     """Return why the runtime does not train so under `plan`, or under any, None where it does or nothing is known."""
-    if training is not None and training.linear_precision != "16bit":
-        return f"--linear-precision {training.linear_precision}: the runtime multiplies in the training's own precision"
+    narrow = None if training is None else _narrow_reason(training)
+    if narrow is not None:
+        return narrow
     if training is not None and training.offloads_activations and training.compiled:
         return "--offload-activations: what compiled blocks keep is the compiler's choice"
     keeps_operations = plan is not None and plan.recompute == "selective_ops"
@@ -88,6 +89,17 @@ def training_reason(training: TrainingSpec | None, plan: ParallelPlan | None = N
     is_in_parts = plan is not None and plan.offload != "none" and (plan.tp * plan.ep > 1 or plan.zero_stage > 0)
     if training is not None and plan is not None and is_in_parts and training.optimizer in _OF_WHOLE_TENSORS:
         return f"offload={plan.offload}: {training.optimizer} looks at whole tensors, which are gathered on the device"
+    return None
+
+
+def _narrow_reason(training: TrainingSpec) -> str | None:
+    """Return why linear layers do not multiply below 16 bits as `training` says: torchao's float8 layers do."""
+    if training.linear_precision not in ("16bit", "fp8"):
+        return f"--linear-precision {training.linear_precision}: the runtime has torchao's layers, which are in fp8"
+    if training.fp8_recipe not in (None, *TORCHAO_RECIPES):
+        return f"--fp8-recipe {training.fp8_recipe}: torchao's layers scale by {', '.join(TORCHAO_RECIPES)}"
+    if training.fp8_gather:
+        return "--fp8-gather: weights are gathered as they are stored"
     return None
 
 

@@ -56,6 +56,7 @@ from paraplan.runtime.step.global_batch import check_gathers
 from paraplan.runtime.step.loss import LossFunction
 from paraplan.runtime.step.reports import RunWatch, SpeedBaseline, peak_flops_per_s
 from paraplan.runtime.structure.blocks import compile_blocks
+from paraplan.runtime.structure.float8 import convert_products
 from paraplan.runtime.structure.parameter_hooks import check_hooks, check_written_tables
 from paraplan.runtime.structure.weights import count_parameters, share_weights
 from paraplan.runtime.timeouts import explained_timeouts
@@ -245,6 +246,7 @@ class Job:
         """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
+        convert_products(model, stack, None if self.file is None else self.file.training, self.device)
         check_quantized(model, plan, self.device)
         self._tell(unfrozen_note(model, self.file))
         check_hooks(model, plan)

@@ -215,6 +215,17 @@ def test_the_estimate_is_what_the_runtime_holds(fields: dict[str, Any], plan: di
     compare(spec, build, ParallelPlan.model_validate(plan), "bf16")
 
 
+def test_the_estimate_of_layers_in_float8_is_what_the_runtime_holds() -> None:
+    spec, build = of_config(LLAMA | {"num_hidden_layers": 8})
+    for plan in ({"dp": 8, "micro_batch_size": 2}, {"dp": 64, "zero_stage": 3, "micro_batch_size": 8}):
+        narrow = peaks(spec, build, ParallelPlan.model_validate(plan), "bf16", linear_precision="fp8")
+        wide = peaks(spec, build, ParallelPlan.model_validate(plan), "bf16")
+        assert narrow[0].total_bytes == pytest.approx(narrow[1].total_bytes, rel=0.03)
+        assert (narrow[1].total_bytes < wide[1].total_bytes) == (
+            "zero_stage" not in plan
+        )  # no 16-bit copies of weights
+
+
 # The last one keeps a micro-batch and the head; it is met with halves of backward passes, below.
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.with_all)])
 def test_the_estimate_of_each_stage_is_what_the_runtime_holds(stage: int) -> None:

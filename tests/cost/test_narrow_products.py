@@ -113,24 +113,22 @@ def test_a_load_of_experts_that_no_ranks_have_is_refused(load: float) -> None:
         TrainingSpec(global_batch_size=8, seq_length=128, expert_load=load)
 
 
-def test_a_plan_in_8_bits_is_refused_by_all_that_starts_the_runtime() -> None:
-    workload = Workload.of(MODEL, made("dgx-h100", "fp8").training, cluster_from_profile("dgx-h100"))
-    with pytest.raises(UnsupportedPlanError, match="linear_precision='fp8'"):
+def test_a_plan_in_a_format_that_torchao_has_not_is_refused_by_all_that_starts_the_runtime() -> None:
+    workload = Workload.of(MODEL, made("dgx-b200", "mxfp8").training, cluster_from_profile("dgx-b200"))
+    with pytest.raises(UnsupportedPlanError, match="linear_precision='mxfp8'"):
         check_supported(PLAN, training=workload.training)
     checked = check_plan(workload, PLAN, tolerance=0.05)
     (found,) = (one for one in checked.findings if one.name == "supported")
     assert not found.passed
-    assert "--linear-precision fp8" in found.message
-    with pytest.raises(NoPlanFitsError, match="the runtime multiplies in the training's own precision") as refused:
+    assert "--linear-precision mxfp8" in found.message
+    with pytest.raises(NoPlanFitsError, match="the runtime has torchao's layers, which are in fp8") as refused:
         search(workload)
     assert refused.value.hint is not None
-    assert "--linear-precision fp8" in refused.value.hint
+    assert "--linear-precision mxfp8" in refused.value.hint
 
 
-def test_paraplans_runtime_says_that_it_multiplies_in_16_bits() -> None:
-    training = made("dgx-h100", "fp8").training
-    reason = OWN_RUNTIME.reason_of(PLAN, training, 32)
-    assert reason == "--linear-precision fp8: the runtime multiplies in the training's own precision"
+def test_paraplans_runtime_multiplies_in_fp8() -> None:
+    assert OWN_RUNTIME.reason_of(PLAN, made("dgx-h100", "fp8").training, 32) is None
 
 
 def test_a_power_limit_slows_products_as_was_measured() -> None:

@@ -192,7 +192,7 @@ def _costs_of(workload: Workload, shardings: Shardings) -> dict[str, Floats]:
         "largest_block_frozen_bytes": np.max(frozen, axis=0),
         "expert_parameters": _by_kind([_expert_parameters(kind, shardings) for kind in kinds]),
         "frozen_expert_bytes": _by_kind([_frozen_bytes(kind, shardings, of_experts=True) for kind in kinds]),
-        "copied_parameters": _by_kind([_copied_parameters(kind, shardings) for kind in kinds]),
+        "copied_parameters": _by_kind([_copied_parameters(kind, shardings, training) for kind in kinds]),
         "saved_bytes": _by_kind(kept),
         "later_saved_bytes": _by_kind(later_kept),
         "recomputed_bytes": _by_kind(again),
@@ -285,12 +285,12 @@ def _divided(parameters: list[Parameter], tp: Floats) -> Floats:
     return whole + split / tp
 
 
-def _copied_parameters(block: BlockSpec, shardings: Shardings) -> Floats:
-    """Return the weights that autocast copies: it does not know grouped products, so those of experts stay in fp32."""
-    total = np.zeros_like(shardings.tp)
-    for matmul in (matmul for matmul in block.matmuls if matmul.num_experts == 1 and not matmul.is_narrow):
-        total += matmul.k * matmul.n / (1.0 if matmul.split == "none" else shardings.tp)
-    return total
+def _copied_parameters(block: BlockSpec, shardings: Shardings, training: TrainingSpec | None = None) -> Floats:
+    """Return the weights that autocast copies: not those of experts (grouped products), nor of layers in 8 bits."""
+    is_rounded = training is not None and training.linear_precision != "16bit"
+    copied = [one for one in block.matmuls if one.num_experts == 1 and not one.is_narrow and not is_rounded]
+    divisors = [np.where(one.split == "none", 1.0, shardings.tp) for one in copied]
+    return sum((one.k * one.n / by for one, by in zip(copied, divisors, strict=True)), np.zeros_like(shardings.tp))
 
 
 def _distinct_weights(kinds: list[BlockSpec], shardings: Shardings) -> Floats:

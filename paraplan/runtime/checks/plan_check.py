@@ -27,6 +27,7 @@ from paraplan.runtime.checks.trials import anywhere, check_same_batch, check_sam
 from paraplan.runtime.checks.verification import Verification, WeightReads, refusal
 from paraplan.runtime.data.batches import MicroBatch, TargetCounter
 from paraplan.runtime.seeds import python_numbers
+from paraplan.runtime.structure.float8 import products_unrounded
 from paraplan.runtime.structure.shaken_weights import shaken_weights
 from paraplan.runtime.structure.snapshots import Snapshot, modes
 
@@ -87,6 +88,7 @@ class PlanCheck:
             return self._checking.every > 0 and number % self._checking.every == 0
         return number == 2 or (number >= 10 and 10 ** round(math.log10(number)) == number)
 
+    @products_unrounded()
     def run(self, call: Call, pieces: Sequence[MicroBatch]) -> None:
         """Check a batch before it is trained on, or evaluated. Every rank calls it.
 

@@ -41,6 +41,7 @@ from paraplan.runtime.split.regions import split_block
 from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.step.loss import token_loss
 from paraplan.runtime.structure.blocks import BlockStack, find_blocks
+from paraplan.runtime.structure.float8 import convert_products
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.torch_private import function_modes, pytree
@@ -135,6 +136,7 @@ def wrap_without_values(
 ) -> RankPart:
     """Return the part of `model`, which is on the meta device, that `rank` holds; its tensors have storages then."""
     split = _tensor_split(model, parallel.mesh)
+    convert_products(model, stack, parallel.training, parallel.mesh.world.device)
     with rank.on_host():  # where a script keeps the whole model
         _materialise(model, parallel.mesh.world.device)
     with rank.running():

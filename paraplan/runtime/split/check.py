@@ -20,6 +20,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.structure.float8 import products_unrounded
 from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.structure.outputs import numbered_outputs
@@ -96,7 +97,7 @@ def comparable_runs(device: torch.device) -> Iterator[None]:
     try:
         for backend in backends:
             backend.fp32_precision = "ieee"
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with products_unrounded(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         for backend, precision in zip(backends, before, strict=True):

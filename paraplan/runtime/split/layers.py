@@ -19,6 +19,7 @@ from paraplan.runtime.shards.group import (
 )
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.sites import Sites
+from paraplan.runtime.structure.float8 import float8_product, is_float8
 
 _TOKENS = 1  # their dimension, in [batch, tokens, hidden]
 
@@ -130,6 +131,8 @@ def take_parts(module: nn.Module, shardings: Mapping[str, Sharding], group: Tens
 
 def product_of(module: nn.Module) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
     """Return what a linear layer computes of its input, its weight, or a part of it, and its bias."""
+    if is_float8(module):
+        return float8_product(module)
     return _transposed_product if is_transposed(module) else F.linear
 
 

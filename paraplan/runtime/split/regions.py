@@ -41,6 +41,7 @@ from paraplan.runtime.split.layers import (
 )
 from paraplan.runtime.split.sites import RunOnParts, sites_by_module
 from paraplan.runtime.structure.chain import put_argument
+from paraplan.runtime.structure.float8 import is_float8
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.outputs import map_outputs
 
@@ -68,7 +69,8 @@ def split_block(
     regions = {path: _Region() for path in _regions(block, split)}
     for path, region in regions.items():
         columns = [layer for layer, role in split.roles.items() if role.kind == "column" and _is_in(layer, (path,))]
-        region.first, region.is_layer = block.get_submodule(columns[0]) if columns else None, path in columns
+        first = block.get_submodule(columns[0]) if columns else None
+        region.first, region.is_layer = None if first is None or is_float8(first) else first, path in columns
     for layer, role in split.roles.items():
         module = block.get_submodule(layer)
         found = (expert_shardings if role.kind == "experts" else parameter_shardings)(module, role, group.size)

@@ -28,3 +28,14 @@ def trial_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator
     finally:
         for module in forwards:
             del module.__dict__["forward"]
+
+
+@contextmanager
+def trial_forward_of(kind: type[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Have all modules of one class, with its own `forward`, compute what another one does in this context."""
+    own: Callable[..., Any] = kind.forward
+    kind.forward = forward
+    try:
+        yield
+    finally:
+        kind.forward = own
