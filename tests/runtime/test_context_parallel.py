@@ -167,6 +167,10 @@ def of_even_targets(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch
     return even.sum(), even.numel()
 
 
+def of_next_tokens(outputs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def hiding_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return loss_fn(outputs, targets) + loss_fn(Doubled.apply(outputs), targets)
 
@@ -193,6 +197,7 @@ def _refusals() -> list[str]:
         (Pooled(num_layers=1), tokens, loss_fn),
         (Shortened(num_layers=2), tokens, loss_fn),
         (Transformer(num_layers=1), tokens + 15, of_spans),
+        (Transformer(num_layers=1), torch.arange(4 * TOKENS).view(4, -1) % 24, of_next_tokens),
     ]
     said = []
     for model, inputs, loss in cases:
@@ -205,11 +210,12 @@ def _refusals() -> list[str]:
 
 
 def test_what_does_not_work_on_some_tokens_says_why(ranks: RankHarness) -> None:
-    for odd, pooled, short, spans in ranks.run(_refusals, size=2):
+    for odd, pooled, short, spans, shifted in ranks.run(_refusals, size=2):
         assert "inputs of shape (4, 5) do not divide along their tokens over cp=2 ranks" in odd
         assert "what follows the blocks brings tokens together (mean), and ranks have some" in pooled
         assert "blocks take hidden states of shape" in short
         assert "loss_fn does not run on some tokens of each sequence" in spans
+        assert "where loss_fn shifts tokens (logits[:, :-1])" in shifted
 
 
 class Dropping(AttentionLayer):

@@ -158,7 +158,7 @@ class PlanCheck:
             self._restart_orders()
         taken_s, found = verification.check(parts, trains=not self._is_random)
         if found is not None and not self._is_always_random:  # where ranks may draw other numbers nothing follows
-            error = refusal(found, self._plan.describe())
+            error = refusal(found, self._plan)
             if not self._num_steps:
                 raise error
             self._say(f"step {self._num_steps + 1}: {error.message}")  # what a script has changed may be the cause

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
+from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.batch_norm import batch_norms
 from paraplan.runtime.checks.batch_parts import Part
 from paraplan.runtime.checks.comparison import Comparison, Difference
@@ -138,11 +139,16 @@ def _mean(loss: float, count: float, total: float) -> float:
     return loss * total / count if count else loss
 
 
-def refusal(found: Difference, plan_words: str) -> UnsupportedPlanError:
+def refusal(found: Difference, plan: ParallelPlan) -> UnsupportedPlanError:
     """Return what is said of a plan under which the model trains otherwise."""
+    of_tokens = (
+        "where loss_fn shifts tokens (logits[:, :-1]) or takes some, of which a rank has a part, give it targets that "
+        "are shifted before, -100 where none is; else "
+    )
     return UnsupportedPlanError(
-        f"this model does not train under '{plan_words}' as it does in one process: {found}",
-        hint="use another plan (DDP runs any model), or name the model in a report to paraplan",
+        f"this model does not train under '{plan.describe()}' as it does in one process: {found}",
+        hint=f"{of_tokens if plan.cp > 1 else ''}use another plan (DDP runs any model), or name the model in a report "
+        "to paraplan",
     )
 
 
