@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from paraplan.cost.cost_model import CostModel
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
@@ -12,7 +14,7 @@ from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import Executor
 from paraplan.search.constraints import FREE, Constraints
 from paraplan.search.degrees import divisors
-from paraplan.search.evaluation import Plans
+from paraplan.search.evaluation import Plans, Survey
 from paraplan.search.space import PlanSpace
 
 MOST_NODES = 16_384
@@ -80,9 +82,23 @@ def least_time_s(workload: Workload, *, executor: Executor, fixed: Constraints =
 
     Infinite where there is no plan.
     """
+    plans = _plans_of(workload, executor, fixed)
+    return math.inf if plans is None else float(plans.least_s.min(initial=math.inf))
+
+
+def can_take_less(workload: Workload, limit_s: float, *, executor: Executor, fixed: Constraints = FREE) -> bool:
+    """Return whether a plan of the workload's machines that fits takes less than `limit_s` seconds a step."""
+    plans = _plans_of(workload, executor, fixed)
+    if plans is None:
+        return False
+    survey = Survey(CostModel.of_workload(workload), plans, num_kinds=1)
+    return survey.find(np.ones(len(plans), dtype=bool), at_most_s=limit_s) < limit_s
+
+
+def _plans_of(workload: Workload, executor: Executor, fixed: Constraints) -> Plans | None:
+    """Return the plans of the workload's machines, None where what is fixed cannot be had on so many."""
     workload = CostModel.of_workload(workload)
     try:
-        plans = Plans.of(workload, PlanSpace(workload, executor, fixed))
-    except PlanError:  # what is fixed cannot be had on so many
-        return math.inf
-    return float(plans.least_s.min(initial=math.inf))
+        return Plans.of(workload, PlanSpace(workload, executor, fixed))
+    except PlanError:
+        return None

@@ -10,7 +10,7 @@ from paraplan.cost.workload import Workload
 from paraplan.errors import NoPlanFitsError, PlanError
 from paraplan.hardware.cluster import Cluster
 from paraplan.plan.executor import Executor
-from paraplan.search.cluster_sizes import counts_between, least_time_s, part_of, smaller_clusters
+from paraplan.search.cluster_sizes import can_take_less, counts_between, part_of, smaller_clusters
 from paraplan.search.comparison import compared_parts, part_words
 from paraplan.search.constraints import Constraints
 from paraplan.search.results import SearchResult
@@ -41,7 +41,7 @@ def leaving_idle(
     """Return the search on the fewer GPUs that train clearly faster than all do (`result`); None where none do.
 
     Without a `result` no plan is there for all, and fewer that share the batch out better take their place. Numbers
-    that no plan could make so fast are passed over by their least time.
+    of which no plan is so fast are passed over.
     """
     best = fastest_part(workload, _promising(workload, result), result, executor=executor, fixed=fixed)
     if best is None:
@@ -60,14 +60,14 @@ def fastest_part(
 ) -> Workload | None:
     """Return the workload on the fastest of `clusters`, None where none is clearly faster than `result`.
 
-    Those that no plan could make so fast are passed over by their least time.
+    Those of which no plan is so fast are passed over without a whole search.
     """
     limit_s = inf if result is None else WORTH_IDLE * result.best.step.step_time_s
     best: Workload | None = None
     for cluster in clusters:
         part = replace(workload, cluster=cluster)
         try:
-            if least_time_s(part, executor=executor, fixed=fixed) >= limit_s:
+            if not can_take_less(part, limit_s, executor=executor, fixed=fixed):
                 continue
             found = search(part, num_candidates=1, executor=executor, fixed=fixed)
         except (NoPlanFitsError, PlanError):

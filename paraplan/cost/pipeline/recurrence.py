@@ -6,7 +6,7 @@ each of which depends on earlier ones alone; a level is one step over the column
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paraplan.cost.pipeline.simulation import PassSeconds, PipelineTask, input_of, rank_order
+from paraplan.cost.pipeline.simulation import PassSeconds, rank_order
 from paraplan.cost.plan_table import Floats, Ints
 from paraplan.plan.parallel import ScheduleName
 
@@ -196,11 +196,11 @@ def _follow(graph: _Graph, num_ranks: int, seconds: Floats) -> Floats:
 
 def _graph(schedule: ScheduleName, num_ranks: int, virtual: int, num_microbatches: int, group: int) -> _Graph:
     """Return the operations of all ranks in the order of a schedule."""
-    last = num_ranks * virtual - 1
-    level_of: dict[PipelineTask, int] = {}
+    num_stages = num_ranks * virtual
     orders = [
-        list(
-            rank_order(
+        [
+            (_KINDS.index(kind) * num_microbatches + micro_batch) * num_stages + stage
+            for kind, micro_batch, stage in rank_order(
                 schedule,
                 rank=rank,
                 num_ranks=num_ranks,
@@ -208,31 +208,44 @@ def _graph(schedule: ScheduleName, num_ranks: int, virtual: int, num_microbatche
                 num_microbatches=num_microbatches,
                 group=group,
             )
-        )
+        ]
         for rank in range(num_ranks)
     ]
-    positions, moved = [0] * num_ranks, True
+    operations = np.sort(np.concatenate([np.array(order, dtype=int) for order in orders]))
+    kind, rest = np.divmod(operations, num_microbatches * num_stages)
+    stage, of_stage = rest % num_stages, num_microbatches * num_stages
+    reads = np.select(
+        [kind == 2, kind == 0, stage == num_stages - 1],
+        [operations - of_stage, np.where(stage > 0, operations - 1, -1), operations - of_stage],
+        operations + 1,
+    )
+    levels = _levels(orders, dict(zip(operations.tolist(), reads.tolist(), strict=True)))
+    return _by_level(
+        levels=np.array([levels[operation] for operation in operations.tolist()]),
+        ranks=stage % num_ranks,
+        inputs=np.where(reads < 0, -1, np.searchsorted(operations, reads)),
+        durations=kind * num_stages + stage,
+    )
+
+
+def _levels(orders: Sequence[Sequence[int]], reads: Mapping[int, int]) -> dict[int, int]:
+    """Return how many operations come before each, of its rank and of what it `reads` (-1: nothing), at most."""
+    level_of = {-1: -1}
+    positions, previous, moved = [0] * len(orders), [-1] * len(orders), True
     while moved:
         moved = False
         for rank, order in enumerate(orders):
-            while positions[rank] < len(order):
-                task = order[positions[rank]]
-                before = input_of(task, last)
-                if before is not None and before not in level_of:
+            position, level = positions[rank], previous[rank]
+            while position < len(order):
+                before = level_of.get(reads[order[position]])
+                if before is None:
                     break
-                previous = level_of[order[positions[rank] - 1]] if positions[rank] else -1
-                level = 1 + max(previous, -1 if before is None else level_of[before])
-                level_of[task] = level
-                positions[rank] += 1
-                moved = True
-    place = {task: number for number, task in enumerate(level_of)}
-    inputs = [input_of(task, last) for task in level_of]
-    return _by_level(
-        levels=np.array(list(level_of.values())),
-        ranks=np.array([task.stage % num_ranks for task in level_of]),
-        inputs=np.array([-1 if task is None else place[task] for task in inputs]),
-        durations=np.array([_KINDS.index(task.kind) * (last + 1) + task.stage for task in level_of]),
-    )
+                level = 1 + max(level, before)
+                level_of[order[position]] = level
+                position += 1
+            moved = moved or position > positions[rank]
+            positions[rank], previous[rank] = position, level
+    return level_of
 
 
 def _interleaved_graph(num_ranks: int, virtual: int, num_microbatches: int) -> _Graph:
