@@ -90,7 +90,7 @@ def import_config(
         report = _report(compared) if compared is not None else json.loads(file.to_json())
         typer.echo(json.dumps(report, indent=2))
         return
-    _print(imported, compared)
+    _print(imported, compared, has_machine=_names_machine(hardware))
     if output is not None and model is not None:
         typer.echo(f"\nplan: {output}; its memory and time by parts: paraplan estimate {model} --plan {output}")
 
@@ -186,7 +186,7 @@ def _compare(
     return alternatives(imported, hardware.calibrated(theirs), hardware.calibrated(ours))
 
 
-def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
+def _print(imported: ImportedPlan, compared: Alternatives | None, *, has_machine: bool = True) -> None:
     for note in (imported if compared is None else compared).setup.notes:
         show_note(note)
     if compared is None:
@@ -196,6 +196,8 @@ def _print(imported: ImportedPlan, compared: Alternatives | None) -> None:
             typer.echo(
                 f"it trains {imported.setup.model_name}: --model says which model is priced, and --profile on what"
             )
+        elif has_machine:
+            typer.echo("it names no model: --model says which one is priced")
         return
     now = compared.now
     typer.echo(f"As {imported.setup.tool} runs it, predicted for {imported.framework}:")

@@ -109,7 +109,9 @@ def test_megatron_arguments_are_read_from_the_script_that_starts_it(tmp_path: Pa
     script = tmp_path / "pretrain.sh"
     script.write_text(f"torchrun pretrain_gpt.py {MEGATRON}\n")
     words = "import", str(script), "--profile", "dgx-h100"
-    assert run(*words)[1] == "Megatron-LM: dp4 x tp2, DDP, micro-batch 1 x 16\n"
+    assert run(*words)[1] == (
+        "Megatron-LM: dp4 x tp2, DDP, micro-batch 1 x 16\nit names no model: --model says which one is priced\n"
+    )
 
 
 def test_the_way_out_of_degrees_that_another_model_does_not_take_is_in_the_file(tmp_path: Path) -> None:

@@ -50,11 +50,10 @@ def virtual_stages(fields: Fields, pp: int, rule: StageRule | None) -> int:
         return stages or 1
     num_blocks = fields.count("num_layers")
     counted = 0 if rule is None else rule.counts_embedding + rule.counts_loss
-    if num_blocks is None or (num_blocks + counted) % (pp * layers):
-        raise fields.error(
-            "num_layers_per_virtual_pipeline_stage",
-            f"a divisor of --num-layers {num_blocks or '(missing)'} / pp {pp}",
-        )
+    if num_blocks is None:
+        raise fields.error("num_layers_per_virtual_pipeline_stage", "--num-layers beside it, which is missing")
+    if (num_blocks + counted) % (pp * layers):
+        raise fields.error("num_layers_per_virtual_pipeline_stage", f"a divisor of --num-layers {num_blocks} / pp {pp}")
     return (num_blocks + counted) // pp // layers
 
 
