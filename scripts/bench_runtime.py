@@ -58,6 +58,7 @@ from bench_runtime_sides import (
     deepspeed_step,
     device,
     engine_step,
+    transformers_step,
 )
 
 from paraplan import runtime
@@ -73,6 +74,7 @@ SIDES: dict[str, Callable[[Case], Step]] = {
     "plain": plain_step,
     "accelerate": accelerate_step,
     "deepspeed": deepspeed_step,
+    "transformers": transformers_step,
 }
 SIZES = {"tiny": Size(layers=4, hidden=32, heads=4, tokens=16, micro_batch=2), "larger": LARGER_CPU_SIZE}
 LOSS_TOLERANCE = 1e-3  # relative, after two steps; bf16 and other orders of sums stay well inside
@@ -129,12 +131,16 @@ def cases(ranks: int, size: Size | None = None) -> list[Case]:
     batch = {"micro_batch_size": size.micro_batch}
     ddp, zero = ParallelPlan(**data), [ParallelPlan(zero_stage=stage, **data) for stage in (1, 2, 3)]
     pipeline = ParallelPlan(pp=ranks, pipeline_schedule="1f1b", num_microbatches=2 * ranks, **batch)
+    long = replace(size, tokens=8 * size.tokens, micro_batch=1)
+    experts = ParallelPlan(dp=ranks, ep=ranks, micro_batch_size=2 * size.micro_batch, num_microbatches=1)
     found = [
         Case("ddp", ddp, "plain", size),
         Case("zero 2", zero[1], "plain", size),
         Case("zero 3", zero[2], "plain", size),
         Case("pipeline", pipeline, "plain", size),
         Case("tensor", ParallelPlan(tp=ranks, num_microbatches=4, **batch), "plain", size),
+        Case("context", ParallelPlan(cp=ranks, num_microbatches=2), "plain", long),
+        Case("experts", experts, "transformers", replace(size, experts=8)),
         Case("ddp", ddp, "accelerate", size),
         *(Case(f"zero {plan.zero_stage}", plan, "deepspeed", size) for plan in zero),
     ]

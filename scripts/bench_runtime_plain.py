@@ -1,6 +1,7 @@
 """The plans of `bench_runtime.py` written by hand in plain torch, as one who knows it well writes them.
 
-One process, DDP, ZeRO-2 and ZeRO-3 (FSDP2), a 1F1B pipeline, and tensor parallelism as Megatron-LM does it.
+One process, DDP, ZeRO-2 and ZeRO-3 (FSDP2), a 1F1B pipeline, tensor parallelism as Megatron-LM does it, and context
+parallelism that exchanges tokens for heads (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ def plain_step(case: Case) -> Step:
     plan, model = case.plan, build(case.size).to(device())
     if plan.pp > 1:
         return _pipeline_step(case, model)
+    if plan.cp > 1:
+        _exchange_heads(model, plan.cp)
     if plan.tp > 1:
         _split_by_hand(model, plan.tp)
     elif plan.zero_stage:
         _shard_by_hand(model, frees=plan.zero_stage == 3)
-    elif plan.dp > 1:
+    elif plan.dp * plan.cp > 1:
         from torch.nn.parallel import DistributedDataParallel
 
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -50,6 +53,8 @@ def _step_of(case: Case, wrapped: Any) -> Step:
     optimizer = adamw(wrapped.parameters())
     loss_of = loss_fn if plan.tp == 1 else _loss_of_classes
     pieces = micro_batches_of(case, dist.get_rank() if dist.is_initialized() else 0)
+    if plan.cp > 1:
+        pieces = [(ids.chunk(plan.cp, 1)[dist.get_rank()], of.chunk(plan.cp, 1)[dist.get_rank()]) for ids, of in pieces]
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -61,7 +66,7 @@ def _step_of(case: Case, wrapped: Any) -> Step:
                     wrapped.set_is_last_backward(is_last)
                     if plan.zero_stage < 3:
                         wrapped.set_reshard_after_backward(is_last)
-                elif plan.dp > 1 and not is_last:
+                elif plan.dp * plan.cp > 1 and not is_last:
                     stack.enter_context(wrapped.no_sync())
                 with torch.autocast(device().type, dtype=torch.bfloat16, enabled=case.precision == "bf16"):
                     loss = loss_of(wrapped(piece), target) / len(pieces)
@@ -72,9 +77,9 @@ def _step_of(case: Case, wrapped: Any) -> Step:
         else:
             torch.nn.utils.clip_grad_norm_(wrapped.parameters(), MAX_GRAD_NORM)
         optimizer.step()
-        if plan.dp > 1:
+        if plan.dp * plan.cp > 1:
             dist.all_reduce(total)
-        return total / plan.dp
+        return total / (plan.dp * plan.cp)
 
     return step
 
@@ -240,6 +245,41 @@ def _split_forward(block: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         return result
 
     return forward
+
+
+def _exchange_heads(model: Any, size: int) -> None:
+    """Have the model run on this rank's tokens, and attention on all of them for its share of the heads."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    def exchanged(given: torch.Tensor) -> torch.Tensor:
+        return all_to_all_single_autograd(given.contiguous(), None, None, list(range(size)))
+
+    def attention(block: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            batch, tokens, width = hidden.shape
+            parts = block.qkv(block.attention_norm(hidden)).view(batch, tokens, 3, size, block.num_heads // size, -1)
+            heads = exchanged(parts.permute(3, 2, 0, 4, 1, 5))  # [ranks, 3, batch, heads, tokens, width of a head]
+            query, key, value = heads.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            own = exchanged(attended.view(batch, -1, size, tokens, attended.shape[-1]).permute(2, 0, 1, 3, 4))
+            joined = own.permute(1, 3, 0, 2, 4).reshape(batch, tokens, width)
+            hidden = hidden + block.attention_out(joined)
+            result: torch.Tensor = hidden + block.mlp_down(F.gelu(block.mlp_up(block.mlp_norm(hidden))))
+            return result
+
+        return forward
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        first = dist.get_rank() * tokens.shape[1]
+        hidden = model.byte_embedding(tokens) + model.position_embedding(torch.arange(tokens.shape[1]) + first)
+        for block in model.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = model.head(model.norm(hidden))
+        return logits
+
+    model.forward = forward
+    for block in model.blocks:
+        block.forward = attention(block)
 
 
 class _Stage(nn.Module):

@@ -1,4 +1,4 @@
-"""What `bench_runtime.py` compares: cases, what all sides share, and the sides by the engine, accelerate and DeepSpeed.
+"""What `bench_runtime.py` compares: cases, what all sides share, and the sides by the engine and by other libraries.
 
 Every side trains the same weights on the same sequences with AdamW, clips the norm of the whole gradient, and returns
 the mean loss over the global batch on every rank.
@@ -39,6 +39,8 @@ class Size:
     heads: int
     tokens: int
     micro_batch: int
+    experts: int = 0
+    """Experts of each block, of which a token goes to two: Qwen3-MoE of transformers in place of `ByteModel`."""
 
 
 CPU_SIZE = Size(layers=6, hidden=384, heads=8, tokens=128, micro_batch=2)
@@ -81,7 +83,38 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def build(size: Size) -> nn.Module:
     """Return the model of all sides, with the same weights."""
     torch.manual_seed(0)
+    if size.experts:
+        return Mixture(size)
     return ByteModel(num_layers=size.layers, hidden_size=size.hidden, num_heads=size.heads)
+
+
+class Mixture(nn.Module):
+    """A decoder with experts of transformers, whose outputs are logits alone."""
+
+    def __init__(self, size: Size) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        super().__init__()
+        config = AutoConfig.for_model(
+            "qwen3_moe",
+            vocab_size=VOCABULARY,
+            hidden_size=size.hidden,
+            moe_intermediate_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.heads // 2,
+            head_dim=size.hidden // size.heads,
+            num_experts=size.experts,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+        )
+        config.use_cache = False
+        self.decoder = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next byte at every position."""
+        logits: torch.Tensor = self.decoder(input_ids=tokens).logits
+        return logits
 
 
 def batch_of(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,6 +199,45 @@ def deepspeed_step(case: Case) -> Step:
             engine.step()
 
     return lambda: _mean_over_ranks(losses(), count * case.plan.dp)
+
+
+def transformers_step(case: Case) -> Step:
+    """Return a step through transformers' expert parallelism, which leaves all else to the caller, over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("ep", "tp"))
+    model: Any = build(case.size)
+    decoder = model.decoder
+    plan = decoder._expand_parallel_plan(dict(decoder.ep_plan))
+    apply_expert_parallelism(decoder, mesh["ep"], mesh["tp"], plan, ep_implementation="all_to_all")
+    optimizer = adamw(model.parameters())
+    experts = [one for one in model.parameters() if isinstance(one, DTensor)]
+    others = [one for one in model.parameters() if not isinstance(one, DTensor)]
+    batches = micro_batches_of(case, dist.get_rank())
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for inputs, targets in batches:
+            losses.append(loss_fn(model(inputs), targets))
+            (losses[-1] / (len(batches) * size)).backward()  # type: ignore[no-untyped-call]
+        whole: Any = [one.grad for one in others]
+        flat = torch.cat([one.flatten() for one in whole])
+        dist.all_reduce(flat)
+        for held, summed in zip(whole, torch.split(flat, [one.numel() for one in whole]), strict=True):
+            held.copy_(summed.view_as(held))
+        own: Any = [one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad for one in experts]
+        squares = torch.nn.utils.get_total_norm(own).square()
+        dist.all_reduce(squares)
+        norm = (squares + torch.nn.utils.get_total_norm(whole).square()).sqrt()
+        torch._foreach_mul_(own + whole, float((MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)))
+        optimizer.step()
+        return _mean_over_ranks(losses, len(batches) * size)
+
+    return step
 
 
 def _mean_over_ranks(losses: Iterable[torch.Tensor], count: int) -> torch.Tensor:
