@@ -367,7 +367,6 @@ class ByteCache(Base):
         return self.head(self.run(self.words(tokens), self.words.scale))
 
 
-# What follows cannot be cut.
 class ValueResidual(Base):
     """Every block reads what the first one has computed beside its hidden state."""
 
@@ -388,6 +387,7 @@ class ValueResidual(Base):
         return self.head(hidden)
 
 
+# What follows cannot be cut.
 class DetachedSkip(Base):
     """The end reads a hidden state from the middle, detached."""
 
@@ -619,10 +619,9 @@ SPLIT: tuple[type[Base], ...] = (MultiQuery, ValuesOfHeads, ValuesInDict, Values
 SOUND: tuple[type[Base], ...] = (
     *(FrozenTower, TrainedTower, TowerByMethod, DetachedPrior, ByData, Chosen, Unused, IntegerPath, InputSkip),
     *(InPlaceBlocks, StepCount, WarmUp, MeanOfWords, FrozenAverage, Normed, NormedEnds, SharedPart, Images, Fields),
-    *(Tied, ByteCache, SharedWeight, BlockTiedToHead, Branches, Keeping),
+    *(Tied, ByteCache, SharedWeight, BlockTiedToHead, Branches, Keeping, ValueResidual),
 )
 REFUSED: dict[type[Base], str] = {
-    ValueResidual: "computes beside its hidden state",
     DetachedSkip: "reads the hidden state that enters block layers.2",
     ThroughDict: "block layers.1 reads",
     PooledStates: "pooled is written between or after the blocks",

@@ -11,6 +11,7 @@ import pytest
 import tiny_transformers
 import torch
 import torch.nn.functional as F  # noqa: N812
+import transformers
 from case_selection import with_all
 from rank_harness import RankHarness
 from torch import nn
@@ -366,6 +367,26 @@ def test_the_loss_of_a_model_of_transformers_counts_the_labels_that_it_shifts() 
             assert engine.step(batch, torch.zeros(BATCH)).item() == pytest.approx(expected.item(), rel=1e-6)
             for name, one in reference.named_parameters():
                 torch.testing.assert_close(engine.parameters[name].grad, one.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_models_of_transformers_that_compute_a_loss_by_themselves_shift_nothing() -> None:
+    sizes = {
+        "vocab_size": 32,
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "dropout": 0.0,
+        "pad_token_id": 0,
+    }
+    sizes |= {f"{part}_{name}": 16 for part in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
+    config = transformers.AutoConfig.for_model("marian", **sizes, max_position_embeddings=32, pad_token_id=0)
+    config.use_cache = False
+    model = transformers.MarianMTModel(config)
+    inputs, targets = batch_of(2)
+    batch = {"input_ids": inputs, "labels": targets["labels"]}
+    expected = copy.deepcopy(model)(**batch).loss.item()  # by name its loss is that of causal models
+    engine = prepared(lambda x, t: x.loss, cut_into(4), model, example_inputs=None)
+    assert engine.step(batch, torch.zeros(BATCH)).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_targets_that_the_user_counts_may_be_none_in_a_micro_batch() -> None:

@@ -43,7 +43,7 @@ def test_a_table_that_all_blocks_read_belongs_to_each_of_them() -> None:
 
 def test_hidden_shapes_follow_the_micro_batch() -> None:
     shapes = chain_of(Decoder(3)).hidden_shapes(torch.zeros(4, 5, dtype=torch.long))
-    assert [hidden.shape for hidden in shapes] == [(4, 5, HIDDEN)] * 3
+    assert [[one.shape for one in passed] for passed in shapes] == [[(4, 5, HIDDEN)]] * 3
 
 
 def test_a_model_names_its_own_example_inputs() -> None:
@@ -151,7 +151,7 @@ class ValueReader(Decoder):
 def test_inputs_whose_values_are_looked_at_are_left_out_of_the_run_without_values() -> None:
     example = {"tokens": TOKEN_IDS, "mask": torch.ones(2, TOKENS)}
     chain = chain_of(ValueReader(2), example)
-    assert chain.hidden_shapes(example)[1].shape == (2, TOKENS, HIDDEN)
+    assert chain.hidden_shapes(example)[1][0].shape == (2, TOKENS, HIDDEN)
 
 
 class Reentrant(Layer):
@@ -175,7 +175,7 @@ def test_kernels_with_shapes_in_bf16_alone_leave_the_models_own_types() -> None:
     model = Decoder(2)
     model.layers = nn.ModuleList(Bf16Shapes() for _ in range(2))
     chain = chain_of(model)
-    assert chain.hidden_shapes(TOKEN_IDS)[1].dtype == torch.float32
+    assert chain.hidden_shapes(TOKEN_IDS)[1][0].dtype == torch.float32
     stage = cut_stage(model, chain, start=1, end=2, device=torch.device("cpu"))
     assert stage.inject is not None
     assert model.embedding(TOKEN_IDS).dtype == torch.float32
@@ -201,7 +201,7 @@ def test_stages_in_a_row_compute_what_the_whole_model_computes() -> None:
         model.load_state_dict(expected.state_dict())
         stage = cut_stage(model, chain_of(model), start=start, end=end, device=torch.device("cpu"))
         if stage.inject is not None:
-            stage.inject.hold(output)
+            stage.inject.hold((output,))
         try:
             output = model(example)
         except StageEndError as stage_end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -148,6 +149,18 @@ def _classes(targets: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tensors_in(targets) if not leaf.is_floating_point() and leaf.dtype != torch.bool]
 
 
+def shifts_labels(model: Any) -> bool:
+    """Whether a model of transformers computes its own loss by the function for causal models, which shifts the labels.
+
+    Others have that function too and call it nowhere: encoder-decoders compute a cross-entropy by themselves.
+    """
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        return False
+    forwards = [inspect.unwrap(vars(one)["forward"]) for one in type(model).__mro__ if "forward" in vars(one)]
+    names = {name for one in forwards for name in getattr(getattr(one, "__code__", None), "co_names", ())}
+    return "loss_function" in names or "CrossEntropyLoss" not in names
+
+
 @dataclass(frozen=True)
 class TargetCounter:
     """Counts the targets of a micro-batch, over which the mean goes that `loss_fn` returns.
@@ -166,9 +179,7 @@ class TargetCounter:
         """Return what counts the targets of `loss_fn`: its own `ignore_index`, or that of a partial, is left out."""
         named = loss_fn.keywords if isinstance(loss_fn, functools.partial) else vars(loss_fn).get
         ignored = named.get("ignore_index") if isinstance(named, dict) else named("ignore_index")
-        shifts = next(
-            (one.loss_type in (None, "ForCausalLM") for one in model.modules() if hasattr(one, "loss_type")), False
-        )
+        shifts = next((shifts_labels(one) for one in model.modules() if hasattr(type(one), "loss_function")), False)
         return cls(given=given, ignored=ignored if isinstance(ignored, int) else IGNORED_TARGET, shifts=shifts)
 
     def count(self, inputs: Any, targets: Any) -> torch.Tensor | float:

@@ -46,6 +46,12 @@ def find_stages(structure: ModelStructure, plan: ParallelPlan, again: Recomputed
     chain = structure.chain
     bounds = stage_bounds(stage_blocks(plan, len(structure.stack)))
     check_stages(chain, bounds, num_ranks=plan.pp)
+    if any(chain.carried) and plan.tp * plan.cp > 1:
+        raise UnsupportedPlanError(
+            f"pp={plan.pp} beside tp={plan.tp}, cp={plan.cp}: blocks return more than their hidden state for the next, "
+            "of which ranks would have parts",
+            hint="use pp with dp alone, or tp or cp without pp, for this model",
+        )
     _check_repeatable(chain, plan, again)
     if again.recompute == "selective":
         _check_attention(structure)
@@ -115,11 +121,16 @@ def _cut(model: nn.Module, whole: Stages, index: int, split: ModelSplit, paralle
     has_last = index == len(bounds) - 1
     cut: CutStage = cut_stage(model, chain, start=start, end=end, device=device)
     names = {own: name for name, own in cut.names.items()}
+    blocks = chain.stack.modules(model)[start:end]
+    carried = chain.carried[end - 1] if not has_last else ()
+    module = StageModule(model, cut.inject, parallel, carried)
+    if carried:
+        blocks[-1].register_forward_hook(module.keep_output)
     divided = divide(model, chain.stack.names[start:end], split, parallel, has_first=start == 0, has_last=has_last)
     return LocalStage(
         index=index,
-        module=StageModule(model, cut.inject, parallel),
-        blocks=chain.stack.modules(model)[start:end],
+        module=module,
+        blocks=blocks,
         names=cut.names,
         buffer_names=cut.buffers,
         shardings=Shardings(

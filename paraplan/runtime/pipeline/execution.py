@@ -38,7 +38,8 @@ from paraplan.runtime.torch_private import pytree
 
 _KEPT_SHAPES = 4
 _Value = TypeVar("_Value")
-_Ends = tuple[HiddenShape | None, HiddenShape | None]  # what a stage receives and sends; None at the model's ends
+_Passed = tuple[HiddenShape, ...]
+_Ends = tuple[_Passed, _Passed]  # what a stage receives and sends; nothing at the model's ends
 
 
 @dataclass
@@ -107,7 +108,7 @@ class PipelineExecution:
         self._attributes = ChangedAttributes(stages[0].module.model)
         self._reductions = reductions_of(*(stage.called for stage in stages))
         self._runs: OrderedDict[Any, tuple[Schedule, list[_Ends]]] = OrderedDict()
-        self._hidden: OrderedDict[Any, list[HiddenShape]] = OrderedDict()
+        self._hidden: OrderedDict[Any, list[_Passed]] = OrderedDict()
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run forward and backward passes, and leave the gradients of the weighted loss in place."""
@@ -164,23 +165,23 @@ class PipelineExecution:
         hidden = _kept(self._hidden, shapes, lambda: self._hidden_shapes(inputs))  # takes a run of the whole model
         return _kept(self._runs, key, lambda: self._build(hidden, num_microbatches=len(micro_batches), trains=trains))
 
-    def _build(self, hidden: list[HiddenShape], *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[_Ends]]:
+    def _build(self, hidden: list[_Passed], *, num_microbatches: int, trains: bool) -> tuple[Schedule, list[_Ends]]:
         name = self._parallel.plan.pipeline_schedule
         assert name is not None
         stages: list[PipelineStage] = []
         ends: list[_Ends] = []
         for local in self._stages:
             start, end = self._bounds[local.index]
-            received = hidden[start] if local.index else None
-            sent = hidden[end] if end < len(hidden) else None
+            received = hidden[start] if local.index else ()
+            sent = hidden[end] if end < len(hidden) else ()
             stage = (ReplicatedStage if name in MULTI else PipelineStage)(
                 local.called,
                 local.index,
                 len(self._bounds),
                 self._mesh.world.device,
                 # The first stage is given numbers of micro-batches, the last one gives losses.
-                input_args=(_example(received, trains) if received else torch.zeros(1, dtype=torch.long),),
-                output_args=(_example(sent, trains) if sent else torch.zeros(1, requires_grad=trains),),
+                input_args=_examples(received, trains) or (torch.zeros(1, dtype=torch.long),),
+                output_args=_examples(sent, trains) or (torch.zeros(1, requires_grad=trains),),
                 group=self._mesh.group("pp"),
             )
             if isinstance(stage, ReplicatedStage):
@@ -189,7 +190,7 @@ class PipelineExecution:
             ends.append((received, sent))
         return build_schedule(name, stages, num_microbatches=num_microbatches, trains=trains), ends
 
-    def _hidden_shapes(self, inputs: Any) -> list[HiddenShape]:
+    def _hidden_shapes(self, inputs: Any) -> list[_Passed]:
         """Return what each block receives on this rank, as it travels."""
         # Under mixed precision hidden states travel in 16 bits, whatever the model's residual stream is kept in.
         half = half_type(self._parallel.precision)
@@ -200,10 +201,13 @@ class PipelineExecution:
                 shapes = self._chain.hidden_shapes(inputs)
         cp = self._parallel.plan.cp
         return [
-            replace(one, shape=(*one.shape[:-2], one.shape[-2] // cp, one.shape[-1]), dtype=half or one.dtype)
-            if cp > 1
-            else replace(one, dtype=half or one.dtype)
-            for one in shapes
+            tuple(
+                replace(one, shape=(*one.shape[:-2], one.shape[-2] // cp, one.shape[-1]), dtype=half or one.dtype)
+                if cp > 1
+                else replace(one, dtype=half or one.dtype)
+                for one in passed
+            )
+            for passed in shapes
         ]
 
 
@@ -228,8 +232,8 @@ def _lay_out_gradients(module: nn.Module) -> None:
             parameter.grad = torch.empty_like(parameter).copy_(gradient).detach()
 
 
-def _example(hidden: HiddenShape, trains: bool) -> torch.Tensor:
-    return torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=trains)
+def _examples(passed: _Passed, trains: bool) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(one.shape, dtype=one.dtype, device="meta", requires_grad=trains) for one in passed)
 
 
 @dataclass(frozen=True)

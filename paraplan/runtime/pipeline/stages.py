@@ -23,7 +23,7 @@ from paraplan.runtime.torch_private import is_view, pytree
 
 
 class StageEndError(Exception):
-    """Ends a forward pass after the last block of a stage, with the hidden state; it never leaves the stage."""
+    """Ends a forward pass after the last block of a stage, with its hidden state; it never leaves the stage."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__("end of the stage")
@@ -69,19 +69,23 @@ class IdentityBlock(_StandIn):
 
 
 class ReceiveBlock(IdentityBlock):
-    """The block before a stage: returns what the stage received."""
+    """The block before a stage: returns what the stage received, `carried` beside the hidden state."""
 
-    def __init__(self, meta_model: nn.Module, chain: BlockChain) -> None:
+    def __init__(self, meta_model: nn.Module, chain: BlockChain, carried: tuple[int, ...]) -> None:
         super().__init__(meta_model, chain)
-        self.__dict__["copies"] = chain.writes_hidden
+        self.__dict__["copies"], self.__dict__["carried"] = chain.writes_hidden, carried
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the received hidden state, whatever comes in; a copy where blocks write into it."""
-        received = self.__dict__["received"]
-        return self.output(received.clone() if self.__dict__["copies"] else received)
+        """Return what was received, whatever comes in; a copy of the hidden state where blocks write into it."""
+        hidden, *others = self.__dict__["received"]
+        output = self.output(hidden.clone() if self.__dict__["copies"] else hidden)
+        if not others:
+            return output
+        found = dict(zip(self.__dict__["carried"], others, strict=True))
+        return tuple(found.get(number, one) for number, one in enumerate(output))
 
-    def hold(self, received: torch.Tensor | None) -> None:
-        """Keep `received` for the next forward pass; None lets it go."""
+    def hold(self, received: tuple[torch.Tensor, ...]) -> None:
+        """Keep `received` for the next forward pass; nothing lets it go."""
         self.__dict__["received"] = received
 
 
@@ -215,7 +219,7 @@ def _replace_blocks(model: nn.Module, chain: BlockChain, *, start: int, end: int
         meta_model = chain.meta_model.get_submodule(name)
         stand_in = IdentityBlock(meta_model, chain)
         if index == start - 1:
-            stand_in = inject = ReceiveBlock(meta_model, chain)
+            stand_in = inject = ReceiveBlock(meta_model, chain, chain.carried[index] if chain.carried else ())
         elif index == end:
             stand_in = SendBlock(meta_model, chain)
         model.set_submodule(name, stand_in)
@@ -260,60 +264,76 @@ class StageList(nn.ModuleList):
 
 
 class StageModule(nn.Module):
-    """A stage as torch's schedules call it: a hidden state in and out; on the last stage the loss out.
+    """A stage as torch's schedules call it: a hidden state in and out, on the last stage the loss out.
+
+    What blocks return for the next beside the hidden state is passed on with it: `carried` of the last one's output.
 
     The micro-batches of a step are handed over beforehand, whole, and the schedule passes their numbers: every stage
     makes its own masks and positions from the inputs.
     """
 
-    def __init__(self, model: nn.Module, inject: ReceiveBlock | None, parallel: ParallelContext) -> None:
+    def __init__(
+        self, model: nn.Module, inject: ReceiveBlock | None, parallel: ParallelContext, carried: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
         self.model = model
+        self._carried = carried
+        self._output: tuple[Any, ...] = ()
         self._inject = inject if inject is None else [inject]  # in a list: it is no second child of this module
         self._parallel = parallel
         self.micro_batches: Sequence[MicroBatch] = ()
-        self.received: HiddenShape | None = None
-        self.sent: HiddenShape | None = None
+        self.received: tuple[HiddenShape, ...] = ()
+        self.sent: tuple[HiddenShape, ...] = ()
 
-    def forward(self, received: torch.Tensor, *args: Any, number: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def keep_output(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Keep what the last block of the stage returns, as its forward hook, until it is sent."""
+        self._output = output
+
+    def forward(self, *received: torch.Tensor, number: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """Return the hidden state after this stage, or the loss, of micro-batch `number`.
 
-        `received` is the hidden state before this stage; the first stage is given the number in its place.
+        `received` is what the stage before has returned; the first stage is given the number in its place.
         """
-        if number is None or args or kwargs:
+        if number is None or len(received) != max(len(self.received), 1) or kwargs:
             raise called_with_batch("one stage of a pipeline")
         micro_batch = self.micro_batches[int(number)]
         if self._inject is not None:
-            self._inject[0].hold(_ContiguousGradient.apply(received))  # type: ignore[no-untyped-call]
+            self._inject[0].hold(_ContiguousGradients.apply(*received))  # type: ignore[no-untyped-call]
         try:
             with compute_context(self._parallel.precision, self._parallel.mesh.world.device):
                 return self._parallel.loss.run(self.model, micro_batch.inputs, micro_batch).reshape(1)
         except StageEndError as end:
-            return self._sendable(end.hidden)
+            given = (end.hidden, *(self._output[number] for number in self._carried))
+            sent = [_sendable(one, expected) for one, expected in zip(given, self.sent, strict=True)]
+            return tuple(sent) if self._carried else sent[0]
         finally:
+            self._output = ()
             if self._inject is not None:
-                self._inject[0].hold(None)
-
-    def _sendable(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `hidden` as the next stage expects it; a buffer of another size would end the process inside gloo."""
-        if self.sent is None or hidden.shape != self.sent.shape:
-            raise UsageError(
-                f"this stage's hidden state has shape {tuple(hidden.shape)}, and {self.sent and self.sent.shape} was "
-                "found for these inputs without values",
-                hint="use pp=1 for this model",
-            )
-        sendable = hidden.to(self.sent.dtype).contiguous()
-        # A backward pass in halves (zero bubble) detaches it in place, which a view does not allow.
-        return sendable.clone() if is_view(sendable) else sendable
+                self._inject[0].hold(())
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """Returns a tensor as it is, and its gradient in the layout in which it can be sent."""
+def _sendable(passed: torch.Tensor, expected: HiddenShape) -> torch.Tensor:
+    """Return what passes on as the next stage expects it: a buffer of another size would end the process in gloo."""
+    if passed.shape != expected.shape:
+        raise UsageError(
+            f"this stage's hidden state has shape {tuple(passed.shape)}, and {expected.shape} was found for these "
+            "inputs without values",
+            hint="use pp=1 for this model",
+        )
+    sendable = passed.to(expected.dtype).contiguous()
+    if torch.is_grad_enabled() and not sendable.requires_grad:  # a gradient comes back for all that was sent
+        return sendable.detach().clone().requires_grad_()
+    # A backward pass in halves (zero bubble) detaches it in place, which a view does not allow.
+    return sendable.clone() if is_view(sendable) else sendable
+
+
+class _ContiguousGradients(torch.autograd.Function):
+    """Returns tensors as they are, and for each of them a gradient in the layout in which it can be sent."""
 
     @staticmethod
-    def forward(_: Any, received: torch.Tensor) -> torch.Tensor:
-        return received.view_as(received)
+    def forward(_: Any, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(one.view_as(one) for one in received)
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
+    def backward(_: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(one.contiguous() for one in gradients)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from paraplan.errors import UnsupportedPlanError, UsageError
+from paraplan.runtime.data.batches import shifts_labels
 from paraplan.runtime.shards.group import TensorGroup, all_gather
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.context_attention import ContextAttention
@@ -159,7 +160,7 @@ def follow_passes(model: nn.Module, context: Context, *, has_first: bool, has_la
     `has_first` and `has_last` say which ends of the model are there.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    shifts = _shifts_labels(model)
+    shifts = shifts_labels(model)
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = dict(zip(names, args, strict=False)) | kwargs
@@ -173,14 +174,6 @@ def follow_passes(model: nn.Module, context: Context, *, has_first: bool, has_la
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     if has_last and shifts:
         _shift_before_the_cut(model, context)
-
-
-def _shifts_labels(model: Any) -> bool:
-    """Whether the model computes its own loss by transformers' function for causal models, which shifts the labels."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    if code is None or "loss_function" not in code.co_names:
-        return False
-    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 def _shift_before_the_cut(model: Any, context: Context) -> None:

@@ -1,8 +1,9 @@
-"""A model's blocks as a chain: one tensor passes from block to block, and what else each piece of the model uses.
+"""A model's blocks as a chain: what passes from block to block, and what else each piece of the model uses.
 
-Hooks follow the hidden state from block to block; `dataflow` says what everything was computed from. What is computed
-before the blocks from inputs alone (masks, positions, a frozen encoder's context) may be read anywhere: every
-stage of a pipeline computes it anew from the parameters that it needs.
+Hooks follow the hidden state from block to block, and what a block returns beside it for the next (T5's bias of
+positions); `dataflow` says what everything was computed from. What is computed before the blocks from inputs alone
+(masks, positions, an encoder's context) may be read anywhere: every stage of a pipeline computes it anew from the
+parameters that it needs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ HINT = "use pp=1 for this model"
 
 @dataclass(frozen=True)
 class HiddenShape:
-    """The tensor that passes from one block to the next, for one micro-batch."""
+    """A tensor that passes from one block to the next, for one micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,6 +60,7 @@ class ChainProbe:
         self.num_outputs: int | None = None
         self.before: Sources = NOTHING
         self.handed_in: set[int] = set()
+        self.beside: list[dict[int, HiddenShape]] = []
         self._stack = stack
         self._handed_on: torch.Tensor | None = None
         self._kept: list[Any] = []  # so that ids that were noted stay theirs
@@ -82,7 +85,7 @@ class ChainProbe:
                     f"block {self._stack.names[index]} runs out of turn, after {len(self.received)} blocks", hint=HINT
                 )
             where, hidden = self._find_hidden(index, args, kwargs)
-            self.received.append(HiddenShape(shape=tuple(hidden.shape), dtype=hidden.dtype))
+            self.received.append(_shape_of(hidden))
             if self.flow is None:
                 return args, kwargs
             if index == 0:
@@ -132,10 +135,16 @@ class ChainProbe:
             self.num_outputs = len(output) if isinstance(output, tuple) else None
             self._handed_on = first
             flow = self.flow
+            numbered = dict(enumerate(others, start=1))
+            self.beside.append({number: _shape_of(one) for number, one in numbered.items() if _can_pass_on(one)})
             if flow is not None:
                 flow.look_for_reassigned()
-                beside = Mark("beside", index)
-                others = map_tensors(lambda one: flow.hand_over(one, beside), others, leave_out=self._left_out)
+
+                def marked(number: int, other: Any) -> Any:
+                    mark = Mark("beside", index, number if number in self.beside[index] else 0)
+                    return map_tensors(partial(flow.hand_over, mark=mark), other, leave_out=self._left_out)
+
+                others = [marked(number, other) for number, other in numbered.items()]
                 self._handed_on = flow.hand_over(first, Mark("hidden", index + 1))
                 flow.place = Place(done=index + 1)
             if self.questions is not None:
@@ -154,11 +163,20 @@ class ChainProbe:
         assert flow is not None
         for index, name in enumerate(names):
             for mark in _marks(self.block_reads(index)):
-                if mark.kind != "random" and mark.block != index:
+                passes_on = mark.kind == "beside" and mark.number and mark.block == index - 1
+                if mark.kind != "random" and mark.block != index and not passes_on:
                     raise UnsupportedPlanError(f"block {name} reads {self._described(mark)}", hint=HINT)
         for mark in _marks(self.after_reads(output)):
             if mark.kind != "random" and mark != Mark("hidden", len(names)):
                 raise UnsupportedPlanError(f"what follows the blocks reads {self._described(mark)}", hint=HINT)
+
+    def carried(self) -> tuple[tuple[int, ...], ...]:
+        """Return which tensors of its output, beside the first, each block returns for the next, by their numbers."""
+        following = [_marks(self.block_reads(index)) for index in range(1, len(self._stack))]
+        return tuple(
+            tuple(sorted({mark.number for mark in marks if mark.kind == "beside" and mark.block == index}))
+            for index, marks in enumerate(following)
+        )
 
     def _described(self, mark: Mark) -> str:
         names = self._stack.names
@@ -179,6 +197,15 @@ class ChainProbe:
         reads = self.flow.reads.get(Place(done=len(self._stack)), NOTHING)
         found = tensors_within(output, leave_out=self._left_out)
         return reads.union(*(self.flow.sources(tensor) for tensor in found))
+
+
+def _can_pass_on(other: Any) -> bool:
+    """Whether a stage could send what a block returns beside its hidden state: a tensor that may have a gradient."""
+    return isinstance(other, torch.Tensor) and other.is_floating_point()
+
+
+def _shape_of(tensor: torch.Tensor) -> HiddenShape:
+    return HiddenShape(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def _marks(sources: Sources) -> list[Mark]:

@@ -64,7 +64,8 @@ class BlockChain:
     model itself computes in. A block takes the hidden state as its argument `hidden_argument` (a position or a keyword)
     and returns it alone, or first in a tuple of `num_outputs`. Names are those of `named_parameters` and
     `named_buffers`: a tied parameter has one. What nothing uses counts to where it lies, outside of blocks to what is
-    before them. `writes_hidden`: blocks write into the hidden state that they are given.
+    before them. `writes_hidden`: blocks write into the hidden state that they are given. `carried` has for each block
+    but the last which tensors of its output the next one reads beside the hidden state, by their numbers.
     """
 
     meta_model: nn.Module
@@ -74,9 +75,10 @@ class BlockChain:
     num_outputs: int | None
     uses: ChainUses
     writes_hidden: bool = False
+    carried: tuple[tuple[int, ...], ...] = ()
 
-    def hidden_shapes(self, inputs: Any) -> list[HiddenShape]:
-        """Return what each block receives for one micro-batch of `inputs`, on whatever device these are."""
+    def hidden_shapes(self, inputs: Any) -> list[tuple[HiddenShape, ...]]:
+        """Return what each block receives for one micro-batch of `inputs`: the hidden state, and what is carried."""
 
         def attempt(tried: Any, _: Context) -> ChainProbe:
             probe = ChainProbe(self.stack)
@@ -86,7 +88,12 @@ class BlockChain:
 
         with torch.no_grad():
             probe = first_that_runs(self.meta_model, _on_meta(inputs), attempt)
-        return [replace(hidden, dtype=self.own_dtype(hidden.dtype)) for hidden in probe.received]
+        made = zip(probe.beside[:-1], self.carried, strict=True)
+        beside = [[], *([shapes[number] for number in numbers] for shapes, numbers in made)]
+        return [
+            tuple(replace(one, dtype=self.own_dtype(one.dtype)) for one in (hidden, *others))
+            for hidden, others in zip(probe.received, beside, strict=True)
+        ]
 
     def own_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return what a tensor of `dtype` in the meta model is in the model."""
@@ -180,6 +187,7 @@ class ModelStructure:
             num_outputs=probe.num_outputs,
             uses=uses,
             writes_hidden=probe.flow.writes_hidden,
+            carried=probe.carried(),
         )
 
     @cached_property
@@ -199,14 +207,15 @@ class ModelStructure:
                     f"the model branches on values, and on another branch {error.message}", hint=error.hint
                 ) from error
             except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-                if isinstance(error, NotImplementedError) or "meta" in str(error):
+                if isinstance(error, NotImplementedError) or "meta" in str(error).replace("device='meta'", ""):
                     raise UnsupportedPlanError(
                         "the model branches on values, and its other branch does not run without values: "
                         f"{(str(error).splitlines() or [''])[0]}",
                         hint=HINT,
                     ) from error
                 continue  # the model itself refuses such values
-            if (other.hidden_argument, other.num_outputs) != (probe.hidden_argument, probe.num_outputs):
+            calls = [(one.hidden_argument, one.num_outputs, one.carried()) for one in (probe, other)]
+            if calls[0] != calls[1]:
                 raise UnsupportedPlanError("the model branches on values, and calls its blocks otherwise", hint=HINT)
             assert probe.flow is not None
             assert other.flow is not None
