@@ -370,16 +370,10 @@ def test_the_loss_of_a_model_of_transformers_counts_the_labels_that_it_shifts() 
 
 
 def test_models_of_transformers_that_compute_a_loss_by_themselves_shift_nothing() -> None:
-    sizes = {
-        "vocab_size": 32,
-        "d_model": 16,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "dropout": 0.0,
-        "pad_token_id": 0,
-    }
+    sizes = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "dropout": 0.0}
     sizes |= {f"{part}_{name}": 16 for part in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
-    config = transformers.AutoConfig.for_model("marian", **sizes, max_position_embeddings=32, pad_token_id=0)
+    sizes |= {"max_position_embeddings": 32, "pad_token_id": 0, "decoder_start_token_id": 0}
+    config = transformers.AutoConfig.for_model("marian", **sizes)
     config.use_cache = False
     model = transformers.MarianMTModel(config)
     inputs, targets = batch_of(2)
