@@ -13,7 +13,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -180,6 +180,7 @@ def _shift_before_the_cut(model: Any, context: Context) -> None:
     """Have the model's own loss take labels of whole sequences, shifted before a rank takes its own."""
     inner = model.loss_function
 
+    @wraps(inner)  # by whose name it is known which labels a loss leaves out
     def _of_whole_labels(logits: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not context.is_local:
             return inner(logits, labels, *args, **kwargs)

@@ -162,9 +162,12 @@ def _hidden_argument(structure: ModelStructure) -> int | str:
             f"sequence_parallel=True: {error.message}",
             hint="use a plan without sequence parallelism" if is_no_chain else error.hint,
         ) from None
-    if chain.uses.reads_between:
+    if chain.uses.reads_between or any(chain.carried):
+        what = (
+            "code between the blocks reads hidden states" if chain.uses.reads_between else "blocks pass on more tensors"
+        )
         raise UnsupportedPlanError(
-            "sequence_parallel=True: code between the blocks reads hidden states, of which ranks have some tokens",
+            f"sequence_parallel=True: {what}, of which ranks have some tokens",
             hint="use a plan without sequence parallelism",
         )
     return chain.hidden_argument
