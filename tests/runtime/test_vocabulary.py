@@ -16,6 +16,9 @@ from training_cases import HIDDEN, TOKENS, VOCABULARY, Transformer
 from paraplan import runtime
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.runtime.split.vocabulary import find_vocabulary_split
+from paraplan.runtime.structure.blocks import find_blocks
+from paraplan.runtime.structure.model_structure import ModelStructure
 
 pytestmark = pytest.mark.ranks
 
@@ -179,3 +182,27 @@ def _hidden_loss() -> str:
 def test_a_loss_that_hides_what_it_does_is_refused(ranks: RankHarness) -> None:
     for said in ranks.run(_hidden_loss, size=2):
         assert "loss_fn passes vocabulary-parallel logits to an autograd.Function" in said
+
+
+class Towers(Transformer):
+    """A second, smaller tower whose layers make as many numbers as the vocabulary has entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, VOCABULARY), nn.GELU()) for _ in range(2))
+        self.down = nn.Linear(VOCABULARY, HIDDEN)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.tower:
+            hidden = hidden + self.down(block(hidden))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+
+def test_layers_of_another_tower_are_no_heads() -> None:
+    model = Towers()
+    structure = ModelStructure(model, find_blocks(model), torch.zeros(2, TOKENS, dtype=torch.long))
+    split = find_vocabulary_split(structure, size=2)
+    assert (split.embeddings, split.heads, split.size) == (("embedding",), ("head",), VOCABULARY)

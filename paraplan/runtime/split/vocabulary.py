@@ -39,14 +39,15 @@ class VocabularySplit:
 def find_vocabulary_split(structure: ModelStructure, *, size: int) -> VocabularySplit:
     """Return how the embedding and the head of a model are split over `size` ranks.
 
-    A head is a linear layer outside of the blocks with as many outputs as an embedding there has rows. Where `size`
-    does not divide them the last rank has fewer rows; nothing is padded.
+    A head is a linear layer outside of the blocks, and of those of other towers, with as many outputs as an embedding
+    there has rows. Where `size` does not divide them the last rank has fewer rows; nothing is padded.
     """
     meta_model = structure.meta_model
+    blocks = tuple(f"{block}." for block in structure.stack.names)
     outside = {
         name: module
         for name, module in meta_model.named_modules()
-        if not f"{name}.".startswith(tuple(f"{block}." for block in structure.stack.names))
+        if not f"{name}.".startswith(blocks) and not any(part.isdigit() for part in name.split(".")[:-1])
     }
     embeddings = {name: module for name, module in outside.items() if isinstance(module, nn.Embedding)}
     heads = {name: module for name, module in outside.items() if isinstance(module, nn.Linear)}
