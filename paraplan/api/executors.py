@@ -39,7 +39,12 @@ def why_unplanned(workload: Workload, plan: ParallelPlan) -> str | None:
 def _lacking(
     framework: FrameworkProfile, reason_of: ReasonOf, plan: ParallelPlan, training: TrainingSpec, num_blocks: int
 ) -> str | None:
-    """Return why a framework cannot execute a plan: an option that it lacks, or what its configuration cannot say."""
+    """Return why a framework cannot execute a plan: an option that it lacks, or what its configuration cannot say.
+
+    The framework's configuration says the plan alone where other tools hand it what a step learns from.
+    """
+    if framework.task_tools is not None and training.learns_from.is_run_by_trl:
+        training = training.replace(task="sft")
     return framework.levers.lacking(training) or framework.fixed.lacking(plan) or reason_of(plan, training, num_blocks)
 
 
@@ -59,5 +64,7 @@ def _that_trains(executor: Executor, name: str, workload: Workload) -> Executor:
     """Return an executor. Raises `PlanError` where it cannot do the training under any plan."""
     gap = training_gap(executor, workload.training, workload.model.num_blocks)
     if gap is not None:
-        raise PlanError(f"{name} cannot train so: {gap}", hint="change that, or plan for another --framework")
+        is_task = gap.startswith("--task ")
+        hint = "use --framework fsdp, hf or deepspeed" if is_task else "change that, or plan for another --framework"
+        raise PlanError(f"{name} cannot train so: {gap}", hint=hint)
     return executor

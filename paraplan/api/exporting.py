@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paraplan.api.plans import load_plan
 from paraplan.api.recommendations import Recommendation
-from paraplan.cost.framework_files import framework_of_target
+from paraplan.cost.framework_files import framework_of_target, load_framework
 from paraplan.errors import UnsupportedPlanError
 from paraplan.interop.export import TARGETS, export_plan
 from paraplan.interop.exported import Exported, Subject
@@ -39,7 +39,8 @@ def export(
         plan = plan.plan_file()
     elif not isinstance(plan, PlanFile):
         plan, path = load_plan(plan), str(plan)
-    subject = Subject(file=plan, path=path, script=script, image=image)
+    made_for = load_framework(plan.framework).export_target if plan.framework is not None else None
+    subject = Subject(file=plan, path=path, script=script, image=image, made_for=made_for)
     exported = export_plan(subject, target, partial=partial)
     changing = [gap for gap in exported.gaps if not gap.part.startswith(_HARMLESS)]
     if changing:

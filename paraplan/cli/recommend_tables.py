@@ -151,7 +151,8 @@ def _end(answer: Recommendation, plan_path: Path | None, seconds: float, *, verb
     if framework and profile.tool and profile.export_target not in profile.alias_targets:
         use = f"export what {profile.tool} passes on to {profile.title}"
     if not words:
-        named = framework if answer.workload.training.learns_from.is_run_by_trl else "what trains so"
+        by_trl = answer.workload.training.learns_from.is_run_by_trl
+        named = profile.task_tools or framework if by_trl else "what trains so"
         by_hand = f"paraplan writes no configuration of {named}: give it the values of the plan by hand."
         return f"{searched}{more}\n{by_hand}"
     way = f"Written to {plan_path}; to {use}:" if plan_path is not None else f"Write it with -o plan.json, then {use}:"

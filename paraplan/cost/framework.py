@@ -259,6 +259,8 @@ class FrameworkProfile(Record):
     """The target of `paraplan export` that writes its configuration: plans for it are those that this can say."""
     alias_targets: tuple[str, ...] = ()
     """Aliases that are targets of `paraplan export` themselves: who asks for plans for them exports to them."""
+    task_tools: str | None = None
+    """Tools that train tasks beside sft by it, whose files paraplan does not write; None where there are none."""
     with_sequence_parallel: str | None = None
     """The profile of the framework's later releases: runs with sequence parallelism or selective recompute use them."""
     with_later_features: str | None = None

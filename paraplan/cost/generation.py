@@ -128,8 +128,11 @@ def task_notes(workload: Workload) -> tuple[str, ...]:
     generation = generation_of(workload)
     if generation is not None:
         notes.append(generation.note())
+    tools = workload.framework.task_tools
     if not task.is_run_by_trl:
         notes.append(f"paraplan writes no file for --task {task.kind}, and paraplan.runtime trains on given sequences")
+    elif task.kind != "sft" and tools is not None:
+        notes.append(f"{tools} train so by {workload.framework.title}; paraplan writes none of their files")
     elif task.kind != "sft":
         notes.append("TRL runs this (paraplan export --to trl); paraplan.runtime trains on given sequences")
     return tuple(notes)

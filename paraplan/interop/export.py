@@ -70,7 +70,7 @@ TARGETS: dict[str, Target] = {
 
 _LEARNS_FROM_MORE = "trl"
 """The target that knows tasks beside training on given sequences."""
-_BENEATH_TRL = (_LEARNS_FROM_MORE, "accelerate", "hf-trainer")
+_BENEATH_TRL = (_LEARNS_FROM_MORE, "accelerate", "hf-trainer", "deepspeed")
 """Targets whose plans TRL runs: its trainers are those of transformers, under accelerate."""
 _OFFLOADS_ACTIVATIONS = ("trl", "axolotl", "hf-trainer", "torchtune", "deepspeed")
 """Targets whose files say that activations wait on the host."""
@@ -160,8 +160,9 @@ def why_inexpressible(target: str, plan: ParallelPlan, training: TrainingSpec, n
         return f"--offload-activations: paraplan writes none for {target}"
     if plan.gathers_alone and target in _SHARD_OVER_RANKS:
         return f"zero_stage=3 in one process: {target} shards over several ranks alone"
-    gaps_of = TARGETS[target].gaps
+    told = _LEARNS_FROM_MORE if target == "deepspeed" and training.task != "sft" else target  # which writes both files
+    gaps_of = TARGETS[told].gaps
     assert gaps_of is not None, f"{target} runs no plans itself"
     file = PlanFile(plan=plan, training=training, model=ModelReference(name="model", num_blocks=num_blocks))
-    found = gaps_of(Subject(file=file))
+    found = gaps_of(Subject(file=file, made_for=target))
     return str(found[0]) if found else None

@@ -32,6 +32,8 @@ class Subject(Record):
     path: str = "plan.json"
     script: str = "train.py"
     image: str | None = None
+    made_for: str | None = None
+    """The target that writes for the framework that the plan was made for, None for paraplan's runtime and others."""
     arguments: tuple[str, ...] = ()
     """The script's own arguments."""
     job_name: str | None = None

@@ -16,7 +16,7 @@ def commands(answer: Recommendation, plan_path: Path | None) -> dict[str, str]:
     """Return the commands that start the plan, or write it for another tool; none where nothing is written for that."""
     path = str(plan_path or "plan.json")
     task = answer.workload.training.learns_from
-    if not task.is_run_by_trl:
+    if not task.is_run_by_trl or (task.kind != "sft" and answer.workload.framework.task_tools is not None):
         return {}
     if task.kind != "sft":  # which TRL runs, under any framework
         return {"export": shlex.join(["paraplan", "export", path, "--to", "trl"])}

@@ -8,6 +8,7 @@ from case_selection import with_all
 import paraplan
 from paraplan.api.recommendations import Recommendation
 from paraplan.cost.framework_files import load_framework
+from paraplan.cost.generation import task_notes
 from paraplan.errors import PlanError
 
 TARGETS = {
@@ -106,3 +107,55 @@ def test_a_training_that_a_framework_cannot_do_is_refused_before_the_search(
     )
     with pytest.raises(PlanError, match=f"^{words}"):
         paraplan.recommend(workload)
+
+
+@pytest.mark.parametrize("task", ["dpo", *with_all(["reward", "kto", "grpo:completion=512"])])
+@pytest.mark.parametrize("framework", ["deepspeed", *with_all(["fsdp", "hf"])])
+def test_what_is_ranked_for_a_task_of_trl_is_exported_to_it(framework: str, task: str) -> None:
+    training = paraplan.TrainingSpec(global_batch_size=32, seq_length=2048, task=task)
+    cluster = paraplan.load_cluster("dgx-a100")
+    workload = paraplan.Workload.of(paraplan.load_model("qwen2.5-7b"), training, cluster, framework=framework)
+    answer = paraplan.recommend(workload)
+    assert answer.commands(None)["export"].endswith("--to trl")
+    file = answer.plan_file()
+    for plan in {answer.best.plan, *(one.plan for one in answer.candidates)}:
+        text = paraplan.export(file.replace(plan=plan), "trl").text
+        needs_deepspeed = framework == "deepspeed" or plan.zero_stage == 1 or plan.offload == "optimizer"
+        assert ("distributed_type: DEEPSPEED" in text) is needs_deepspeed
+
+
+def test_a_task_of_tools_beside_trl_is_planned_and_nothing_is_written() -> None:
+    training = paraplan.TrainingSpec(global_batch_size=32, seq_length=2048, task="grpo:completion=512")
+    cluster = paraplan.load_cluster("dgx-a100")
+    workload = paraplan.Workload.of(paraplan.load_model("qwen2.5-7b"), training, cluster, framework="megatron-core")
+    answer = paraplan.recommend(workload)
+    assert answer.commands(None) == {}
+    assert any("NeMo-RL, verl and ms-swift train so by Megatron-Core" in one for one in task_notes(workload))
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "nemo-automodel", "transformers"])
+def test_a_task_that_a_framework_has_not_names_those_that_have_it(framework: str) -> None:
+    training = paraplan.TrainingSpec(global_batch_size=32, seq_length=2048, task="dpo")
+    cluster = paraplan.load_cluster("dgx-a100")
+    workload = paraplan.Workload.of(paraplan.load_model("qwen2.5-7b"), training, cluster, framework=framework)
+    with pytest.raises(PlanError, match="trains on given sequences") as refused:
+        paraplan.recommend(workload)
+    assert refused.value.hint == "use --framework fsdp, hf or deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("accelerate", "distributed_type: DEEPSPEED"),
+        ("trl", "distributed_type: DEEPSPEED"),
+        ("hf-trainer", '"zero_optimization"'),
+        ("axolotl", "zero_optimization:"),
+    ],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_plan_made_for_deepspeed_is_run_by_it_in_other_tools_too(target: str, words: str, stage: int) -> None:
+    training = paraplan.TrainingSpec(global_batch_size=8, seq_length=1024)
+    plan = paraplan.ParallelPlan(dp=8, zero_stage=stage)
+    file = paraplan.PlanFile(plan=plan, training=training)
+    assert words in paraplan.export(file.replace(framework="deepspeed"), target).text
+    assert words not in paraplan.export(file, target).text

@@ -29,13 +29,14 @@ _NO_PIPELINE = "accelerate's configuration has no pipeline for training"
 def to_accelerate(subject: Subject) -> Exported:
     """Return the configuration: DDP, FSDP2 for ZeRO-2 and 3 (with its parallelism_config for tp and cp), or DeepSpeed.
 
-    ZeRO-1, an offloaded optimizer and one process are what DeepSpeed has and FSDP2 has not: a deepspeed_config.
+    Plans for DeepSpeed have a deepspeed_config, and those that FSDP2 cannot run: ZeRO-1, an offloaded optimizer, and
+    one process that gathers.
     """
     plan = subject.plan
     layout = subject.layout
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _distributed_type(plan),
+        "distributed_type": _distributed_type(subject),
         "mixed_precision": _precision(subject),
         "num_machines": layout.num_nodes,
         "num_processes": plan.world_size,
@@ -49,11 +50,11 @@ def to_accelerate(subject: Subject) -> Exported:
         config |= {"rdzv_backend": "c10d", "same_network": False}
         config |= {"main_process_ip": "FIRST_NODE", "main_process_port": 29500}
         notes.append("main_process_ip: the address of one node; machine_rank: the number of the node that reads this")
-    if uses_deepspeed(plan):
+    if uses_deepspeed(subject):
         config["deepspeed_config"] = _deepspeed_config(plan)
-        notes.append(DEEPSPEED_NOTE)
+        notes.append(deepspeed_note(subject))
     gaps = accelerate_gaps(subject)
-    if plan.zero_stage >= 2 and not uses_deepspeed(plan):
+    if plan.zero_stage >= 2 and not uses_deepspeed(subject):
         config["fsdp_config"] = _fsdp_config(plan)
         if plan.tp > 1 or plan.cp > 1 or shard_degrees(plan)[0] > 1:
             config["parallelism_config"] = _parallelism_config(plan)
@@ -66,25 +67,31 @@ def to_accelerate(subject: Subject) -> Exported:
     narrow = _narrow_products(subject)
     config |= narrow
     notes += shared_notes(subject, {"compiled", *({"linear_precision"} if narrow else ())})
-    notes += [] if uses_deepspeed(plan) else storage_notes(subject)
+    notes += [] if uses_deepspeed(subject) else storage_notes(subject)
     text = comment(remarks(subject, gaps, notes)) + to_yaml(config)
     return Exported(target="accelerate", text=text, gaps=tuple(gaps), notes=tuple(notes))
 
 
-DEEPSPEED_NOTE = "deepspeed has to be installed: FSDP2 has no ZeRO-1 and no offloaded optimizer, and not one process"
-"""For plans that `uses_deepspeed`."""
+def deepspeed_note(subject: Subject) -> str:
+    """Return why DeepSpeed has to be installed for a plan that `uses_deepspeed`."""
+    if subject.made_for == "deepspeed":
+        return "deepspeed has to be installed: the plan was made for it"
+    return "deepspeed has to be installed: FSDP2 has no ZeRO-1 and no offloaded optimizer, and not one process"
 
 
-def uses_deepspeed(plan: ParallelPlan) -> bool:
-    """Return whether the plan shards or offloads in a way that DeepSpeed has and FSDP2 has not.
+def uses_deepspeed(subject: Subject) -> bool:
+    """Return whether DeepSpeed runs the plan: made for it, or sharded or offloaded in a way that FSDP2 has not.
 
     In one process accelerate and the Trainer start DeepSpeed, and no FSDP.
     """
-    return plan.zero_stage == 1 or (plan.offload == "optimizer" and plan.zero_stage >= 2) or plan.gathers_alone
+    plan = subject.plan
+    beyond_fsdp = plan.zero_stage == 1 or (plan.offload == "optimizer" and plan.zero_stage >= 2) or plan.gathers_alone
+    return beyond_fsdp or subject.made_for == "deepspeed"
 
 
-def _distributed_type(plan: ParallelPlan) -> str:
-    if uses_deepspeed(plan):
+def _distributed_type(subject: Subject) -> str:
+    plan = subject.plan
+    if uses_deepspeed(subject):
         return "DEEPSPEED"
     if plan.zero_stage >= 2:
         return "FSDP"
@@ -113,7 +120,7 @@ def _narrow_products(subject: Subject) -> dict[str, object]:
 def accelerate_gaps(subject: Subject) -> list[Gap]:
     """Return what accelerate's configuration has no words for."""
     plan = subject.plan
-    if uses_deepspeed(plan):
+    if uses_deepspeed(subject):
         gaps = expert_gap(plan, "accelerate")
         gaps += field_gap(plan, "tp", (1,), "accelerate's deepspeed_config has no AutoTP")
         named = {gap.part for gap in gaps}

@@ -16,7 +16,7 @@ from paraplan.interop.exported import (
     training_gap,
 )
 from paraplan.interop.quoting import comment, to_yaml
-from paraplan.interop.targets.accelerate import DEEPSPEED_NOTE, uses_deepspeed
+from paraplan.interop.targets.accelerate import deepspeed_note, uses_deepspeed
 from paraplan.interop.targets.adapters import (
     adapter_gap,
     alpha_note,
@@ -33,7 +33,6 @@ from paraplan.interop.targets.liger import axolotls_liger, told_kernels
 from paraplan.model.quantizers import quantizer_of
 from paraplan.model.trainable import ALL_LINEAR, Trainable
 from paraplan.model.weight_formats import is_linear_4bit
-from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.training import TORCHAO_RECIPES, TrainingSpec
 
 _ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
@@ -58,13 +57,13 @@ def to_axolotl(subject: Subject) -> Exported:
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
     }
-    is_fsdp = plan.zero_stage >= 2 and not uses_deepspeed(plan)
+    is_fsdp = plan.zero_stage >= 2 and not uses_deepspeed(subject)
     if plan.recompute == "full" and not is_fsdp:
         config["gradient_checkpointing"] = True
         config["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if training is not None:
         config |= _training(subject, training, notes)
-    if uses_deepspeed(plan):
+    if uses_deepspeed(subject):
         zero = batch_and_zero(subject)["zero_optimization"]
         config["deepspeed"] = {
             "zero_optimization": zero,
@@ -73,7 +72,7 @@ def to_axolotl(subject: Subject) -> Exported:
             "gradient_accumulation_steps": "auto",
             "train_batch_size": "auto",
         }
-        notes.append(DEEPSPEED_NOTE)
+        notes.append(deepspeed_note(subject))
     if is_fsdp:
         config |= _fsdp(subject)
         if training is not None and training.precision == "bf16" and training.trainable.is_full:
@@ -213,12 +212,13 @@ def _fsdp(subject: Subject) -> dict[str, object]:
     return found
 
 
-def _expert_gaps(plan: ParallelPlan) -> list[Gap]:
+def _expert_gaps(subject: Subject) -> list[Gap]:
     """Return what axolotl's plugin for experts does not do (axolotl/integrations/expert_parallel/README.md)."""
+    plan = subject.plan
     if plan.ep == 1:
         return []
     reasons = {
-        "axolotl spreads experts beside DDP and FSDP2": uses_deepspeed(plan),
+        "axolotl spreads experts beside DDP and FSDP2": uses_deepspeed(subject),
         "axolotl spreads experts beside dp and cp, not beside tp": plan.tp > 1,
         "axolotl's ranks of experts have batches of their own: ep has to divide dp": plan.dp % plan.ep > 0,
         "without FSDP2 axolotl spreads experts over all ranks": plan.zero_stage == 0 and plan.ep < plan.dp,
@@ -230,11 +230,11 @@ def _expert_gaps(plan: ParallelPlan) -> list[Gap]:
 def axolotl_gaps(subject: Subject) -> list[Gap]:
     """Return what axolotl's configuration has no words for."""
     plan, training, trainable = subject.plan, subject.training, trainable_of(subject)
-    gaps = field_gap(plan, "pp", (1,), "axolotl has no pipeline") + _expert_gaps(plan)
+    gaps = field_gap(plan, "pp", (1,), "axolotl has no pipeline") + _expert_gaps(subject)
     gaps += field_gap(plan, "sequence_parallel", (False,), "axolotl leaves norms to the model's own tp_plan")
     gaps += field_gap(plan, "recompute", ("none", "full"), "the Trainer checkpoints whole blocks")
     gaps += checkpointed_offload_gap(subject, "axolotl")
-    if uses_deepspeed(plan):
+    if uses_deepspeed(subject):
         named = {gap.part for gap in gaps}
         gaps += [gap for gap in deepspeed_gaps(subject, has_ulysses=False) if gap.part not in named]
         gaps += field_gap(plan, "tp", (1,), "axolotl has tensor parallelism beside FSDP2")
@@ -244,7 +244,8 @@ def axolotl_gaps(subject: Subject) -> list[Gap]:
             for axis in ("tp", "cp"):
                 gaps += field_gap(plan, axis, (1,), "axolotl has it beside FSDP2, ZeRO stages 2 and 3")
             gaps += field_gap(plan, "offload", ("none",), "axolotl offloads under FSDP2 and DeepSpeed")
-    if training is not None and training.precision == "bf16" and trainable.is_full and plan.zero_stage == 0:
+    is_ddp = plan.zero_stage == 0 and not uses_deepspeed(subject)
+    if training is not None and training.precision == "bf16" and trainable.is_full and is_ddp:
         reason = "axolotl keeps no fp32 weights under DDP: plan with --precision bf16-pure"
         gaps.append(Gap(part="precision=bf16", reason=reason))
     if plan.cp > 1 and training is not None:

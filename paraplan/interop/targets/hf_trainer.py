@@ -70,7 +70,7 @@ def to_hf_trainer(subject: Subject) -> Exported:
             notes.append(MOMENTUM_NOTE)
         if training.optimizer == "galore_adamw":
             arguments["optim_target_modules"] = PROJECTED
-    if uses_deepspeed(plan):
+    if uses_deepspeed(subject):
         # The Trainer fills in "auto" from the arguments beside it.
         config = batch_and_zero(subject)
         config |= dict.fromkeys(BATCH_KEYS, "auto")
@@ -78,7 +78,7 @@ def to_hf_trainer(subject: Subject) -> Exported:
         arguments["deepspeed"] = config
         notes.append("deepspeed has to be installed")
     offloads = training is not None and training.offloads_activations
-    has_fsdp = plan.zero_stage >= 2 and not uses_deepspeed(plan)
+    has_fsdp = plan.zero_stage >= 2 and not uses_deepspeed(subject)
     by_trainer = plan.recompute == "full" and (offloads or not has_fsdp)  # which refuses FSDP's beside its own
     if has_fsdp:
         arguments |= {"fsdp": True, "fsdp_config": _fsdp(subject, recomputes=not by_trainer)}
@@ -113,7 +113,7 @@ def hf_trainer_gaps(subject: Subject) -> list[Gap]:
     for axis in ("tp", "cp"):
         gaps += field_gap(plan, axis, (1,), _IN_THE_SCRIPT)
     gaps += expert_gap(plan, "the Trainer")
-    if uses_deepspeed(plan):
+    if uses_deepspeed(subject):
         named = {gap.part for gap in gaps}
         gaps += [gap for gap in deepspeed_gaps(subject, has_ulysses=False) if gap.part not in named]
     else:
