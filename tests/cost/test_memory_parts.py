@@ -291,6 +291,25 @@ def test_masters_are_not_counted_twice_on_the_host(workload: MakeWorkload) -> No
     assert one(host_bytes(RankMemory.of(made, plan, block_costs(made, plan), stage))) == 16 * parameters
 
 
+@pytest.mark.parametrize(
+    ("stage", "offload", "micro_batches", "each"),
+    [
+        # Masters, both moments and fp32 gradients; then 16-bit gradients as they arrive, and 16-bit parameters.
+        (2, "optimizer", 1, 16),
+        (2, "optimizer", 4, 18),
+        (3, "optimizer", 1, 18),
+        (3, "parameters", 1, 20),
+        (3, "parameters", 4, 20),
+    ],
+)
+def test_deepspeed_has_16_bit_gradients_and_parameters_on_the_host_beside_fp32_ones(
+    workload: MakeWorkload, stage: int, offload: str, micro_batches: int, each: int
+) -> None:
+    made = gpt(workload, load_framework("deepspeed-zero"))
+    held = rank(made, dp=4, zero_stage=stage, offload=offload, num_microbatches=micro_batches)
+    assert one(host_bytes(held)) == pytest.approx(each * one(held.parameters) / 4)
+
+
 def test_nvidia_smi_shows_the_allocators_cache_the_context_and_nccl(workload: MakeWorkload) -> None:
     several, alone = (evaluate_plan(workload(gpus=gpus), ParallelPlan(dp=gpus)).memory[0] for gpus in (8, 1))
     for memory, beside in ((several, GIB), (alone, GIB // 2)):

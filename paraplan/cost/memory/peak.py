@@ -101,14 +101,21 @@ def host_bytes(rank: RankMemory) -> Floats:
     """Return the host memory that offload moves a rank's state and activations to.
 
     An offloaded optimizer brings its state, fp32 parameters to update and fp32 gradients to update by (Ren et al. 2021,
-    ZeRO-Offload, section 4.1); offloaded parameters are those fp32 parameters, and frozen ones as they are stored.
+    ZeRO-Offload, section 4.1); offloaded parameters are those fp32 parameters, or 16-bit ones beside them, and frozen
+    ones as they are stored. DeepSpeed's 16-bit gradients arrive in a buffer of their own, in stages 1 and 2 where
+    micro-batches add up (`grad_partitions_flat_buffer` in zero/stage3.py, `accumulated_grads_in_cpu` in
+    zero/stage_1_and_2.py).
     """
     has_masters = rank.is_mixed and rank.framework.storage.master_bytes > 0  # among the state already
     states = rank.state_bytes / rank.state_shards
     copies = (1 if has_masters else 2) * FP32 * rank.parameters / rank.state_shards
+    stored = rank.framework.storage.weight_bytes * has_masters * rank.parameters / rank.shards
+    moved = np.where(rank.offloads_parameters, stored + rank.frozen_shard_bytes, 0.0)
+    arrives = rank.sends_gradients & ((rank.table.zero_stage == 3) | (rank.table.num_microbatches > 1))
+    arriving = np.where(arrives, rank.compute_bytes * rank.parameters / rank.state_shards, 0.0)
     waiting = rank.activation_bytes - rank.kept_bytes
-    frozen = np.where(rank.offloads_parameters, rank.frozen_shard_bytes, 0.0)
-    return np.asarray(np.where(rank.table.offload == OffloadCode.NONE, 0.0, states + copies) + frozen + waiting)
+    optimizer = np.where(rank.table.offload == OffloadCode.NONE, 0.0, states + copies)
+    return np.asarray(optimizer + moved + arriving + waiting)
 
 
 def end_of_forward(rank: RankMemory) -> StageMemory:
