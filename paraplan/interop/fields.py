@@ -77,6 +77,32 @@ class Fields:
             raise self.error(key, "a whole number above 0")
         return value
 
+    def share(self, key: str) -> float | None:
+        """Return a number from 0 to 1, None where it is absent."""
+        value = self._unless_auto(key)
+        try:
+            share = None if value is None else float(str(value))
+        except ValueError:
+            raise self.error(key, "a number from 0 to 1") from None
+        if share is not None and not 0 <= share <= 1:
+            raise self.error(key, "a number from 0 to 1")
+        return share
+
+    def mostly_offloads(self, key: str, notes: list[str]) -> bool:
+        """Return whether at least half of an optimizer lies on the host, all of it where no key says how much.
+
+        Of a share a note says how it is priced: as the nearer of all and nothing.
+        """
+        share = self.share(key)
+        if share is None or share in (0, 1):
+            return share != 0
+        priced, takes = ("none", "less") if share < 0.5 else ("all", "more")
+        notes.append(
+            f"{self.path}{self.shown(key)} {share:g}: priced as {priced} of the optimizer on the host, and takes {takes} "
+            "of the GPU's memory than is predicted"
+        )
+        return share >= 0.5
+
     def choice(self, key: str, choices: tuple[int, ...], default: int) -> int:
         """Return one of `choices`, `default` where it is absent."""
         value = self.number(key)

@@ -563,3 +563,28 @@ def test_truth_values_are_the_words_of_transformers_parser(read: Any) -> None:
 def test_gpt_neox_is_refused_by_its_name(read: Any, text: str) -> None:
     with pytest.raises(PlanError, match="is a configuration of GPT-NeoX, which is not read"):
         read(text, "large.yml")
+
+
+@pytest.mark.parametrize(
+    ("share", "offload", "words"),
+    [
+        (1, "optimizer", None),
+        (0, "none", None),
+        (0.2, "none", "0.2: priced as none of the optimizer on the host, and takes less"),
+        (0.5, "optimizer", "0.5: priced as all of the optimizer on the host, and takes more"),
+    ],
+)
+def test_a_share_of_an_offloaded_optimizer_is_priced_as_the_nearer_of_all_and_nothing(
+    read: Any, share: float, offload: str, words: str | None
+) -> None:
+    zero = '{"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": %s}}' % share
+    deepspeed = read('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": %s}' % zero, "ds.json", num_gpus=8)
+    command = "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 512 --micro-batch-size 1 --optimizer-cpu-offload "
+    megatron = read(command + f"--optimizer-offload-fraction {share}\n", "run.sh", num_gpus=8)
+    for setup in (deepspeed, megatron):
+        assert setup.plan.offload == offload
+        assert (
+            (words in "\n".join(setup.notes))
+            if words
+            else not any("optimizer on the host" in one for one in setup.notes)
+        )

@@ -181,7 +181,8 @@ def _offload(zero: Fields, stage: int, notes: list[str]) -> str:
     notes += [f"{key}: priced as the host's memory, not NVMe" for key, device in devices.items() if device == "nvme"]
     if devices["offload_param"] != "none" and stage == 3:
         return "parameters"
-    return "optimizer" if devices["offload_optimizer"] != "none" else "none"
+    is_on = devices["offload_optimizer"] != "none"
+    return "optimizer" if is_on and zero.section("offload_optimizer").mostly_offloads("ratio", notes) else "none"
 
 
 def _precision(fields: Fields) -> TrainingPrecision | None:

@@ -93,7 +93,7 @@ def megatron_setup(fields: Fields, given: Given, *, steps: int | None = None) ->
         virtual_pipeline_size=virtual,
         stage_blocks=rule.layout if rule is not None else None,
         recompute=given.recompute or _recompute(fields),
-        offload="optimizer" if fields.is_on("optimizer_cpu_offload") or fields.is_on("cpu_optimizer") else "none",
+        offload=_offload(fields, notes),
         rank_order=PIPELINE_INSIDE_DATA if fields.is_on("use_tp_pp_dp_mapping") else MEGATRON_RANK_ORDER,
     )
     local = " transformer-impl=local" if fields.text("transformer_impl") == "local" else ""
@@ -159,6 +159,11 @@ def _shards(fields: Fields, dp: int, cp: int, ep: int, notes: list[str]) -> int 
         )
         return None
     return dp // instances
+
+
+def _offload(fields: Fields, notes: list[str]) -> str:
+    is_on = fields.is_on("optimizer_cpu_offload") or fields.is_on("cpu_optimizer")
+    return "optimizer" if is_on and fields.mostly_offloads("optimizer_offload_fraction", notes) else "none"
 
 
 def _unpriced(fields: Fields) -> list[str]:
