@@ -98,6 +98,7 @@ def import_plan(
     micro_batch_size: int | None = None,
     global_batch_size: int | None = None,
     recompute: Recompute | None = None,
+    task: str = "sft",
     arguments: Sequence[str] = (),
 ) -> ImportedPlan:
     """Return the plan of another tool's configuration: a file, or for Megatron-LM its arguments.
@@ -112,6 +113,7 @@ def import_plan(
         micro_batch_size=micro_batch_size,
         global_batch_size=global_batch_size,
         recompute=recompute,
+        task=task,
     )
     words, path = str(source), Path(source)
     has_arguments = words.lstrip().startswith("--") or tool == "megatron-lm"

@@ -42,6 +42,11 @@ def task_words(text: str) -> str:
     return parse_task(text).text
 
 
+def least_micro_batch(task: str) -> int:
+    """Return the sequences of the smallest micro-batch of a task: one, or the two of a pair."""
+    return parse_task(task).group
+
+
 def stack_words(text: str) -> str:
     """Return the words of `--stack` in their usual form. Raises `PlanError` for others, with what would do."""
     return StackSettings.parse(text).text

@@ -151,7 +151,7 @@ def estimate(
         chosen, seq_len, choices = _from_file(one.plan_path, file, given, training)
         framework = framework if "framework" in given else file.framework or framework
     else:
-        chosen = plan.plan(training.global_batch, framework, **one.fields)
+        chosen = plan.plan(training.global_batch, framework, training.task, **one.fields)
     spec = load_shown(model, seq_length=seq_len, micro_batch_size=chosen.micro_batch_size)
     cluster = hardware.cluster_for(chosen.world_size)
     if one.plan_path is None:

@@ -150,6 +150,7 @@ def _read(
         "micro_batch_size": micro_batch,
         "global_batch_size": training.global_batch,
         "recompute": recompute.value if recompute else None,
+        "task": training.task,
         "arguments": arguments,
     }
     if hardware.nodes is not None or hardware.gpus_per_node is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paraplan.api.plans import AXES, make_plan, micro_batches
-from paraplan.api.workloads import experts_beside_tensor, framework_title, usual_choices
+from paraplan.api.workloads import experts_beside_tensor, framework_title, least_micro_batch, usual_choices
 from paraplan.cli.options import (
     MOST_RANKS,
     PLAN_PANEL,
@@ -104,8 +104,10 @@ class PlanChoices:
             offload=self.offload.value if self.offload else None,
         )
 
-    def plan(self, global_batch: int | None, framework: str, **others: Any) -> ParallelPlan:
+    def plan(self, global_batch: int | None, framework: str, task: str, **others: Any) -> ParallelPlan:
         """Return the plan, for one micro-batch a rank unless a global batch is given; `others` are more of its fields.
+
+        The smallest micro-batch of `task` is taken where none is given.
 
         `ep` is as `framework` counts; its ZeRO stage and sequence parallelism are taken where none are given, with a
         note. Raises `PlanError` where they contradict each other.
@@ -114,7 +116,7 @@ class PlanChoices:
         if self.ep is not None and degrees["tp"] > 1:
             ranks = degrees["dp"] * degrees["cp"]
             degrees["ep"] = experts_beside_tensor(self.ep, tp=degrees["tp"], data_ranks=ranks, framework=framework)
-        dp, micro_batch = degrees["dp"], self.micro_batch or 1
+        dp, micro_batch = degrees["dp"], self.micro_batch or least_micro_batch(task)
         usual = usual_choices(framework, tp=degrees["tp"], pp=degrees["pp"], data_ranks=dp * degrees["cp"])
         given = {"zero_stage": self.zero, "sequence_parallel": self.sequence_parallel}
         self._say_usual({name: value for name, value in usual.items() if value and given[name] is None}, framework)

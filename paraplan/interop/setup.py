@@ -8,6 +8,7 @@ from paraplan.errors import PlanError
 from paraplan.model.weight_formats import WeightFormat
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.stack import StackSettings
+from paraplan.plan.task import parse_task
 from paraplan.plan.training import (
     AttentionKind,
     Fp8Recipe,
@@ -109,6 +110,13 @@ class Given(Record):
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
     recompute: str | None = None
+    task: str = "sft"
+    """What a step learns from, where the configuration does not say it."""
+
+    @property
+    def least_micro_batch(self) -> int:
+        """Sequences of the smallest micro-batch, which is assumed where nothing says it: one, or the two of a pair."""
+        return parse_task(self.task).group
 
 
 def make_plan(source: str, **values: object) -> ParallelPlan:

@@ -473,3 +473,9 @@ def test_what_nobody_says_is_taken_from_the_framework_and_said(
     assert (f"--zero {zero_stage}" in stderr) == (zero_stage > 0)
     assert ("--no-sequence-parallel" in stderr) == splits_sequences
     assert "the default of" not in run(*words, "--zero", "0", "--no-sequence-parallel")[2]
+
+
+@pytest.mark.parametrize(("task", "size"), [("dpo", 2), ("embedding", 2), ("kto", 1), ("sft", 1)])
+def test_a_plan_without_a_micro_batch_has_the_smallest_of_its_task(task: str, size: int) -> None:
+    plan = report("estimate", "gpt2", "--profile", "8xa100", "--dp", "8", "--task", task)["plan"]
+    assert (plan["micro_batch_size"], plan["num_microbatches"]) == (size, 1)

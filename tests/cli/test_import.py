@@ -212,3 +212,20 @@ def test_the_model_that_a_file_names_is_priced_on_a_named_machine(tmp_path: Path
     status, stdout, _ = run("import", str(path), "--profile", "dgx-h100")
     assert status == 0
     assert "it trains /models/none-of-ours: --model says which model is priced" in stdout
+
+
+@pytest.mark.parametrize("kind", ["accelerate.yaml", "ds.json", "adapter_config.json", "train.py"])
+def test_pairs_stay_together_where_a_config_leaves_the_micro_batch_to_the_script(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    path.write_text(
+        {
+            "accelerate.yaml": "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n",
+            "ds.json": '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}',
+            "adapter_config.json": '{"peft_type": "LORA", "r": 8, "target_modules": ["c_attn"]}',
+            "train.py": "from transformers import DistributedConfig\nconfig = DistributedConfig(tp_size=1, fsdp_size=8)\n",
+        }[kind]
+    )
+    for task, size in (("reward", 2), ("sft", 1)):
+        status, stdout, stderr = run("import", str(path), *GPT2, "--task", task, "--json")
+        assert status == 0, stderr
+        assert json.loads(stdout)["plan"]["micro_batch_size"] == size

@@ -19,7 +19,7 @@ _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "
 # FSDP1's strategies, by name and by the number that old configurations have; FSDP2 says true or false.
 FSDP_STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-_BATCH_NOTE = "the micro-batch is in the script: 1 assumed, --micro-batch says otherwise"
+_BATCH_NOTE = "the micro-batch is in the script: {} assumed, --micro-batch says otherwise"
 
 
 def read_accelerate(text: str, *, source: str, given: Given, read_file: Callable[[str], str]) -> Setup:
@@ -231,9 +231,9 @@ def _setup(
     plan = dict(values)
     if given.recompute is not None:
         plan["recompute"] = given.recompute
-    micro = given.micro_batch_size or 1
+    micro = given.micro_batch_size or given.least_micro_batch
     if given.micro_batch_size is None:
-        notes.append(_BATCH_NOTE)
+        notes.append(_BATCH_NOTE.format(micro))
     plan["micro_batch_size"] = micro
     dp = plan["dp"]
     assert isinstance(dp, int)

@@ -87,7 +87,7 @@ def _optimizer(section: Fields) -> tuple[OptimizerName | None, list[str]]:
 
 
 def _micro_batch_of_auto(fields: Fields, given: Given) -> tuple[Given, list[str]]:
-    """Return what is given, with a micro-batch of 1 where the Trainer or accelerate fills in the sizes, and a note.
+    """Return what is given, with the smallest micro-batch where the Trainer or accelerate fills in sizes, and a note.
 
     That is what the many configurations say in which every size is "auto".
     """
@@ -97,10 +97,11 @@ def _micro_batch_of_auto(fields: Fields, given: Given) -> tuple[Given, list[str]
     is_open = total is not None and steps is None and fields.value(_MICRO) == "auto"
     if not is_open and (total is not None or "auto" not in (fields.value(_TOTAL), fields.value(_MICRO))):
         return given, []
-    notes = [f"{_MICRO} is auto, which the script fills in: 1 assumed, --micro-batch says otherwise"]
+    micro = given.least_micro_batch
+    notes = [f"{_MICRO} is auto, which the script fills in: {micro} assumed, --micro-batch says otherwise"]
     if steps is None and total is None:
         notes.append(f"{_STEPS} is auto: 1 assumed, --global-batch says otherwise")
-    return given.replace(micro_batch_size=1), notes
+    return given.replace(micro_batch_size=micro), notes
 
 
 def _shards(zero: Fields, dp: int, notes: list[str]) -> int | None:

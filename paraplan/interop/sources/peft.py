@@ -38,12 +38,13 @@ def read_peft(text: str, *, source: str, given: Given) -> Setup:
     for key in ("exclude_modules", "layers_to_transform", "rank_pattern", "layer_replication"):
         if fields.value(key):
             notes.append(f"{key}: not priced, the adapters of all blocks are taken to be alike")
+    least = given.least_micro_batch
     if given.micro_batch_size is None:
         notes.append(
-            "peft's file says what trains and not how: micro-batches of 1 assumed, --micro-batch says otherwise"
+            f"peft's file says what trains and not how: micro-batches of {least} assumed, --micro-batch says otherwise"
         )
     model_name = fields.text("base_model_name_or_path")
-    micro, dp = given.micro_batch_size or 1, given.num_gpus or 1
+    micro, dp = given.micro_batch_size or least, given.num_gpus or 1
     steps = steps_of(source, given.global_batch_size, micro=micro, dp=dp) or 1
     plan = make_plan(source, dp=dp, micro_batch_size=micro, num_microbatches=steps, recompute=given.recompute or "none")
     return Setup(

@@ -58,9 +58,9 @@ def read_transformers(text: str, *, source: str, given: Given) -> Setup:
         micro = given.micro_batch_size or _number(arguments, "per_device_train_batch_size", notes) or 8
         steps = _number(arguments, "gradient_accumulation_steps", notes) or 1
     else:
-        micro, steps = given.micro_batch_size or 1, 1
+        micro, steps = given.micro_batch_size or given.least_micro_batch, 1
         if given.micro_batch_size is None:
-            notes.append("the micro-batch is in the script: 1 assumed, --micro-batch says otherwise")
+            notes.append(f"the micro-batch is in the script: {micro} assumed, --micro-batch says otherwise")
     steps = steps_of(source, given.global_batch_size, micro=micro, dp=sizes["dp"] or 1) or steps
     recompute = "full" if arguments.values.get("gradient_checkpointing") is True else "none"
     if not arguments.values and "gradient_checkpointing_enable" in text:
