@@ -34,7 +34,7 @@ _ROWS = 5
 _LEFT_OUT = ("Samples", "Loading", "", "Offload", "Lever", "Faster", "Roomier", "Mixed")
 """Labels of lines that the short answer leaves to -v where it would be too long, in this order; "" is what goes on. The
 first lever stays, or the first change that is faster where there is none."""
-_LEFT_OUT_LAST = ("Faster", "Lever", "Why", "GPUs", "Why not")
+_LEFT_OUT_LAST = ("Faster", "Lever", "Why", "Why not")
 """Labels of lines that go where that is not enough, all of them: what decided against a simpler plan goes last."""
 
 

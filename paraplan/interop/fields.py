@@ -98,8 +98,8 @@ class Fields:
             return share != 0
         priced, takes = ("none", "less") if share < 0.5 else ("all", "more")
         notes.append(
-            f"{self.path}{self.shown(key)} {share:g}: priced as {priced} of the optimizer on the host, and takes {takes} "
-            "of the GPU's memory than is predicted"
+            f"{self.path}{self.shown(key)} {share:g}: priced as {priced} of the optimizer on the host, and takes "
+            f"{takes} of the GPU's memory than is predicted"
         )
         return share >= 0.5
 

@@ -111,7 +111,7 @@ class Given(Record):
     global_batch_size: int | None = None
     recompute: str | None = None
     task: str = "sft"
-    """What a step learns from, where the configuration does not say it."""
+    """The words of `--task`: the objective of a configuration that does not say its own."""
 
     @property
     def least_micro_batch(self) -> int:

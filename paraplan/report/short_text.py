@@ -239,7 +239,6 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
     beside = (
         ("Found", answer.found),
         ("Options", None if answer.chosen is None else answer.chosen.in_words),
-        ("GPUs", answer.idle),
         ("Mixed", answer.mixed),
         ("Why", result.remark),
         ("Why not", None if result.plain_reason is None else result.plain_reason.of_the_other),
@@ -266,6 +265,9 @@ def recommendation_lines(answer: Recommendation) -> tuple[Line, ...]:
         *(line._replace(label="First") for line in lacking),
         *(Line("First", one.in_short, "good") for one in first),
         *(line for line in of_plan if line not in lacking),
+        *(
+            [Line("GPUs", answer.idle, "caution")] if answer.idle is not None else []
+        ),  # not the machines that were named
         *(Line(label, words) for label, words in beside if words is not None),
         *[*faster[:1], *levers, *faster[1:], *reversed(others.values())][: max(0, MOST_LEVERS - len(first))],
     )

@@ -222,7 +222,7 @@ def test_pairs_stay_together_where_a_config_leaves_the_micro_batch_to_the_script
             "accelerate.yaml": "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n",
             "ds.json": '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}',
             "adapter_config.json": '{"peft_type": "LORA", "r": 8, "target_modules": ["c_attn"]}',
-            "train.py": "from transformers import DistributedConfig\nconfig = DistributedConfig(tp_size=1, fsdp_size=8)\n",
+            "train.py": "from transformers import DistributedConfig\nc = DistributedConfig(tp_size=1, fsdp_size=8)\n",
         }[kind]
     )
     for task, size in (("reward", 2), ("sft", 1)):

@@ -618,3 +618,10 @@ def test_the_options_of_a_lever_beside_the_command_give_what_it_says(train: str)
     assert status == 0
     stages = json.loads(report)["estimate"]["memory"]
     assert max(stage["total_bytes"] for stage in stages) == first["peak_memory_bytes"]
+
+
+def test_gpus_that_stay_idle_are_named_however_much_else_there_is_to_say() -> None:
+    """Two machines whose network costs more than their GPUs gain, with cautions, levers and notes to be told."""
+    words = ["qwen2.5-1.5b", "--profile", "2xa10", "--nodes", "2", "--network", "ethernet-10g", "--seq-len", "512"]
+    text = known("recommend", *words, "--global-batch", "32", "--framework", "deepspeed")[1]
+    assert re.search(r"^GPUs +uses 2 of 4 GPUs: ", text, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -577,8 +578,9 @@ def test_gpt_neox_is_refused_by_its_name(read: Any, text: str) -> None:
 def test_a_share_of_an_offloaded_optimizer_is_priced_as_the_nearer_of_all_and_nothing(
     read: Any, share: float, offload: str, words: str | None
 ) -> None:
-    zero = '{"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": %s}}' % share
-    deepspeed = read('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": %s}' % zero, "ds.json", num_gpus=8)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": share}}
+    values = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    deepspeed = read(json.dumps(values), "ds.json", num_gpus=8)
     command = "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 512 --micro-batch-size 1 --optimizer-cpu-offload "
     megatron = read(command + f"--optimizer-offload-fraction {share}\n", "run.sh", num_gpus=8)
     for setup in (deepspeed, megatron):
