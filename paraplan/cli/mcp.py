@@ -2,6 +2,7 @@
 
 A tool is a command: its description is the command's help, its arguments are the command's options, and a call runs the
 command in a process of its own, whose output is the result. Nothing is said twice, and an agent gets a person's answer.
+Files that an agent gives as text, and those that a command writes for it, lie in a folder that ends with the server.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import importlib.util
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paraplan import __version__
+from paraplan.cli.mcp_files import AgentFiles
 from paraplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,11 +29,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-TOOLS = ("recommend", "estimate", "import", "check", "verify", "explain", "doctor", "topo")
-"""Commands that change nothing: `check` and `doctor` compute, and none writes a file."""
+TOOLS = (
+    *("recommend", "estimate", "import", "export", "check", "verify", "explain", "doctor", "topo"),
+    *("profiles_list", "profiles_show", "validate", "compare"),
+)
+"""Commands that change nothing on the machine: `check` and `doctor` compute, and files are written for the agent."""
 
+_WRITTEN = ("output", "trace", "svg")
+"""Options whose file is written into the agent's folder, and shown."""
 _LEFT_OUT = (
-    *("output", "html", "trace", "metrics", "junit", "github", "save", "report"),  # write files, or for a service
+    *("html", "metrics", "junit", "github", "save", "report"),  # write files, or for a service
+    *("keep", "measured"),  # keep runs as the user's own
     *("script", "module", "measure", "watch", "wait", "nnodes", "rdzv_endpoint", "node_rank"),  # start programs
     *("install_completion", "show_completion", "help"),
 )
@@ -40,8 +50,10 @@ _NEAR = re.compile(r"did you mean ([^\s,?]+)")
 _INSTRUCTIONS = (
     "paraplan plans training on several GPUs: does a model fit, which parallelism, memory, step time, cost. Ask "
     "recommend with model and profile ('8xh100', '1xrtx-4090'), for LoRA with train='lora' or 'qlora'; estimate prices "
-    "one plan; explain has the documentation, by word too. Results are text; json=true gives all fields. A refusal "
-    "names the next call."
+    "one plan; import prices another tool's configuration, export writes one; profiles_list names machines and models; "
+    "explain has the documentation, by word too. files={'ds.json': TEXT} gives files that other arguments name, "
+    "output='plan.json' keeps a plan for export, verify and check. Results are text; json=true gives all fields. A "
+    "refusal names the next call."
 )
 
 
@@ -49,21 +61,24 @@ _INSTRUCTIONS = (
 def mcp() -> None:
     """Serve the planner to agents by the Model Context Protocol on stdin and stdout: tools that change nothing.
 
-    Tools are recommend, estimate, import, check, verify, explain, doctor and topo, with the options of these commands.
+    Tools are recommend, estimate, import, export, check, verify, explain, doctor, topo, profiles list and show,
+    validate and compare, with the options of these commands. Files of an agent lie in a folder that ends with the
+    server.
     """
     if importlib.util.find_spec("mcp") is None:
         raise UsageError("paraplan mcp needs the protocol's SDK, which is not installed", hint="pip install 'mcp>=2'")
     from mcp.server.stdio import stdio_server
 
-    async def serve() -> None:
+    async def serve(folder: Path) -> None:
+        agents = server(AgentFiles(folder))
         async with stdio_server() as (reading, writing):
-            agents = server()
             await agents.run(reading, writing, agents.create_initialization_options())
 
-    asyncio.run(serve())
+    with tempfile.TemporaryDirectory(prefix="paraplan-mcp-") as folder:
+        asyncio.run(serve(Path(folder)))
 
 
-def server() -> Server[Any]:
+def server(files: AgentFiles) -> Server[Any]:
     """Return the server with its tools, which a client in this process may use as well."""
     from mcp.server import Server
     from mcp.types import CallToolResult, ListToolsResult, TextContent, Tool, ToolAnnotations
@@ -78,8 +93,8 @@ def server() -> Server[Any]:
         )
 
     async def call_tool(_context: Any, params: Any) -> CallToolResult:
-        text, is_error = await answered(params.name, params.arguments or {})
-        return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
+        texts, is_error = await answered(params.name, params.arguments or {}, files)
+        return CallToolResult(content=[TextContent(type="text", text=text) for text in texts], is_error=is_error)
 
     return Server(
         "paraplan",
@@ -94,7 +109,9 @@ def server() -> Server[Any]:
 def _command(name: str) -> Any:
     from paraplan.cli.main import command_of
 
-    return command_of(name)
+    group, _, inner = name.partition("_")
+    command = command_of(group)
+    return command.commands[inner] if inner else command
 
 
 def _parameters(name: str) -> dict[str, Any]:
@@ -102,9 +119,23 @@ def _parameters(name: str) -> dict[str, Any]:
     found = {}
     for each in _command(name).params:
         key = max(each.opts, key=len).lstrip("-").replace("-", "_")
-        if not key.startswith("as_") and key not in _LEFT_OUT and not getattr(each, "hidden", False):
-            found["model" if key == "words" else key] = each
+        is_left_out = _is_option(each) and key in _LEFT_OUT
+        if not key.startswith("as_") and not is_left_out and not getattr(each, "hidden", False):
+            found[_OTHER_KEYS.get(key, key)] = each
     return found
+
+
+def _is_option(parameter: Any) -> bool:
+    return any(option.startswith("-") for option in parameter.opts)
+
+
+_OTHER_KEYS = {"words": "model", "files": "runs"}
+_FILES = {
+    "type": "object",
+    "additionalProperties": {"type": ["string", "object"]},
+    "description": "Texts of files by their names, which other arguments name then, and so do later calls.",
+}
+_WITHOUT_FILES = ("explain", "doctor", "profiles_list")
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -116,19 +147,23 @@ def schema(name: str) -> dict[str, Any]:
         if each.nargs != 1 or getattr(each, "multiple", False):
             plain = {"type": "array", "items": {"type": "string"}}
         properties[key] = plain | {"description": getattr(each, "help", None) or each.metavar or key}
+    if name not in _WITHOUT_FILES:
+        properties["files"] = _FILES
     required = [key for key, each in _parameters(name).items() if each.required]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def words_of(name: str, arguments: Mapping[str, Any]) -> list[str]:
+def words_of(name: str, arguments: Mapping[str, Any], files: AgentFiles) -> list[str]:
     """Return the words of a command. Raises `UsageError` for an argument that the tool does not have."""
-    known, words, places = _parameters(name), [name], list[str]()
+    known, words, places = _parameters(name), name.split("_"), list[str]()
     for key, value in arguments.items():
         each = known.get(key)
         if each is None:
             raise UsageError(f"{name} has no argument {key!r}", hint=f"it has {', '.join(known)}")
-        values = [str(one) for one in (value if isinstance(value, list) else [value])]
-        if not any(option.startswith("-") for option in each.opts):
+        values = [files.named(str(one)) for one in (value if isinstance(value, list) else [value])]
+        if key in _WRITTEN:
+            values = [str(files.place(str(value)))]
+        if not _is_option(each):
             places += values
         elif getattr(each, "is_flag", False):
             words += [(each.opts if value in (True, "true") else each.secondary_opts or [""])[-1]]
@@ -137,14 +172,19 @@ def words_of(name: str, arguments: Mapping[str, Any]) -> list[str]:
     return [word for word in words if word] + (["--", *places] if places else [])
 
 
-async def answered(name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return what a command prints and whether it refused; a refusal ends with the next call."""
+async def answered(name: str, arguments: Mapping[str, Any], files: AgentFiles) -> tuple[list[str], bool]:
+    """Return what a command prints, then the files that it has written, and whether it refused.
+
+    A refusal ends with the next call.
+    """
     if name not in TOOLS:
-        return f"there is no tool {name!r}; tools: {', '.join(TOOLS)}", True
+        return [f"there is no tool {name!r}; tools: {', '.join(TOOLS)}"], True
+    given = {key: value for key, value in arguments.items() if key != "files" or name in _WITHOUT_FILES}
     try:
-        words = words_of(name, arguments)
+        files.keep(arguments.get("files", {}))
+        words = words_of(name, given, files)
     except UsageError as error:
-        return f"error: {error.message}\nhint: {error.hint}\nnext call: {name}, with these arguments alone", True
+        return [f"error: {error.message}\nhint: {error.hint}\nnext call: {name}, as the hint says"], True
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "paraplan", *words),
         stdin=asyncio.subprocess.DEVNULL,
@@ -157,11 +197,12 @@ async def answered(name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
     except TimeoutError:
         process.kill()
         await process.wait()
-        return f"no answer within {_PATIENCE_S:.0f} s: ask of fewer GPUs, or fix a degree\nnext call: explain", True
-    text, remarks = printed.decode(errors="replace"), said.decode(errors="replace")
+        return [f"no answer within {_PATIENCE_S:.0f} s: ask of fewer GPUs, or fix a degree\nnext call: explain"], True
+    text, remarks = (files.told(one.decode(errors="replace")) for one in (printed, said))
     if not process.returncode or (process.returncode == 1 and text):
-        return f"{text}\n{remarks}".strip(), bool(process.returncode)
-    return f"{text}{remarks}".strip() + f"\nnext call: {next_call(name, arguments, remarks)}", True
+        written = files.shown(str(given[key]) for key in _WRITTEN if key in given)
+        return [f"{text}\n{remarks}".strip(), *written], bool(process.returncode)
+    return [f"{text}{remarks}".strip() + f"\nnext call: {next_call(name, given, remarks)}"], True
 
 
 def next_call(name: str, arguments: Mapping[str, Any], refusal: str) -> str:
