@@ -260,8 +260,8 @@ class TrainingChoices(MediaChoices):
             metavar="WHAT",
             parser=task_words,
             autocompletion=completion.tasks,
-            help="What a step learns from: sft, dpo, dpo:precomputed, orpo, kto, reward, grpo:completion=512,gpus=2, "
-            "embedding, reranker. Sequences of pairs count apart.",
+            help="What a step learns from: sft, dpo, dpo:precomputed, orpo, kto, reward, "
+            "grpo:completion=512,reserve=0.5, embedding, reranker. Sequences of pairs count apart.",
         ),
     ] = "sft"
     base_weights: Annotated[

@@ -7,11 +7,11 @@ from math import ceil
 
 from paraplan.cost.blocks.matmuls import effective_peak
 from paraplan.cost.workload import Workload
+from paraplan.plan.task import TRL_RESERVE
 from paraplan.units import format_bytes, format_seconds
 
-SHARED_MEMORY, OWN_MEMORY = 0.3, 0.9
-"""Shares of a GPU's memory that vLLM reserves: beside a trainer on the same GPU, by TRL's default
-(`vllm_gpu_memory_utilization`), and on a GPU of its own, by vLLM's (`gpu_memory_utilization`)."""
+OWN_MEMORY = 0.9
+"""Share of the memory of a GPU of its own that vLLM reserves by default (`gpu_memory_utilization`)."""
 _BYTES = 2.0  # an element of weights and of cached keys and values, in 16 bits
 
 
@@ -52,17 +52,18 @@ class Generation:
 
 
 def generation_of(workload: Workload) -> Generation | None:
-    """Return how answers are generated, None where none are.
+    """Return how answers are generated, None where none are, or where nothing of that is held while a step trains.
 
     The fewest GPUs of a machine, a power of two, hold a copy whose weights leave room for one sequence's keys and
     values in the share that vLLM reserves. A step of decoding reads weights and cached keys and values once (Pope et
     al. 2022, section 3.1), or takes as long as its products; sequences that do not fit at once wait for those that do.
     """
     task, training, cluster = workload.training.learns_from, workload.training, workload.cluster
-    if task.kind != "grpo":
-        return None
     is_shared = task.generator_gpus == 0
-    reserved = cluster.gpu_memory_bytes * (SHARED_MEMORY if is_shared else OWN_MEMORY)
+    if task.kind != "grpo" or (is_shared and task.reserve == 0):
+        return None
+    shared = TRL_RESERVE if task.reserve is None else task.reserve
+    reserved = cluster.gpu_memory_bytes * (shared if is_shared else OWN_MEMORY)
     model = workload.whole_model or workload.model
     weights, cache = model.parameters.total * _BYTES, cache_bytes(workload, training.seq_length)
     available = task.generator_gpus or cluster.num_gpus
@@ -128,6 +129,10 @@ def task_notes(workload: Workload) -> tuple[str, ...]:
     generation = generation_of(workload)
     if generation is not None:
         notes.append(generation.note())
+    elif task.kind == "grpo":
+        notes.append(
+            "generation holds nothing on the GPUs while a step trains; its time and its own peak are not priced"
+        )
     tools = workload.framework.task_tools
     if not task.is_run_by_trl:
         notes.append(f"paraplan writes no file for --task {task.kind}, and paraplan.runtime trains on given sequences")

@@ -11,7 +11,8 @@ from paraplan.errors import PlanError
 from paraplan.records import Record
 
 TaskKind = Literal["sft", "dpo", "orpo", "kto", "reward", "grpo", "embedding", "reranker"]
-FORMS = "sft, dpo, dpo:precomputed, orpo, kto, reward, embedding, reranker or grpo:completion=512,gpus=2,beta=0.04"
+FORMS = "sft, dpo, dpo:precomputed, orpo, kto, reward, embedding, reranker or "
+FORMS += "grpo:completion=512,gpus=2,beta=0.04,reserve=0.5"
 _OTHER_NAMES: dict[str, TaskKind] = {
     **dict.fromkeys(("pt", "pretrain", "pretraining", "clm"), "sft"),
     **dict.fromkeys(("ipo",), "dpo"),
@@ -29,6 +30,8 @@ _UNPRICED = {
     "kd": ("the teacher beside the student", "sft"),
 }
 """Objectives that are not priced: the parts that are missing, and the nearest one that is."""
+TRL_RESERVE = 0.3
+"""Share of a GPU's memory that vLLM reserves beside a trainer, by TRL's default (`vllm_gpu_memory_utilization`)."""
 _RUN_BY_TRL = frozenset({"sft", "dpo", "kto", "reward", "grpo"})
 
 
@@ -48,6 +51,9 @@ class Task(Record):
     """Tokens of a sequence that are generated; None: half of it."""
     generator_gpus: int = Field(default=0, ge=0, le=1_000_000)
     """Further GPUs that generate; 0: those that train do."""
+    reserve: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Share of the memory of GPUs that train which the generator holds meanwhile; None: TRL's default.
+    0 where it holds nothing then: vLLM asleep or on a server, the model's own generation."""
     beta: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Weight of the distance to a reference model in GRPO; 0 has none, as in TRL."""
 
@@ -58,6 +64,7 @@ class Task(Record):
         fields += [f"completion={self.completion}"] if self.completion else []
         fields += [f"gpus={self.generator_gpus}"] if self.generator_gpus else []
         fields += [f"beta={self.beta:g}"] if self.beta else []
+        fields += [f"reserve={self.reserve:g}"] if self.reserve is not None else []
         return ":".join([self.kind, ",".join(fields)] if fields else [self.kind])
 
     @property
@@ -106,7 +113,7 @@ def parse_task(text: str) -> Task:
         )
     kind = _OTHER_NAMES.get(kind, kind)
     values: dict[str, object] = {"kind": kind}
-    known = {"dpo": {"precomputed"}, "grpo": {"completion", "gpus", "beta"}}.get(kind, set())
+    known = {"dpo": {"precomputed"}, "grpo": {"completion", "gpus", "beta", "reserve"}}.get(kind, set())
     for word in filter(None, rest.split(",")):
         name, _, value = word.partition("=")
         if name not in known:
@@ -117,7 +124,9 @@ def parse_task(text: str) -> Task:
         field = {"gpus": "generator_gpus"}.get(name, name)
         try:
             in_thousands = name == "completion" and value.endswith("k")
-            values[field] = float(value) if name == "beta" else int(value[:-1]) * 1024 if in_thousands else int(value)
+            values[field] = (
+                float(value) if name in ("beta", "reserve") else int(value[:-1]) * 1024 if in_thousands else int(value)
+            )
         except ValueError:
             raise PlanError(f"--task {text}: {value!r} is not a number", hint=f"use {FORMS}") from None
     try:

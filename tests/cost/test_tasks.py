@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from paraplan.cost.estimate import estimate_plan
-from paraplan.cost.generation import OWN_MEMORY, SHARED_MEMORY, cache_bytes, generation_of, task_notes
+from paraplan.cost.generation import OWN_MEMORY, cache_bytes, generation_of, task_notes
 from paraplan.cost.workload import Workload
 from paraplan.errors import PlanError
 from paraplan.plan.parallel import ParallelPlan
-from paraplan.plan.task import Task, parse_task
+from paraplan.plan.task import TRL_RESERVE, Task, parse_task
 from paraplan.plan.training import TrainingSpec
 
 MakeWorkload = Callable[..., Workload]
@@ -118,8 +118,13 @@ def test_what_generates_beside_the_training_takes_its_share_of_memory(workload: 
     plain, shared, apart = (workload("llama-3-8b", task=task) for task in ("sft", "grpo", "grpo:gpus=4"))
     peaks = [estimate_plan(one, ZERO_3).peak_memory_bytes for one in (plain, shared, apart)]
     memory = shared.cluster.gpu_memory_bytes
-    assert peaks[1] - peaks[0] == pytest.approx(SHARED_MEMORY * memory, rel=0.01)
+    assert peaks[1] - peaks[0] == pytest.approx(TRL_RESERVE * memory, rel=0.01)
     assert peaks[2] == peaks[0]
+    half, asleep = (workload("llama-3-8b", task=f"grpo:reserve={share}") for share in ("0.5", "0"))
+    told = [estimate_plan(one, ZERO_3).peak_memory_bytes for one in (half, asleep)]
+    assert told[0] - peaks[0] == pytest.approx(0.5 * memory, rel=0.01)
+    assert told[1] == peaks[0]
+    assert any("holds nothing on the GPUs while a step trains" in note for note in task_notes(asleep))
     here, there = generation_of(shared), generation_of(apart)
     assert here is not None
     assert there is not None

@@ -138,6 +138,8 @@ def test_a_plan_with_momentum_is_exported_with_it(target: str) -> None:
             "--max_completion_length 256 --beta 0 --use_vllm true --vllm_mode server",
         ),
         ("grpo:beta=0.1", "trl grpo", "--beta 0.1 --use_vllm true --vllm_mode colocate"),
+        ("grpo:reserve=0.5", "trl grpo", "--use_vllm true --vllm_gpu_memory_utilization 0.5 --vllm_mode colocate"),
+        ("grpo:reserve=0", "trl grpo", "--use_vllm true --vllm_enable_sleep_mode true --vllm_mode colocate"),
     ],
 )
 def test_tasks_beside_given_sequences_are_trls(task: str, first: str, words: str) -> None:

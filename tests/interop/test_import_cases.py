@@ -11,6 +11,7 @@ import pytest
 
 from paraplan.api.imported import import_plan
 from paraplan.errors import PlanError
+from paraplan.plan.task import parse_task
 
 AXOLOTL = "base_model: m\nsequence_len: 8192\n"
 PAIRS = "model: m\ntuner_type: lora\nmax_length: 512\nper_device_train_batch_size: 2\n"
@@ -253,14 +254,39 @@ def test_generated_answers_count_beside_their_prompts(read: Any) -> None:
     swift = read(
         "model: m\ntuner_type: lora\nrlhf_type: grpo\nmax_length: 300\nmax_completion_length: 700\n", num_gpus=2
     )
-    assert (swift.task, swift.seq_length) == ("grpo:completion=700,beta=0.04", 1000)  # its default
+    assert (swift.task, swift.seq_length) == ("grpo:completion=700,beta=0.04,reserve=0", 1000)  # its default
     distilled = "model: m\ntuner_type: lora\nrlhf_type: gkd\nmax_length: 300\nmax_completion_length: 700\n"
     assert [read(distilled + more, num_gpus=2).seq_length for more in ("", "lmbda: 0\n")] == [1000, 300]
     without = read("model: m\ntuner_type: full\nrlhf_type: grpo\nbeta: 0\nmax_length: 3\n", num_gpus=2)
-    assert without.task == "grpo"
+    assert without.task == "grpo:reserve=0"
     trl = read("model_name_or_path: m\nuse_peft: true\nnum_generations: 4\nmax_completion_length: 100\n", num_gpus=2)
-    assert (trl.task, trl.seq_length) == ("grpo:completion=100", 612)
+    assert (trl.task, trl.seq_length) == ("grpo:completion=100,reserve=0", 612)
     assert any(note.startswith("prompts of 512 tokens assumed") for note in trl.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "trl", "swift"),
+    [
+        ("", 0, 0),  # the model's own generation
+        ("use_vllm: false\nvllm_gpu_memory_utilization: 0.5\n", 0, 0),
+        ("use_vllm: true\n", None, 0.9),  # what each reserves unless told
+        ("use_vllm: true\nvllm_gpu_memory_utilization: 0.5\n", 0.5, 0.5),
+        ("use_vllm: true\nvllm_gpu_memory_utilization: 0.3\n", None, None),
+        ("use_vllm: true\nvllm_mode: server\n", 0, 0),
+    ],
+)
+def test_memory_of_the_generator_is_what_the_configuration_gives_it(
+    read: Any, words: str, trl: float | None, swift: float | None
+) -> None:
+    files = {
+        "model_name_or_path: m\nnum_generations: 4\nmax_completion_length: 100\nvllm_enable_sleep_mode: ": trl,
+        "model: m\ntuner_type: lora\nrlhf_type: grpo\nmax_length: 300\nsleep_level: ": swift,
+    }
+    for text, reserve in files.items():
+        awake, asleep = (read(f"{text}{sleeps}\n{words}", num_gpus=2) for sleeps in (0, 1))
+        assert parse_task(awake.task).reserve == reserve
+        assert parse_task(asleep.task).reserve == 0
+        assert not any("vllm" in note for note in (*awake.notes, *asleep.notes))
 
 
 def test_megatrons_programs_that_generate_are_refused(read: Any) -> None:

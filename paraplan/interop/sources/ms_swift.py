@@ -21,7 +21,7 @@ from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.documents import load_document
 from paraplan.interop.sources.liger import with_trainers_liger
 from paraplan.interop.sources.megatron_lm import megatron_setup
-from paraplan.interop.sources.objectives import Objective, objective_of
+from paraplan.interop.sources.objectives import Objective, objective_of, reserve_of
 from paraplan.interop.sources.options import typed_options
 from paraplan.interop.sources.shell import command_of
 from paraplan.interop.sources.towers import adapters_of_towers, full_but_towers
@@ -57,7 +57,7 @@ _FSDP2: dict[str, object] = {
 _TILES = 4
 """Tiles of an MLP where no number is given (ms-swift's tiled_mlp_num_shards)."""
 _LAUNCHER = ("nproc_per_node", "nproc", "nnodes")
-_RANK, _DROPOUT, _BATCH, _COMPLETION, _GRPO_BETA = 8, 0.05, 16, 512, 0.04
+_RANK, _DROPOUT, _BATCH, _COMPLETION, _GRPO_BETA, _VLLM_SHARE = 8, 0.05, 16, 512, 0.04, 0.9
 
 
 def read_ms_swift(text: str, *, source: str, given: Given, read_file: trainer.ReadFile) -> Setup:
@@ -275,7 +275,8 @@ def _objective(fields: Fields) -> Objective:
     completion = fields.count("max_completion_length") if is_generated else None
     beta = fields.value("beta") if is_generated else None
     beta = _GRPO_BETA if beta is None and name == "grpo" else beta
-    return objective_of(name, key="rlhf_type", completion=completion, beta=beta)
+    reserve = reserve_of(fields, usual=_VLLM_SHARE) if name == "grpo" else None
+    return objective_of(name, key="rlhf_type", completion=completion, beta=beta, reserve=reserve)
 
 
 def _trainable(fields: Fields, *, default: str) -> tuple[str | None, list[str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paraplan.plan.task import parse_task
+from paraplan.interop.fields import Fields
+from paraplan.plan.task import TRL_RESERVE, parse_task
 
 _WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
 _PLAIN = ("sft", "pt", "pretrain", "clm", "causal_lm")
@@ -24,6 +25,20 @@ class Objective(NamedTuple):
         return 1 if self.task is None else parse_task(self.task).group
 
 
+def reserve_of(fields: Fields, *, usual: float) -> float | None:
+    """Return the share of memory that vLLM holds while a step trains, by the options that TRL and ms-swift have.
+
+    None where that is TRL's own; `usual` is the tool's. Nothing is held by the model's own generation, by vLLM asleep
+    and by a server.
+    """
+    sleeps = [fields.is_on(key) for key in ("vllm_enable_sleep_mode", "sleep_level")]
+    mode, share = fields.text("vllm_mode"), fields.share("vllm_gpu_memory_utilization")
+    if not fields.is_on("use_vllm") or mode == "server" or any(sleeps):
+        return 0.0
+    share = usual if share is None else share
+    return None if share == TRL_RESERVE else share
+
+
 def objective_of(
     name: str | None,
     *,
@@ -31,11 +46,12 @@ def objective_of(
     precomputed: bool = False,
     completion: int | None = None,
     beta: object = None,
+    reserve: float | None = None,
 ) -> Objective:
     """Return the objective that `name`, the value of `key`, stands for.
 
     `precomputed`: the reference's log-probabilities are. `completion`: generated tokens. `beta`: GRPO's distance to a
-    reference model.
+    reference model. `reserve`: the share of the GPUs that train which its generator holds.
     """
     words = (name or "sft").lower()
     if words in _PLAIN:
@@ -62,6 +78,7 @@ def objective_of(
         fields = [f"completion={completion}"] if completion else []
         is_weight = isinstance(beta, int | float) and not isinstance(beta, bool) and beta > 0
         fields += [f"beta={beta:g}"] if is_weight else []
+        fields += [f"reserve={reserve:g}"] if reserve is not None else []
         notes = [] if words == "grpo" else [f"{key} {name}: priced as grpo"]
         return Objective(":".join(["grpo", ",".join(fields)] if fields else ["grpo"]), notes)
     what = {

@@ -16,8 +16,9 @@ from paraplan.interop.sources.adapters import trainable_of
 from paraplan.interop.sources.base_weights import released_format
 from paraplan.interop.sources.launches import content_of
 from paraplan.interop.sources.liger import with_trainers_liger
-from paraplan.interop.sources.objectives import Objective, objective_of
+from paraplan.interop.sources.objectives import Objective, objective_of, reserve_of
 from paraplan.model.trainable import AdapterKind
+from paraplan.plan.task import TRL_RESERVE
 from paraplan.plan.training import LossKernel, TrainingPrecision
 
 _LENGTH, _RANK, _DROPOUT, _MICRO_BATCH = 1024, 16, 0.05, 8
@@ -157,8 +158,9 @@ def _objective(fields: Fields, command: str | None) -> Objective:
             fields.value(each)  # it has said what it is there for
     completion = (fields.count("max_completion_length") or _COMPLETION) if name == "grpo" else None
     beta = fields.value("beta") if name == "grpo" else None
+    reserve = reserve_of(fields, usual=TRL_RESERVE) if name == "grpo" else None
     precomputed = bool(fields.flag("precompute_ref_log_probs"))
-    return objective_of(name, key=key, precomputed=precomputed, completion=completion, beta=beta)
+    return objective_of(name, key=key, precomputed=precomputed, completion=completion, beta=beta, reserve=reserve)
 
 
 def _precision(fields: Fields, *, is_pure: bool) -> TrainingPrecision:

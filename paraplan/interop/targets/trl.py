@@ -130,6 +130,9 @@ def _task_words(training: TrainingSpec, notes: list[str]) -> list[str]:
     notes.append(f"prompts of at most {length - completion} tokens, --reward_funcs, --num_generations")
     notes.append("--vllm_tensor_parallel_size where one GPU does not hold the model to generate: see paraplan estimate")
     words = ["--max_completion_length", str(completion), "--beta", f"{task.beta:g}", "--use_vllm", "true"]
+    if task.reserve is not None and not task.generator_gpus:
+        asleep = ["--vllm_enable_sleep_mode", "true"]
+        words += ["--vllm_gpu_memory_utilization", f"{task.reserve:g}"] if task.reserve else asleep
     if task.generator_gpus:
         notes.append(f"trl vllm-serve --model MODEL on {task.generator_gpus} further GPUs, started before")
         return [*words, "--vllm_mode", "server"]
