@@ -289,6 +289,11 @@ def test_experts_are_in_fp32_where_autocast_does_not_know_their_products(precisi
     compare(spec, build, ParallelPlan(dp=4, micro_batch_size=4), precision)
 
 
+def test_a_mixture_under_sequence_parallelism_is_split_as_ranks_split_it() -> None:
+    spec, build = of_config(MIXTRAL)
+    compare(spec, build, ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=8), "bf16")
+
+
 @pytest.mark.with_all  # a first stage and experts are above
 def test_the_first_stage_of_a_mixture_of_experts_is_what_the_runtime_holds() -> None:
     spec, build = of_config(MIXTRAL)

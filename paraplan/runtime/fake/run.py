@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -214,17 +215,26 @@ def _tensor_split(model: nn.Module, mesh: Mesh) -> TensorSplit | None:
     """
     if mesh.size("tp") == 1:
         return None
+    structure = ModelStructure(model, find_blocks(model))
     return tensor_parallel.find_tensor_split(
-        ModelStructure(model, find_blocks(model)),
+        structure,
         mesh=mesh,
         sequence_parallel=mesh.plan.sequence_parallel,
-        check=_unchecked,
+        check=partial(_unchecked, structure.meta_model),
     )
 
 
 def _unchecked(
-    block: nn.Module, name: str, call: BlockCall, split: BlockSplit, mesh: Mesh, ends: SequenceEnds | None
+    meta_model: nn.Module,
+    _: nn.Module,
+    name: str,
+    call: BlockCall,
+    split: BlockSplit,
+    mesh: Mesh,
+    ends: SequenceEnds | None,
 ) -> BlockSplit:
+    """Return the first form of `split` whose code runs, in the type in which `meta_model` itself runs."""
+    block = meta_model.get_submodule(name)
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), (call.args, call.kwargs)
     )
@@ -232,7 +242,7 @@ def _unchecked(
         part = copy.deepcopy(block)
         split_block(part, form, tensor_group(mesh), ends)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), call.context():
                 part(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             continue  # sizes that the code names do not fit the parts
