@@ -22,7 +22,7 @@ from paraplan.runtime.data_parallel.block_order import orders_of
 from paraplan.runtime.data_parallel.gradient_sums import gradient_sums
 from paraplan.runtime.data_parallel.wrapping import Wrapping, never_sharded, reductions_of
 from paraplan.runtime.expert_balance import GlobalBalance
-from paraplan.runtime.experts.layers import check_experts
+from paraplan.runtime.experts.layers import check_experts, expert_parameters
 from paraplan.runtime.precision import check_stored_type
 from paraplan.runtime.rank_part import ModelSplit, ParallelContext, RankPart, divide, find_chunked, wrap_module
 from paraplan.runtime.recompute.policy import recomputed_blocks
@@ -215,7 +215,8 @@ def wrap_model(
 
 def _wrap_whole(model: nn.Module, structure: ModelStructure, split: ModelSplit, parallel: ParallelContext) -> RankPart:
     plan, mesh, context = parallel.plan, parallel.mesh, parallel.loss.context
-    ends = large_ends(structure) if plan.zero_stage else ()
+    experts = [one for layer in split.layers.values() for _, one in expert_parameters(model, layer)]
+    ends = large_ends(structure, experts, ep=plan.ep) if plan.zero_stage else ()
     names = structure.stack.names if structure.has_blocks else ()
     if split.context is not None:  # of a model without repeated blocks too
         names = split.context.names

@@ -156,7 +156,8 @@ def peaks(
     attention: Literal["sdpa", "eager"] = "sdpa",
     **options: Any,
 ) -> tuple[MemoryEstimate, TracedMemory]:
-    """Return the predicted and the traced memory of one stage."""
+    """Return the predicted and the traced memory of one stage; experts have an even load, where there are no values."""
+    options |= {"expert_load": 1.0} if plan.ep > 1 else {}
     batch = {"global_batch_size": plan.global_batch_size, "seq_length": seq_length}
     training = TrainingSpec(**batch, precision=precision, attention=attention, **options)
     cluster = cluster_from_profile("dgx-h100", num_nodes=-(-plan.world_size // 8))
@@ -292,6 +293,19 @@ def test_experts_are_in_fp32_where_autocast_does_not_know_their_products(precisi
 def test_a_mixture_under_sequence_parallelism_is_split_as_ranks_split_it() -> None:
     spec, build = of_config(MIXTRAL)
     compare(spec, build, ParallelPlan(tp=2, sequence_parallel=True, micro_batch_size=8), "bf16")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 4, "ep": 4, "recompute": "full"},  # their gradients are in no buckets
+        {"dp": 4, "ep": 2, "zero_stage": 3},  # their part of a block is gathered apart
+        *with_all([{"dp": 4, "ep": 4}, {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True}]),
+    ],
+)
+def test_the_estimate_of_experts_over_ranks_is_what_the_runtime_holds(plan: dict[str, Any]) -> None:
+    spec, build = of_config(MIXTRAL | {"num_hidden_layers": 4})
+    compare(spec, build, ParallelPlan.model_validate({"micro_batch_size": 8} | plan), "bf16")
 
 
 @pytest.mark.with_all  # a first stage and experts are above

@@ -43,6 +43,7 @@ def _candidates(rank: RankMemory) -> list[StageMemory]:
         loss_backward(rank),
         head_backward(rank),
         block_backward(rank),
+        first_block_backward(rank),
         end_of_backward(rank),
         optimizer_step(rank),
     ]
@@ -183,6 +184,23 @@ def block_backward(rank: RankMemory) -> StageMemory:
         activations=rank.kept_bytes + rank.passed_bytes + _kept_loss_bytes(rank) * (losses_in_flight(rank) - 1),
         workspace=_working_bytes(rank),
     )
+
+
+def first_block_backward(rank: RankMemory) -> StageMemory:
+    """Return the point when the first block's backward pass runs, beside the gradients of the experts behind it.
+
+    Replicas that share out their experts have those in no buckets: they come block by block.
+    """
+    blocks = np.maximum(rank.stage.num_blocks, 1.0)
+    left = 1 - (1 - 1 / blocks) / np.maximum(rank.in_flight, 1.0)
+    candidate = rank.candidate(
+        parameters=rank.forward_copies_bytes * left,
+        gradients=rank.gradient_bytes + rank.spread_experts * (1 - 1 / blocks) * rank.full_bytes,
+        activations=rank.kept_bytes * left + rank.passed_bytes,
+        workspace=_working_bytes(rank),
+    )
+    is_fresh = rank.framework.storage.frees_gradients & rank.is_replica & ~rank.has_earlier_gradients
+    return _only(is_fresh & (rank.spread_experts > 0) & ~rank.splits_backward, candidate)
 
 
 def waiting_head_bytes(rank: RankMemory) -> Floats:

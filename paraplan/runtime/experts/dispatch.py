@@ -124,7 +124,7 @@ class SharedExperts:
         ones = (1,) * (hidden.ndim - 2)
         outputs = call(states.view(*ones, *states.shape), scales.view(*ones, *scales.shape))
         (back,) = rows.back.exchange(outputs.reshape(len(states), -1))
-        return back.view(group.size, len(tokens), -1).sum(0).reshape(*hidden.shape[:-1], -1)
+        return back.view(group.size, len(tokens), -1).sum(0).to(back.dtype).reshape(*hidden.shape[:-1], -1)
 
     def _of_all(self, rows: torch.Tensor, call: Callable[..., Any]) -> torch.Tensor:
         """Send the rows of each expert to its rank; they lie one behind the other, or in a dimension of their own."""
@@ -201,8 +201,8 @@ class Pairs:
         return tokens[self.order // self.num_each]
 
     def summed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what `collect` does, without a graph."""
-        return rows[self.inverse].view(-1, self.num_each, rows.shape[-1]).sum(1)
+        """Return what `collect` does, without a graph; autocast sums in fp32, and would leave the sum so."""
+        return rows[self.inverse].view(-1, self.num_each, rows.shape[-1]).sum(1).to(rows.dtype)
 
 
 class _Way(torch.autograd.Function):

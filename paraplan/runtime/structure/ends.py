@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,18 +17,20 @@ from paraplan.runtime.structure.model_structure import ModelStructure
 from paraplan.runtime.torch_private import FakeTensor, TorchDispatchMode, pytree, storage_key
 
 
-def large_ends(structure: ModelStructure) -> tuple[str, ...]:
-    """Return the names of embeddings and linear layers around the blocks, each no smaller than a block.
+def large_ends(structure: ModelStructure, experts: Collection[nn.Parameter] = (), *, ep: int = 1) -> tuple[str, ...]:
+    """Return the names of embeddings and linear layers around the blocks, each no smaller than a rank's block.
 
-    Only those whose weights nothing else computes with, so that they can be gathered for their own passes alone. None
-    where the model does not run without values.
+    A rank has 1 / `ep` of the `experts` of a block, and all else of it. Only layers are taken whose weights nothing
+    else computes with, so that they can be gathered for their own passes alone. None where the model does not run
+    without values.
     """
     model = structure.model
     blocks = structure.blocks_of(model)
     if not blocks:
         return ()
     around = {id(module) for module in modules_around(model, blocks)}
-    size = min(sum(one.numel() for one in block.parameters()) for block in blocks)
+    shared = {id(parameter) for parameter in experts}
+    size = min(sum(one.numel() // (ep if id(one) in shared else 1) for one in block.parameters()) for block in blocks)
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
