@@ -228,9 +228,11 @@ def _plain_rope(value: Any, head_dim: int | None) -> Any:
         return {name: _plain_rope(item, head_dim) for name, item in value.items()}
     kept = {name: value[name] for name in ("rope_theta", "partial_rotary_factor") if name in value}
     sections = value.get(SECTIONS)
-    if sections and head_dim:  # of half the features of a head: time, height, width
-        few = [section * head_dim // (2 * sum(sections)) for section in sections]
-        kept[SECTIONS] = [few[0] + head_dim // 2 - sum(few), *few[1:]]
+    if sections and head_dim:  # of half the features of a head that are rotated: time, height, width
+        half = int(head_dim * kept.get("partial_rotary_factor", 1.0)) // 2
+        few = [section * half // sum(sections) for section in sections]
+        few[min(range(len(few)), key=lambda place: sections.count(sections[place]))] += half - sum(few)
+        kept[SECTIONS] = few  # height and width stay alike
     return {"rope_type": "default", **kept} if kept else None
 
 

@@ -64,8 +64,9 @@ def _from_config(reference: str, to: Smaller) -> nn.Module:
         config = transformers.AutoConfig.for_model(
             fields["model_type"], **shrink_fields(_with_defaults(given, whole), to)
         )
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
+        for part in (config, config.get_text_config(decoder=True)):
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
         model: nn.Module = model_class(config)
         return model.float()
 
@@ -120,7 +121,7 @@ def _shorten(model: nn.Module, num_layers: int) -> None:
 def _turn_off_dropout(model: nn.Module) -> None:
     for module in model.modules():
         for name, value in vars(module).items():
-            is_rate = isinstance(value, float) and ("dropout" in name or name == "drop")
+            is_rate = isinstance(value, float) and ("dropout" in name or name.endswith("drop"))
             if is_rate or (name == "p" and isinstance(module, _DROPOUTS)):
                 setattr(module, name, 0.0)
 

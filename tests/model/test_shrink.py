@@ -111,10 +111,13 @@ def test_layers_that_a_part_names_by_number_stay_of_every_kind() -> None:
     assert small["full_attn_layers"]
 
 
-def test_sections_of_rotary_positions_share_a_smaller_head() -> None:
-    fields = GROUPED | {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}
-    small = shrink_fields(fields, TO)
-    assert sum(small["rope_parameters"]["mrope_section"]) == small["head_dim"] // 2
+@pytest.mark.parametrize(("sections", "rotated"), [([16, 24, 24], 1.0), ([22, 22, 20], 1.0), ([8, 12, 12], 0.5)])
+def test_sections_of_rotary_positions_share_a_smaller_head(sections: list[int], rotated: float) -> None:
+    rope = {"rope_type": "default", "mrope_section": sections, "partial_rotary_factor": rotated}
+    small = shrink_fields(GROUPED | {"rope_parameters": rope}, TO)
+    few = small["rope_parameters"]["mrope_section"]
+    assert sum(few) == small["head_dim"] * rotated // 2
+    assert [few.count(one) > 1 for one in few] == [sections.count(one) > 1 for one in sections]
 
 
 def test_a_head_with_positions_in_a_part_of_it_keeps_that_part() -> None:

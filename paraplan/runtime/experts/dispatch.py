@@ -2,12 +2,13 @@
 
 What they are called with says how: hidden states with the numbers of the experts that each token goes to and the
 weights of these (one row for each pair travels, and the weighted outputs of a token are summed at home), hidden states
-with a weight for every expert (each token goes to all ranks), or rows for all experts one behind the other.
+with a weight for every expert (each token goes to all ranks), or rows for all experts one behind the other, as many for
+each or with the number of each expert's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,30 +38,29 @@ class SharedExperts:
         """Return what the experts of all ranks make of what the module was called with."""
         places = [*range(len(args)), *kwargs]
         given = dict(zip(places, [*args, *kwargs.values()], strict=True))
-        tensors = {place: one for place, one in given.items() if isinstance(one, torch.Tensor)}
-        floats = [place for place, one in tensors.items() if one.is_floating_point()]
-        numbers = [place for place in tensors if place not in floats]
-        if not floats or len(numbers) > 1 or len(floats) > 2 or (numbers and len(floats) == 1):
+        floats = [place for place, one in given.items() if isinstance(one, torch.Tensor) and one.is_floating_point()]
+        numbers = [place for place, one in given.items() if place not in floats and _are_numbers(one)]
+        if not floats or len(numbers) > 1 or len(floats) > 2:
             raise self._unknown(given)
 
-        def call(*replaced: torch.Tensor) -> Any:
+        def call(*replaced: Any) -> Any:
             changed = given | dict(zip([*floats[:1], *numbers, *floats[1:]], replaced, strict=True))
             return self._inner(*(changed[place] for place in range(len(args))), **{key: changed[key] for key in kwargs})
 
-        hidden = tensors[floats[0]]
-        num_tokens = hidden.numel() // max(hidden.shape[-1], 1)
+        hidden: torch.Tensor = given[floats[0]]
         if len(floats) == 1:
-            has_more = any(one is not None and not isinstance(one, torch.Tensor) for one in given.values())
-            if has_more or hidden.shape[0] % self._num_experts:
+            rest = [one for place, one in given.items() if place not in (*floats, *numbers) and one is not None]
+            counts = given[numbers[0]] if numbers else None
+            if rest or not self._are_rows(hidden, counts):
                 raise self._unknown(given)
-            return self._of_all(hidden, call)
-        weights = tensors[floats[1]]
+            return self._of_all(hidden, call) if counts is None else self._of_sorted(hidden, counts, call)
+        weights = given[floats[1]]
         if not numbers:
             if weights.shape != (*hidden.shape[:-1], self._num_experts):
                 raise self._unknown(given)
             return self._of_weighed(hidden, weights, call)
-        index = tensors[numbers[0]]
-        if weights.shape != index.shape or index.numel() % max(num_tokens, 1):
+        index, num_tokens = given[numbers[0]], hidden.numel() // max(hidden.shape[-1], 1)
+        if not isinstance(index, torch.Tensor) or weights.shape != index.shape or index.numel() % max(num_tokens, 1):
             raise self._unknown(given)
         return self._of_chosen(hidden, index, weights, call)
 
@@ -81,8 +81,7 @@ class SharedExperts:
             received=row_counts(coming.sum(1), num_pairs),
         )
         states, scales = rows.exchange(pairs.spread(tokens), weights.reshape(-1)[pairs.order])
-        local = torch.arange(self._num_local, device=chosen.device).repeat(group.size)
-        local = torch.repeat_interleave(local, coming.reshape(-1), output_size=sum(rows.received)).to(index.dtype)
+        local = self._local_experts(coming, sum(rows.received)).to(index.dtype)
         outputs = self._run(states, local, scales, hidden, index, weights, call)
         (back,) = rows.back.exchange(outputs)
         return pairs.collect(back).reshape(*hidden.shape[:-1], -1)
@@ -144,6 +143,37 @@ class SharedExperts:
         (back,) = ways.back.exchange(sent)
         return back.reshape(*rows.shape[:-1], -1)
 
+    def _of_sorted(
+        self, rows: torch.Tensor, counts: torch.Tensor | Sequence[int], call: Callable[..., Any]
+    ) -> torch.Tensor:
+        """Send the rows of each expert to its rank; they lie one behind the other, and `counts` has each one's."""
+        group = self._group
+        there = torch.as_tensor(counts, device=rows.device).long()
+        coming = tell(group, there).view(group.size, -1)
+        self._load.add(self._name, there)
+        ways = Rows(
+            group,
+            sent=row_counts(there.view(group.size, -1).sum(1), len(rows)),
+            received=row_counts(coming.sum(1), len(rows)),
+        )
+        (states,) = ways.exchange(rows)
+        pairs = Pairs.of(self._local_experts(coming, len(states)), num_each=1)
+        local = coming.sum(0)
+        outputs = call(pairs.spread(states), local.to(counts) if isinstance(counts, torch.Tensor) else local.tolist())
+        (back,) = ways.back.exchange(pairs.collect(outputs))
+        return back
+
+    def _local_experts(self, coming: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return which expert of this rank each row is for that has come: `coming` rows [ranks, experts], in order."""
+        local = torch.arange(self._num_local, device=coming.device).repeat(self._group.size)
+        return torch.repeat_interleave(local, coming.reshape(-1), output_size=num_rows)
+
+    def _are_rows(self, rows: torch.Tensor, counts: torch.Tensor | Sequence[int] | None) -> bool:
+        """Whether `rows` are for all experts, one behind the other: as many for each, or those that `counts` has."""
+        if counts is None:
+            return rows.shape[0] % self._num_experts == 0
+        return rows.ndim == 2 and len(counts) == self._num_experts and sum(map(int, counts)) == len(rows)
+
     def _unknown(self, given: dict[Any, Any]) -> UnsupportedPlanError:
         words = ", ".join(
             f"{one.dtype} {tuple(one.shape)}".removeprefix("torch.")
@@ -156,6 +186,13 @@ class SharedExperts:
             "experts and their weights, nor with rows for all experts",
             hint="use ep=1 for this model",
         )
+
+
+def _are_numbers(one: Any) -> bool:
+    """Whether an argument holds whole numbers: those of experts, or how many rows each has."""
+    if isinstance(one, torch.Tensor):
+        return not one.is_floating_point()
+    return isinstance(one, (list, tuple)) and all(type(number) is int for number in one)
 
 
 def _like(routing: torch.Tensor, hidden: torch.Tensor) -> tuple[int, ...]:

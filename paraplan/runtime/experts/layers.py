@@ -106,8 +106,14 @@ def find_experts(model: nn.Module) -> dict[str, ExpertLayer]:
         if name and count:
             found[name] = ExpertLayer(name, count, is_list=False)
         elif "expert" in name.rpartition(".")[2] and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found |= {name: ExpertLayer(name, len(module), is_list=True)} if _are_alike(module) else {}
+            listed = listed_experts(module)
+            found |= {name: ExpertLayer(name, len(listed), is_list=True)} if _are_alike([*listed.values()]) else {}
     return found
+
+
+def listed_experts(container: nn.Module) -> dict[str, nn.Module]:
+    """Return the experts of a list by their keys in it: what it holds without parameters (a dropout) is none."""
+    return {key: one for key, one in container.named_children() if any(True for _ in one.parameters())}
 
 
 def check_experts(model: nn.Module, *, ep: int, tp: int) -> dict[str, ExpertLayer]:
@@ -115,8 +121,8 @@ def check_experts(model: nn.Module, *, ep: int, tp: int) -> dict[str, ExpertLaye
     found = find_experts(model)
     if not found:
         raise UnsupportedPlanError(
-            f"ep={ep}: {type(model).__name__} has no experts: no module of stacked weights [experts, inputs, outputs] "
-            "alone, and no list of modules that is named for experts",
+            f"ep={ep}: {type(model).__name__} has no experts that ranks can share out: no module of stacked weights "
+            "[experts, inputs, outputs] alone, and no list of modules that is named for experts",
             hint="use ep=1",
         )
     holders: dict[int, str] = {}
@@ -163,6 +169,6 @@ def _stacked(module: nn.Module) -> int:
     return counts.pop() if not has_layers and (num_stacked > 1 or is_named) else 0
 
 
-def _are_alike(modules: nn.ModuleList | nn.ModuleDict) -> bool:
-    shapes = [[(name, one.shape) for name, one in module.named_parameters()] for module in modules.children()]
-    return len(shapes) > 1 and bool(shapes[0]) and all(one == shapes[0] for one in shapes)
+def _are_alike(modules: Sequence[nn.Module]) -> bool:
+    shapes = [[(name, one.shape) for name, one in module.named_parameters()] for module in modules]
+    return len(shapes) > 1 and all(one == shapes[0] for one in shapes)

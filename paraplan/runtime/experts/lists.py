@@ -15,7 +15,7 @@ from torch import nn
 
 from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.experts.exchange import Rows, row_counts, tell
-from paraplan.runtime.experts.layers import ExpertLoad
+from paraplan.runtime.experts.layers import ExpertLoad, listed_experts
 from paraplan.runtime.shards.group import TensorGroup
 
 Expert = Callable[..., torch.Tensor]
@@ -23,9 +23,10 @@ Expert = Callable[..., torch.Tensor]
 
 @dataclass(eq=False)
 class _Calls:
-    """Calls of experts at home: `rows` by the number of the expert, call by call, and the `answers`."""
+    """Calls of `experts` at home: `rows` by the number of the expert, call by call, and the `answers`."""
 
     name: str
+    experts: list[nn.Module]
     rows: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     answers: Iterator[torch.Tensor] | None = None
     is_open: bool = False
@@ -69,16 +70,16 @@ class ListedExperts:
         *,
         runs_all: bool,
     ) -> None:
-        self._calls = _Calls(name)
+        experts = [*listed_experts(container).values()]
+        self._calls = _Calls(name, experts)
         self._holder = holder
         self._inner = holder.forward
         self._group = group
         self._load = load
         self._runs_all = runs_all
-        count = len([*container.children()])
-        self._num_local = count // group.size
+        self._num_local = len(experts) // group.size
         first = self._num_local * group.index
-        self._experts = [*container.children()][first : first + self._num_local]
+        self._experts = experts[first : first + self._num_local]
         container.__class__ = _dealing(type(container))
         container.__dict__["_calls"] = self._calls
 
@@ -153,14 +154,11 @@ def _dealing(kind: type[Any]) -> type[Any]:
 
     def get(self: Any, key: Any) -> Any:
         found = kind.__getitem__(self, key)
-        if not self._calls.is_open or not isinstance(found, nn.Module) or isinstance(key, slice):
-            return found
-        return self._calls.expert([*self.children()].index(found))
+        experts = self._calls.experts
+        return self._calls.expert(experts.index(found)) if self._calls.is_open and found in experts else found
 
     def all_of(self: Any) -> list[Any]:
-        if not self._calls.is_open:
-            return [*self.children()]
-        return [self._calls.expert(number) for number in range(len(self))]
+        return [get(self, key) for key in (self.keys() if isinstance(self, nn.ModuleDict) else range(len(self)))]
 
     own: dict[str, Any] = {"__getitem__": get}
     if issubclass(kind, nn.ModuleList):

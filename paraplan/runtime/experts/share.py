@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paraplan.runtime.experts.dispatch import SharedExperts, set_number
-from paraplan.runtime.experts.layers import ExpertLayer, ExpertLoad, RankExperts, expert_parameters
+from paraplan.runtime.experts.layers import ExpertLayer, ExpertLoad, RankExperts, expert_parameters, listed_experts
 from paraplan.runtime.experts.lists import ListedExperts
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.shards.group import expert_ranks
@@ -44,7 +44,7 @@ def share_experts(
             local = range(
                 group.index * layer.num_experts // group.size, (group.index + 1) * layer.num_experts // group.size
             )
-            for number, expert in enumerate(held[name].children()):
+            for number, expert in enumerate(listed_experts(held[name]).values()):
                 if number in local:
                     modules.append(expert)
                 else:
@@ -68,6 +68,6 @@ def _cuts(model: nn.Module, layer: ExpertLayer, size: int) -> dict[str, Sharding
     each = layer.num_experts // size
     return {
         f"{layer.name}.{key}.{name}": Sharding(dim=0, segments=(len(one),), size=size, owner=number // each)
-        for number, (key, expert) in enumerate(model.get_submodule(layer.name).named_children())
+        for number, (key, expert) in enumerate(listed_experts(model.get_submodule(layer.name)).items())
         for name, one in expert.named_parameters()
     }
