@@ -72,10 +72,7 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
         predicted_peak_bytes=estimate.peak_memory_bytes if estimate else None,
         smaller_plan=estimate.smaller_plan if estimate else None,
         num_nodes=request.nodes.max,
-        calls=job.calls,
-        stacks=job.stacks,
-        stopped=job.stopped,
-        ended=job.ended,
+        where=job.where,
         free_bytes=free_bytes,
     )
     mine = as_node_failure(job.failures, context)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from paraplan.launch.faults.collectives import Call, RankCalls
+from paraplan.launch.faults.collectives import Call, RankCalls, Whereabouts
 from paraplan.launch.faults.failures import Cause, ErrorRecord, NodeFailure, RankFailure
 from paraplan.launch.faults.report import (
     MAX_REPORT_LINES,
@@ -183,8 +183,10 @@ def test_the_rank_that_never_came_is_told_with_where_it_was_on_this_node_and_on_
     calls = RankCalls((Call("0", 7, "all_gather", is_done=True),), {"0": (0, 1, 2, 3)})
     context = ReportContext(
         hostname="node7",
-        calls={0: calls, 1: calls},
-        stacks={2: (Frame("/usr/lib/python3.11/queue.py", 171, "get"), Frame("/home/me/train.py", 42, "load"))},
+        where=Whereabouts(
+            {2: (Frame("/usr/lib/python3.11/queue.py", 171, "get"), Frame("/home/me/train.py", 42, "load"))},
+            {0: calls, 1: calls},
+        ),
         places_elsewhere=("host node8: rank 3 was in save (train.py:50)",),
     )
     lost = failed(1, cause=Cause.COMMUNICATION)  # to rank 0, which gave up a moment before
@@ -217,7 +219,9 @@ def test_of_a_timeout_on_another_node_the_rank_that_never_came_is_told_where_it_
     what = "a collective timed out: ranks 0-1 waited 6 s in all_reduce number 12 of ranks 0-3"
     first = NodeFailure("node8", rank=0, cause=Cause.COMMUNICATION, time_ns=1, exit_status=1, what=what)
     context = ReportContext(
-        hostname="node7", stopped=(3,), places_elsewhere=("host node9: rank 5 was in save (a.py:5)",)
+        hostname="node7",
+        where=Whereabouts(stopped=(3,)),
+        places_elsewhere=("host node9: rank 5 was in save (a.py:5)",),
     )
     said = render_failure_elsewhere(first, [failed(3, cause=Cause.STOPPED, code=-15)], context)
     assert said.splitlines() == [
@@ -255,7 +259,7 @@ def test_a_timeout_is_that_of_the_innermost_call_also_where_the_runtime_has_put_
         user_hint="every rank must make the same calls",
     )
     calls = RankCalls((Call("1", 7, "all_gather", is_done=True, axis="tp"),), {"1": (0, 1)})
-    context = ReportContext(hostname="node7", calls={0: calls}, stopped=(1,))
+    context = ReportContext(hostname="node7", where=Whereabouts(calls={0: calls}, stopped=(1,)))
     failures = [failed(0, cause=Cause.COMMUNICATION, record=record), failed(1, cause=Cause.STOPPED, code=-15)]
     assert render_failures(failures, context).splitlines()[:3] == [
         f"paraplan: a collective timed out: rank 0 waited 3 s in {told}; rank 1 never entered it",
@@ -324,7 +328,7 @@ def test_another_node_shows_the_line_of_the_users_code_too_where_it_has_less_roo
         assert '    File "/home/me/train.py", line 9, in step' in lines
         assert lines[-1] == "  ValueError: boom"
     timed_out = replace(first, what="a collective timed out: ranks 0-1 waited 6 s in all_reduce")
-    context = replace(context, stopped=(3,))
+    context = replace(context, where=Whereabouts(stopped=(3,)))
     lines = render_failure_elsewhere(timed_out, [failed(1, cause=Cause.STOPPED)], context).splitlines()
     assert lines[4:6] == ['    File "/home/me/train.py", line 9, in step', "      f()"]
     assert len(lines) <= MAX_REPORT_LINES

@@ -10,8 +10,10 @@ import pytest
 from waiting import wait_until
 
 from paraplan.launch.faults.activity import Activity, read_activities
-from paraplan.launch.faults.collectives import Call, RankCalls
+from paraplan.launch.faults.collectives import Call, RankCalls, Whereabouts
 from paraplan.launch.faults.hang import HangVerdict, HangWatch, describe_elsewhere
+from paraplan.launch.ranks.bootstrap import STACK_FILE
+from paraplan.launch.ranks.live import LiveRank
 from paraplan.launch.ranks.stacks import Frame, main_stack
 
 STACK = """Thread 0x00007f01 (most recent call first):
@@ -35,36 +37,37 @@ class FakeRanks:
         self.requests = 0
         self.questions = 0
         self.now = 100.0
-        self.files = {rank: folder / f"{rank}.txt" for rank in self.stacks}
+        self.live = {rank: LiveRank(rank, rank, rank, folder / str(rank)) for rank in self.stacks}
+        self.files = {rank: folder / str(rank) / STACK_FILE for rank in self.stacks}
         for file in self.files.values():
+            file.parent.mkdir()
             file.touch()
 
-    def answer(self, ranks: list[int]) -> None:
+    def answer(self, ranks: Sequence[LiveRank]) -> None:
         self.requests += 1
-        for rank in ranks:
-            self.files[rank].write_text(self.stacks[rank])
-            self.do(rank, waits=1)
+        for one in ranks:
+            self.files[one.rank].write_text(self.stacks[one.rank])
+            self.do(one.rank, waits=1)
 
     def do(self, rank: int, **more: int) -> None:
         """Add to what a rank has done."""
         done = self.activities[rank]
         self.activities[rank] = replace(done, **{name: getattr(done, name) + value for name, value in more.items()})
 
-    def read(self, ranks: Sequence[int]) -> dict[int, Activity]:
+    def read(self, ranks: Sequence[LiveRank]) -> dict[int, Activity]:
         """Return what ranks have done; each has used its `load` of a core since the last time."""
-        for rank in ranks:
+        for rank in (one.rank for one in ranks):
             done = self.activities[rank]
             cpu_s = done.cpu_s + self.load[rank] * (self.now - done.time_s)
             self.activities[rank] = replace(done, time_s=self.now, cpu_s=cpu_s)
-        return {rank: self.activities[rank] for rank in ranks}
+        return {one.rank: self.activities[one.rank] for one in ranks}
 
     def watch(self, timeout_s: float = 10.0) -> HangWatch:
         return HangWatch(
             timeout_s=timeout_s,
-            stack_files=self.files,
             request_stacks=self.answer,
-            read_activities=self.read,
-            ask_for_calls=lambda ranks: dict(self.calls),
+            read=self.read,
+            ask=lambda ranks: dict(self.calls),
             count_questions=lambda: self.questions,
             clock=lambda: self.now,
         )
@@ -73,7 +76,7 @@ class FakeRanks:
         """Look every 0.1 s until there is a verdict or the time is over."""
         end = self.now + seconds
         while self.now < end:
-            verdict = watch.check(running)
+            verdict = watch.check([self.live[rank] for rank in running])
             if verdict is not None:
                 return verdict
             self.now += 0.1
@@ -88,7 +91,7 @@ def test_ranks_that_stand_still_hang_after_the_timeout_and_not_before(tmp_path: 
     verdict = ranks.run(watch, 10.0, [0, 1])
     assert verdict is not None
     assert verdict.still_s >= 10.0
-    assert verdict.stacks[1][1] == Frame("/home/me/train.py", 42, "step")
+    assert verdict.where.stacks[1][1] == Frame("/home/me/train.py", 42, "step")
 
 
 def test_one_rank_that_computes_and_waits_for_something_new_is_progress_for_all(tmp_path: Path) -> None:
@@ -174,7 +177,7 @@ def test_to_be_asked_from_outside_neither_ends_a_job_nor_keeps_one_that_hangs(tm
     watch = ranks.watch(timeout_s=2.0)
     for _ in range(30):
         ranks.questions += 2
-        ranks.answer([0, 1])
+        ranks.answer([*ranks.live.values()])
         ranks.do(0, waits=50)
         assert ranks.run(watch, 0.3, [0, 1]) is None
     verdict = ranks.run(watch, 10.0, [0, 1])
@@ -194,7 +197,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     ranks = FakeRanks(tmp_path)
     verdict = ranks.run(ranks.watch(timeout_s=1.0), 20.0, [1])
     assert verdict is not None
-    assert set(verdict.stacks) == {1}
+    assert set(verdict.where.stacks) == {1}
 
 
 def test_what_a_process_and_its_children_do_is_counted_by_the_kernel(tmp_path: Path) -> None:
@@ -210,10 +213,11 @@ def test_what_a_process_and_its_children_do_is_counted_by_the_kernel(tmp_path: P
     )
     assert process.stdin is not None
     assert process.stdout is not None
+    rank = LiveRank(3, 0, process.pid, tmp_path)
     try:
 
         def look() -> dict[int, Activity]:
-            return read_activities({3: process.pid, 4: 2**22 + 1}, {3: tmp_path})
+            return read_activities([rank, LiveRank(4, 1, 2**22 + 1)])
 
         wait_until(lambda: look()[3].waits >= 50)
         before = look()
@@ -221,7 +225,7 @@ def test_what_a_process_and_its_children_do_is_counted_by_the_kernel(tmp_path: P
         process.stdin.flush()
         process.stdout.readline()
         (tmp_path / "stdout.log").write_text("a line")
-        after = read_activities({3: process.pid}, {3: tmp_path})
+        after = look()
     finally:
         process.kill()
         process.communicate()
@@ -229,12 +233,12 @@ def test_what_a_process_and_its_children_do_is_counted_by_the_kernel(tmp_path: P
     assert after[3].cpu_s - before[3].cpu_s >= 0.25
     assert after[3].moved_bytes - before[3].moved_bytes >= 1 << 20
     assert after[3].shown != before[3].shown
-    assert read_activities({3: process.pid}, {}) == {}
+    assert read_activities([rank]) == {}
 
 
 def test_the_report_says_who_stands_where_and_the_odd_one_last() -> None:
     waiting, odd = main_stack(STACK.format(line=41)), (Frame("/home/me/train.py", 17, "load"),)
-    text = HangVerdict(still_s=30.2, stacks={0: waiting, 1: odd, 2: waiting, 3: waiting}).render()
+    text = HangVerdict(30.2, Whereabouts({0: waiting, 1: odd, 2: waiting, 3: waiting})).render()
     assert "the job hangs: no rank has moved for 30 s" in text
     assert text.splitlines()[-2:] == [
         "  ranks 0, 2-3 in all_reduce (distributed_c10d.py:2901), called from step (train.py:41)",
@@ -248,7 +252,7 @@ def test_the_report_says_who_stands_where_and_the_odd_one_last() -> None:
 )
 def test_a_rank_without_python_frames_has_an_empty_stack(text: str) -> None:
     assert main_stack(text) == ()
-    assert "native code, or it does not answer" in HangVerdict(still_s=1.0, stacks={0: ()}).render()
+    assert "native code, or it does not answer" in HangVerdict(1.0, Whereabouts({0: ()})).render()
 
 
 def test_ranks_that_never_came_are_named_with_their_hosts_on_every_node() -> None:
@@ -277,7 +281,7 @@ def test_a_rank_that_waits_for_a_core_works_as_one_that_has_it(tmp_path: Path, w
         (process / "stat").write_text(f"7 (python) R 1 7 7 {' '.join(['0'] * 40)}")
         (process / "schedstat").write_text(f"1000 {seconds * 10**9} 5\n")
         (process / "task" / "7" / "status").write_text("voluntary_ctxt_switches:\t3\n")
-        activities.append(read_activities({0: 7}, {}, proc=tmp_path)[0])
+        activities.append(read_activities([LiveRank(0, 0, 7)], proc=tmp_path)[0])
     before, after = (replace(one, time_s=10.0 * number) for number, one in enumerate(activities))
     assert after.works_since(before) is works
     assert not after.has_progressed_since(before)

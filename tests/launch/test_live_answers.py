@@ -52,7 +52,7 @@ def job(folder: Path, *, store: NodeStore | None = None, run: str = "train-1", r
         script="train.py",
         folder=RunFolder(folder / run),
         max_nodes=1 if store is None else store.num_nodes,
-        ranks={rank: LiveRank(0, os.getpid(), None, logs)},
+        ranks={rank: LiveRank(rank, 0, os.getpid(), None, logs)},
         world_size=2,
         plan=PlanFile(plan=ParallelPlan(dp=2)),
         store=store,

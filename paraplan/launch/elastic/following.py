@@ -51,23 +51,15 @@ def remove_files(folders: Iterable[Path]) -> None:
 
 
 class RankWatches:
-    """The watch over steps and the guard of one attempt, made when they first look. All maps are by local rank."""
+    """The watch over steps and the guard of the ranks that have started, made when they first look."""
 
-    def __init__(
-        self,
-        settings: AttemptSettings,
-        job: JobRecord,
-        *,
-        envs: Mapping[int, Mapping[str, str]],
-        folders: Mapping[int, Path],
-    ) -> None:
-        self._settings, self._job, self._num_ranks = settings, job, int(envs[0].get("WORLD_SIZE", "1"))
-        self._ranks = {local: int(environment.get("RANK", local)) for local, environment in envs.items()}
-        self._folders = {self._ranks[local]: folder for local, folder in folders.items()}
+    def __init__(self, settings: AttemptSettings, job: JobRecord) -> None:
+        self._settings, self._job, self._num_ranks = settings, job, job.world_size
+        self._folders = {rank: one.folder for rank, one in job.ranks.items() if one.folder is not None}
         self._steps: StragglerWatch | None = None
         self._guard: GuardWatch | None = None
         self._follows_steps = settings.follows_steps is not None
-        self._is_guarded = bool(folders) and settings.spec.guard is not None and self._num_ranks > 1
+        self._is_guarded = bool(self._folders) and settings.spec.guard is not None and self._num_ranks > 1
 
     def look_for_slow_ranks(self) -> None:
         """Look for slow ranks. What ranks and other nodes have noted may be anything, and ends no job."""
@@ -89,8 +81,9 @@ class RankWatches:
         gpus = {}
         if self._settings.has_gpus and os.environ.get(_BACKEND) != "gloo":  # under which ranks share GPUs
             visible = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-            numbers = {local: visible.get(local, "").strip() for local in self._ranks}
-            gpus = {rank: f"GPU {numbers[at] if numbers[at].isdigit() else at}" for at, rank in self._ranks.items()}
+            for rank, one in self._job.ranks.items():
+                number = visible.get(one.local_rank, "").strip()
+                gpus[rank] = f"GPU {number if number.isdigit() else one.local_rank}"
         return StragglerWatch(
             self._folders,
             host=socket.gethostname(),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -18,14 +18,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from paraplan.launch.elastic.following import RankWatches, remove_files, watch_variables
 from paraplan.launch.elastic.health import HealthCheck
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
-from paraplan.launch.faults.activity import read_activities
-from paraplan.launch.faults.collectives import RankCalls, ask_for_calls, read_calls
+from paraplan.launch.faults.collectives import ANSWER_S, Whereabouts, ask_for_calls, read_calls
 from paraplan.launch.faults.failures import Cause, RankFailure, first_failure, read_failure
 from paraplan.launch.faults.hang import HangWatch, describe_elsewhere
 from paraplan.launch.faults.report import say
 from paraplan.launch.nodes.store import StoreLostError
 from paraplan.launch.preemption import HeldSignals, raise_signal
-from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL, with_bootstrap
+from paraplan.launch.ranks.bootstrap import STACK_SIGNAL, with_bootstrap
 from paraplan.launch.ranks.limits import count_memory_kills
 from paraplan.launch.ranks.live import LiveRank, process_state
 from paraplan.launch.ranks.spawning import RankCommand, RankExit
@@ -34,13 +33,9 @@ from paraplan.launch.stragglers.steps import usual_parts
 from paraplan.launch.torch_private.elastic import ProcessContext
 from paraplan.units import ranks_in_words
 
-ValueT = TypeVar("ValueT")
-
 SETTLE_S = 0.5
 """How long peers of a failed rank get to fail by themselves: the first rank to end need not be the first to fail."""
 
-# how long ranks get to report where they are, before they are stopped because others timed out or lost them
-_ANSWER_S = 3.0
 _HEALTH_S = 20.0  # for --preflight measure
 _BOARD_INTERVAL_S = 0.5
 # how long ranks go on after those of another node have failed: most notice by a lost connection within this time
@@ -69,48 +64,28 @@ class RankProcesses(ProcessContext):
         super().__init__(name, "ranks", commands, envs, logs_specs, **torch_options)
         self._spawner, self._settings, self._job = settings.spawner, settings, job
         self._signals = HeldSignals(lambda number: job.stop.ask(number.name, number))
-        self._pids: dict[int, int] = {}
+        self._ranks: dict[int, LiveRank] = {}
         self._exits: dict[int, RankExit] = {}
-        self._stopped: set[int] = set()
+        self._stopped: list[LiveRank] = []
         self._is_closed = False
         self._looks_at = 0.0
         self._alone_since: float | None = None
-        self._watches = RankWatches(settings, job, envs=envs, folders=self._folders())
-        self._watch: HangWatch | None = None
+        self._hang_watch: HangWatch | None = None
         if settings.spec.hang_timeout is not None:
-            folders = self._folders()
-            self._watch = HangWatch(
+            self._hang_watch = HangWatch(
                 timeout_s=settings.spec.hang_timeout,
-                stack_files=self._stack_files(),
                 request_stacks=self._request_stacks,
-                read_activities=lambda ranks: read_activities({rank: self._pids[rank] for rank in ranks}, folders),
-                ask_for_calls=self._ask_for_calls,
                 count_questions=lambda: job.num_questions,
             )
 
-    def _ask_for_calls(self, ranks: Sequence[int]) -> dict[int, RankCalls]:
-        folders = {rank: folder for rank, folder in self._folders().items() if rank in ranks}
-        return ask_for_calls(folders, timeout_s=_ANSWER_S)
-
-    def _request_stacks(self, ranks: list[int]) -> None:
+    def _request_stacks(self, ranks: Sequence[LiveRank]) -> None:
         with self._signals.held():
-            self._spawner.signal(STACK_SIGNAL, only_leaders_of=ranks)
+            self._spawner.signal(STACK_SIGNAL, only_leaders_of=[one.local_rank for one in ranks])
 
-    def _folders(self) -> dict[int, Path]:
-        """Return the folders of the error files by local rank; none where there are no error files."""
-        return {rank: Path(path).parent for rank, path in self.error_files.items() if path and path != os.devnull}
-
-    def _stack_files(self) -> dict[int, Path]:
-        return {rank: folder / STACK_FILE for rank, folder in self._folders().items()}
-
-    def _global_rank(self, rank: int) -> int:
-        return int(self.envs[rank].get("RANK", rank))
-
-    def _global_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(map(self._global_rank, ranks))
-
-    def _by_global_rank(self, values: Mapping[int, ValueT]) -> dict[int, ValueT]:
-        return {self._global_rank(rank): value for rank, value in values.items()}
+    def _folder(self, rank: int) -> Path | None:
+        """Return the folder of the error file of a local rank; None where there is none."""
+        path = self.error_files[rank]
+        return Path(path).parent if path and path != os.devnull else None
 
     def start_processes(self) -> None:
         """Start the ranks. The base class has put torch's signal handlers in place."""
@@ -124,7 +99,7 @@ class RankProcesses(ProcessContext):
         job.attempts += 1
         job.clock.begin_attempt(job.page)
         job.failures, job.hang, job.apart = [], None, None
-        job.stacks, job.stopped, job.calls = {}, (), {}
+        job.where = Whereabouts()
         job.started_ns = time.time_ns()
         job.kills_before = count_memory_kills()
         if settings.spec.preflight == "measure" and job.folder is not None:
@@ -145,26 +120,28 @@ class RankProcesses(ProcessContext):
             for rank in range(self.nprocs)
         ]
         with self._signals.held():
-            self._pids |= self._spawner.start(
+            pids = self._spawner.start(
                 commands,
                 environment=os.environ,
                 fork=settings.fork,
                 num_threads=settings.num_threads,
                 spares=settings.spares,
             )
+            for one in commands:
+                rank, logs = one.local_rank, (one.copy_stdout or one.stdout, one.copy_stderr or one.stderr)
+                number = int(self.envs[rank].get("RANK", rank))
+                self._ranks[rank] = LiveRank(number, rank, pids[rank], self._folder(rank), logs)
         if self._spawner.took_spares:
-            some = sorted(self._global_ranks(self._spawner.took_spares))
+            some = _numbers(self._ranks[rank] for rank in sorted(self._spawner.took_spares))
             words = "begins in a spare process" if len(some) == 1 else "begin in spare processes"
             say(f"{ranks_in_words(some)} {words}")
-        logs = {one.local_rank: (one.copy_stdout or one.stdout, one.copy_stderr or one.stderr) for one in commands}
-        folders = self._folders()
-        live = {rank: LiveRank(rank, pid, folders.get(rank), logs[rank]) for rank, pid in self._pids.items()}
-        job.ranks = self._by_global_rank(live)
+        job.ranks = {one.rank: one for one in self._ranks.values()}
         job.world_size = int(self.envs[0].get("WORLD_SIZE", self.nprocs))
+        self._watches = RankWatches(settings, job)
 
     def _environment(self, rank: int) -> dict[str, str]:
         own = {**self.envs[rank], **self._settings.extra_environment}
-        return own | watch_variables(self._settings, own, self._folders().get(rank))
+        return own | watch_variables(self._settings, own, self._folder(rank))
 
     def _log_file(self, rank: int, name: str) -> str:
         """Return the file that a rank's stream is copied to, where torchrun has it with --redirects; '' for none."""
@@ -172,7 +149,7 @@ class RankProcesses(ProcessContext):
 
     def pids(self) -> dict[int, int]:
         """Return the process ids of the ranks by local rank."""
-        return dict(self._pids)
+        return {rank: one.pid for rank, one in self._ranks.items()}
 
     def poll_processes(self) -> RunProcsResult | None:
         """Return the result once all ranks have ended or one has failed, None before."""
@@ -206,8 +183,8 @@ class RankProcesses(ProcessContext):
             self.close()
             raise end
 
-    def _running(self) -> list[int]:
-        return sorted(set(self._pids) - set(self._exits))
+    def _running(self) -> list[LiveRank]:
+        return [one for rank, one in self._ranks.items() if rank not in self._exits]
 
     def _ask_where_ranks_are(self) -> None:
         """Note where the ranks are that still run, unless a rank failed by an error of its own."""
@@ -215,17 +192,12 @@ class RankProcesses(ProcessContext):
         if not running or any(failure.cause is Cause.OWN_ERROR for failure in self._read_failures()):
             return
         stopped = self._stopped_ranks()
-        self._job.stopped = self._global_ranks(stopped)
-        stacks = ask_for_stacks(
-            [rank for rank in running if rank not in stopped],
-            stack_files=self._stack_files(),
-            request_stacks=self._request_stacks,
-            timeout_s=_ANSWER_S,
-        )
-        self._job.stacks = self._by_global_rank(stacks)
+        answering = [one for one in running if one not in stopped]
+        stacks = ask_for_stacks(answering, request_stacks=self._request_stacks, timeout_s=ANSWER_S)
+        self._job.where = Whereabouts(stacks, stopped=_numbers(stopped))
 
-    def _stopped_ranks(self) -> list[int]:
-        return [rank for rank in self._running() if process_state(self._pids[rank]) == "stopped"]
+    def _stopped_ranks(self) -> list[LiveRank]:
+        return [one for one in self._running() if process_state(one.pid) == "stopped"]
 
     def _lost_other_nodes(self) -> bool:
         """Whether another node has failed for good, and the ranks of this one have not noticed for a while."""
@@ -249,17 +221,12 @@ class RankProcesses(ProcessContext):
 
     def _hangs(self) -> bool:
         running = self._running()
-        verdict = self._watch.check(running) if self._watch is not None else None
+        verdict = self._hang_watch.check(running) if self._hang_watch is not None else None
         if verdict is None:
             return False
-        calls = self._ask_for_calls(running)
-        stacks = {rank: stack or stack_by_py_spy(self._pids[rank]) for rank, stack in verdict.stacks.items()}
-        hang = replace(
-            verdict,
-            stacks=self._by_global_rank(stacks),
-            calls=self._by_global_rank(calls),
-            stopped=self._global_ranks(self._stopped_ranks()),
-        )
+        seen, calls = verdict.where.stacks, ask_for_calls(running)
+        stacks = {rank: stack or stack_by_py_spy(self._job.ranks[rank].pid) for rank, stack in seen.items()}
+        hang = replace(verdict, where=Whereabouts(stacks, calls, _numbers(self._stopped_ranks())))
         if self._job.store is not None:
             mine = hang.note(socket.gethostname())
             notes = self._job.store.exchange_notes("hang", mine, timeout_s=_HANG_NOTES_S)
@@ -268,7 +235,7 @@ class RankProcesses(ProcessContext):
         return True
 
     def _is_running(self) -> bool:
-        return len(self._exits) < len(self._pids)
+        return len(self._exits) < len(self._ranks)
 
     def _codes(self) -> dict[int, int]:
         return {rank: end.code for rank, end in self._exits.items()}
@@ -285,15 +252,17 @@ class RankProcesses(ProcessContext):
         self._job.clock.end_attempt(self._job.page)
         failures = self._read_failures()
         self._job.failures = failures
-        self._job.ended = self._global_ranks(rank for rank, code in sorted(self._codes().items()) if code == 0)
+        ended = [one for rank, one in self._ranks.items() if rank in self._exits and not self._exits[rank].code]
+        folders = {one.rank: one.folder for one in self._ranks.values() if one.folder is not None}
+        calls = {}
         if any(failure.cause is not Cause.OWN_ERROR for failure in failures):
-            read = {rank: read_calls(folder) for rank, folder in self._folders().items()}
-            self._job.calls = self._by_global_rank({rank: calls for rank, calls in read.items() if calls is not None})
+            read = {rank: read_calls(folder) for rank, folder in folders.items()}
+            calls = {rank: found for rank, found in read.items() if found is not None}
+        self._job.where = replace(self._job.where, calls=calls, ended=_numbers(ended))
         if not failures and self._job.apart is None:
             self._watches.finds_ranks_apart(is_end=True)
-        first_folder = self._by_global_rank(self._folders()).get(0)
-        self._job.step_parts = None if first_folder is None else usual_parts(first_folder)
-        remove_files(self._folders().values())
+        self._job.step_parts = usual_parts(folders[0]) if 0 in folders else None
+        remove_files(folders.values())
         result = RunProcsResult(stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:
             result.return_values = dict.fromkeys(range(self.nprocs))
@@ -315,24 +284,24 @@ class RankProcesses(ProcessContext):
     def _read_failures(self) -> list[RankFailure]:
         return [
             read_failure(
-                global_rank=self._global_rank(rank),
-                pid=self._pids[rank],
-                exit=end,
-                error_file=self.error_files[rank] if self.error_files[rank] != os.devnull else "",
-                was_stopped=rank in self._stopped,
+                global_rank=one.rank,
+                pid=one.pid,
+                exit=self._exits[rank],
+                error_file="" if one.folder is None else self.error_files[rank],
+                was_stopped=one in self._stopped,
             )
-            for rank, end in sorted(self._exits.items())
-            if end.code != 0
+            for rank, one in self._ranks.items()
+            if rank in self._exits and self._exits[rank].code
         ]
 
     def close_processes(self, death_signal: signal.Signals) -> None:
         """End the ranks: `death_signal`, the grace time, SIGKILL; then what they left, unless all have ended well."""
-        if self._is_closed or not self._pids:
+        if self._is_closed or not self._ranks:
             return
         was_running = self._is_running()
         if self._signals.count and self._job.store is not None:
             self._job.store.note_stop(death_signal.name)
-        self._stopped = set(self._pids) - set(self._exits)
+        self._stopped = self._running()
         try:
             self._job.stop.end_at_once()
             self._stop(death_signal)
@@ -354,11 +323,12 @@ class RankProcesses(ProcessContext):
                 self._spawner.signal(death_sig)
                 stopped = self._stopped_ranks()
                 if stopped:  # these act on no other signal
-                    self._spawner.signal(signal.SIGKILL, only_leaders_of=stopped)
+                    self._spawner.signal(signal.SIGKILL, only_leaders_of=[one.local_rank for one in stopped])
             grace_s = self._settings.grace_s
             self._wait_for_exits(min(_SILENT_S, grace_s))
             if self._is_running() and grace_s > _SILENT_S:
-                running, them = self._global_ranks(self._running()), "it" if len(self._running()) == 1 else "them"
+                running = _numbers(self._running())
+                them = "it" if len(running) == 1 else "them"
                 who = f"waiting up to {grace_s:g} s for {ranks_in_words(running)} to end"
                 say(f"{who} after {death_sig.name}; Ctrl-C kills {them}")
                 self._wait_for_exits(grace_s - _SILENT_S)
@@ -374,3 +344,7 @@ class RankProcesses(ProcessContext):
         deadline = time.monotonic() + timeout_s
         while self._is_running() and time.monotonic() < deadline:
             self._collect(min(0.1, timeout_s))
+
+
+def _numbers(ranks: Iterable[LiveRank]) -> tuple[int, ...]:
+    return tuple(one.rank for one in ranks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paraplan.launch.faults.collectives import RankCalls
+from paraplan.launch.faults.collectives import Whereabouts
 from paraplan.launch.faults.failures import RankFailure
 from paraplan.launch.faults.hang import HangVerdict
 from paraplan.launch.goodput import JobClock
@@ -18,7 +18,6 @@ from paraplan.launch.preemption import StopRequest
 from paraplan.launch.ranks.limits import MemoryKills
 from paraplan.launch.ranks.live import LiveRank
 from paraplan.launch.ranks.spawning import Spares, SpawnerHandle
-from paraplan.launch.ranks.stacks import Stack
 from paraplan.launch.run_folder import RunFolder
 from paraplan.launch.spec import LaunchSpec
 from paraplan.launch.stragglers.watch import Case
@@ -70,9 +69,8 @@ class JobRecord:
     """A job while it runs, as far as it is known; the attempts write it, the report reads it.
 
     `plan` is the plan that the ranks have got, `store` where the nodes of this round write to each other,
-    `folder` where the run is kept. By global rank: `stacks` of those that ran on when others had lost a connection or
-    timed out, those of them that were `stopped`, those that had `ended` well before, and the `calls` that ranks made
-    last, where they are known. `late` are the slow ranks, links and hosts that were told. `clock` is where the time of
+    `folder` where the run is kept. `where` has the stacks of ranks that ran on when others had lost a connection or
+    timed out. `late` are the slow ranks, links and hosts that were told. `clock` is where the time of
     the job went, `page` what its ranks tell of themselves, `stop` whether they are to save and end, `copies` the memory
     for copies of the state. `ranks` are those of this node that run, of `world_size`, for commands from outside;
     `num_questions` counts when their stacks were begun and ended to be asked for.
@@ -87,10 +85,7 @@ class JobRecord:
     plan: PlanFile | None = None
     store: NodeStore | None = None
     folder: RunFolder | None = None
-    stacks: dict[int, Stack] = field(default_factory=dict)
-    stopped: tuple[int, ...] = ()
-    ended: tuple[int, ...] = ()
-    calls: dict[int, RankCalls] = field(default_factory=dict)
+    where: Whereabouts = field(default_factory=Whereabouts)
     late: list[Case] = field(default_factory=list)
     clock: JobClock = field(default_factory=JobClock)
     page: StatusPage | None = None

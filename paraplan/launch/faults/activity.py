@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paraplan.launch.ranks.live import LiveRank
 from paraplan.launch.ranks.step_marks import HEADER, MAGIC, MARKS_FILE
 
 _LOGS = ("stdout.log", "stderr.log")
@@ -53,15 +54,13 @@ class _Process:
     reaped_cpu_s: float
 
 
-def read_activities(
-    pids: Mapping[int, int], folders: Mapping[int, Path], *, proc: Path = Path("/proc")
-) -> dict[int, Activity]:
-    """Return the activity of each rank whose process is there, by the keys of `pids`.
+def read_activities(ranks: Iterable[LiveRank], *, proc: Path = Path("/proc")) -> dict[int, Activity]:
+    """Return the activity of each rank whose process is there.
 
     Children are the processes of its session, which every rank begins.
     """
     table = _processes(proc)
-    return {rank: _activity(pid, folders.get(rank), table, proc) for rank, pid in pids.items() if pid in table}
+    return {one.rank: _activity(one.pid, one.folder, table, proc) for one in ranks if one.pid in table}
 
 
 def _activity(pid: int, folder: Path | None, table: Mapping[int, _Process], proc: Path) -> Activity:

@@ -12,12 +12,13 @@ import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paraplan.launch.faults.failures import Cause, RankFailure
 from paraplan.launch.ranks.bootstrap import CALLS_FILE, CALLS_REQUEST
+from paraplan.launch.ranks.live import LiveRank
 from paraplan.launch.ranks.stacks import Stack, describe_place
 from paraplan.launch.torch_private import texts
 from paraplan.units import ranks_in_words
@@ -29,6 +30,9 @@ rank."""
 DUMP_PREFIX = "flight_recorder_"
 _MESH = "mesh_"  # with which torch's DeviceMesh begins the description of a group, before the axis
 _POLL_S = 0.02
+
+ANSWER_S = 3.0
+"""How long ranks get to write where they stand, and then the collectives that they made last."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,26 @@ class RankCalls:
         """Return the number of the last call like `call` in its group; 0 for none."""
         same = [one for one in self.calls if (one.group, one.is_point_to_point) == (call.group, call.is_point_to_point)]
         return max((one.number for one in same), default=0)
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where ranks stand, by global rank: their main threads, and the collectives that they made last, where known.
+
+    `stopped` are those whose process a signal or a debugger has stopped, `ended` those that had ended well before.
+    """
+
+    stacks: Mapping[int, Stack] = field(default_factory=dict)
+    calls: Mapping[int, RankCalls] = field(default_factory=dict)
+    stopped: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+
+    def describe(self) -> list[str]:
+        """Return `rank 3 was in sleep (...), called from load (train.py:7)` for each place where ranks were."""
+        return describe_stopped(self.stopped, "was" if len(self.stopped) == 1 else "were") + [
+            f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} in {describe_place(stack)}"
+            for stack, ranks in sorted(ranks_by_place(self.stacks), key=lambda place: len(place[1]))
+        ]
 
 
 @dataclass(frozen=True)
@@ -132,13 +156,13 @@ def read_calls(folder: Path) -> RankCalls | None:
     return None
 
 
-def ask_for_calls(folders: Mapping[int, Path], *, timeout_s: float) -> dict[int, RankCalls]:
-    """Return the calls of the ranks that answer within `timeout_s`, by the keys of `folders`."""
-    asked = [rank for rank, folder in folders.items() if _ask(folder)]
-    deadline = time.monotonic() + timeout_s
-    while any(not (folders[rank] / CALLS_FILE).exists() for rank in asked) and time.monotonic() < deadline:
+def ask_for_calls(ranks: Iterable[LiveRank]) -> dict[int, RankCalls]:
+    """Return the calls of the ranks that answer within `ANSWER_S`."""
+    asked = {one.rank: one.folder for one in ranks if one.folder is not None and _ask(one.folder)}
+    deadline = time.monotonic() + ANSWER_S
+    while any(not (folder / CALLS_FILE).exists() for folder in asked.values()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    answers = {rank: read_calls(folders[rank]) for rank in asked}
+    answers = {rank: read_calls(folder) for rank, folder in asked.items()}
     return {rank: calls for rank, calls in answers.items() if calls is not None}
 
 
@@ -255,17 +279,6 @@ def describe_timeouts(failures: Sequence[RankFailure], calls: Mapping[int, RankC
         after = f", after number {last}" if last else ""
         parts.append(f"{ranks_in_words([rank for rank in absent if absent[rank] == last])} never entered it{after}")
     return "; ".join(parts)
-
-
-def describe_places(stacks: Mapping[int, Stack], stopped: Sequence[int] = ()) -> list[str]:
-    """Return `rank 3 was in sleep (...), called from load (train.py:7)` for each place where ranks were.
-
-    `stopped` are ranks whose process a signal or a debugger had stopped.
-    """
-    return describe_stopped(stopped, "was" if len(stopped) == 1 else "were") + [
-        f"{ranks_in_words(ranks)} {'was' if len(ranks) == 1 else 'were'} in {describe_place(stack)}"
-        for stack, ranks in sorted(ranks_by_place(stacks), key=lambda place: len(place[1]))
-    ]
 
 
 def ranks_by_place(stacks: Mapping[int, Stack]) -> list[tuple[Stack, list[int]]]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from paraplan.launch.faults.activity import Activity
-from paraplan.launch.faults.collectives import RankCalls, describe_stopped, find_stuck_calls, ranks_by_place
-from paraplan.launch.ranks.stacks import Stack, describe_place, main_stack
+from paraplan.launch.faults.activity import Activity, read_activities
+from paraplan.launch.faults.collectives import (
+    RankCalls,
+    Whereabouts,
+    ask_for_calls,
+    describe_stopped,
+    find_stuck_calls,
+    ranks_by_place,
+)
+from paraplan.launch.ranks.live import LiveRank
+from paraplan.launch.ranks.stacks import describe_place, main_stack
 from paraplan.units import ranks_in_words
 
 HANG_EXIT_STATUS = 124
@@ -24,16 +31,10 @@ _WAITS_OF_AN_ANSWER = 3
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """No rank has moved for `still_s`. `stacks` gives the main thread of each global rank, innermost frame first.
-
-    `calls` are the collectives that the ranks made last, of those that could say so. `stopped` are ranks whose process
-    a signal or a debugger has stopped.
-    """
+    """No rank has moved for `still_s`."""
 
     still_s: float
-    stacks: Mapping[int, Stack]
-    calls: Mapping[int, RankCalls] = field(default_factory=dict)
-    stopped: tuple[int, ...] = ()
+    where: Whereabouts
     elsewhere: tuple[str, ...] = ()
     """Sentences of the other nodes on their ranks, and which ranks of theirs this node's wait for."""
 
@@ -41,27 +42,27 @@ class HangVerdict:
         """Return what other nodes are to know of this verdict, as values of JSON."""
         return {
             "host": host,
-            "ranks": sorted({*self.stacks, *self.stopped}),
+            "ranks": sorted({*self.where.stacks, *self.where.stopped}),
             "calls": [
                 {"name": stuck.call.name, "number": stuck.call.number, "of": stuck.ranks, "waiting": stuck.waiting}
-                for stuck in find_stuck_calls(self.calls)
+                for stuck in find_stuck_calls(self.where.calls)
             ],
             "places": self._stopped_in_words()
-            + [f"rank {rank} in {describe_place(stack)}" for rank, stack in self.stacks.items() if stack],
+            + [f"rank {rank} in {describe_place(stack)}" for rank, stack in self.where.stacks.items() if stack],
         }
 
     def _stopped_in_words(self) -> list[str]:
-        return describe_stopped(self.stopped, "is" if len(self.stopped) == 1 else "are")
+        return describe_stopped(self.where.stopped, "is" if len(self.where.stopped) == 1 else "are")
 
     def render(self) -> str:
         """Return the report: the stack of each place where ranks stand, then who stands where, the fewest last."""
-        by_number = sorted(ranks_by_place(self.stacks), key=lambda place: -len(place[1]))
+        by_number = sorted(ranks_by_place(self.where.stacks), key=lambda place: -len(place[1]))
         lines = []
         for stack, ranks in by_number:
             lines.append(f"paraplan: stack of {ranks_in_words(ranks)}, innermost call first")
             lines += [f"  {frame.path}:{frame.line} in {frame.name}" for frame in stack[:_MAX_FRAMES]]
         lines.append(f"paraplan: the job hangs: no rank has moved for {self.still_s:.0f} s; ending it")
-        lines += [f"  waiting: {stuck.describe()}" for stuck in find_stuck_calls(self.calls)[:3]]
+        lines += [f"  waiting: {stuck.describe()}" for stuck in find_stuck_calls(self.where.calls)[:3]]
         lines += [f"  {ranks_in_words(ranks)} in {describe_place(stack)}" for stack, ranks in by_number[:8]]
         lines += [f"  {line}" for line in (*self._stopped_in_words(), *self.elsewhere)]
         return "\n".join(lines) + "\n"
@@ -103,22 +104,16 @@ class HangWatch:
         self,
         *,
         timeout_s: float,
-        stack_files: Mapping[int, Path],
-        request_stacks: Callable[[list[int]], None],
-        read_activities: Callable[[Sequence[int]], Mapping[int, Activity]],
-        ask_for_calls: Callable[[Sequence[int]], Mapping[int, RankCalls]] = lambda ranks: {},
+        request_stacks: Callable[[Sequence[LiveRank]], None],
+        read: Callable[[Sequence[LiveRank]], Mapping[int, Activity]] = read_activities,
+        ask: Callable[[Sequence[LiveRank]], Mapping[int, RankCalls]] = ask_for_calls,
         count_questions: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch ranks by the keys of `stack_files`; the other functions take the same keys.
-
-        `count_questions` counts when others began and ended to ask for stacks: the answers are no movement.
-        """
+        """Watch ranks. `count_questions` counts when others began and ended to ask for stacks, which moves nothing."""
         self._timeout_s = timeout_s
         self._interval_s = min(5.0, timeout_s / 5)
-        self._files = dict(stack_files)
-        self._request = request_stacks
-        self._read, self._ask_for_calls = read_activities, ask_for_calls
+        self._request, self._read, self._ask_for_calls = request_stacks, read, ask
         self._count_questions, self._num_questions = count_questions, count_questions()
         self._clock = clock
         self._looked_at = -self._interval_s
@@ -128,7 +123,7 @@ class HangWatch:
         self._samples: list[dict[int, str]] = []
         self._is_asked = False
 
-    def check(self, running: Sequence[int]) -> HangVerdict | None:
+    def check(self, running: Sequence[LiveRank]) -> HangVerdict | None:
         """Take a look at the ranks `running` if it is time; return the verdict if they hang."""
         now = self._clock()
         if now - self._looked_at < self._interval_s:
@@ -149,17 +144,19 @@ class HangWatch:
             return None
         if len(self._samples) == _NUM_SAMPLES:
             stacks = {rank: main_stack(text) for rank, text in self._samples[-1].items()}
-            return HangVerdict(still_s=quiet_s, stacks=stacks)
-        for rank in running:
-            self._files[rank].write_text("")
-        self._request(list(running))
+            return HangVerdict(quiet_s, Whereabouts(stacks))
+        for one in running:
+            if one.stack_file is not None:
+                one.stack_file.write_text("")
+        self._request(running)
         self._is_asked = True
         return None
 
-    def _has_moved(self, running: Sequence[int]) -> bool:
+    def _has_moved(self, running: Sequence[LiveRank]) -> bool:
         activities = self._read(running)
         before, self._activities = self._activities, activities
-        if activities.keys() != before.keys() or not all(self._files[rank].exists() for rank in running):
+        files = {one.rank: one.stack_file for one in running}
+        if activities.keys() != before.keys() or not all(files.values()):
             return True
         pairs = {rank: (activities[rank], before[rank]) for rank in activities}
         if any(now.has_progressed_since(then) for now, then in pairs.values()):
@@ -170,7 +167,7 @@ class HangWatch:
         if any(pairs[rank][0].waits - pairs[rank][1].waits > allowance for rank in working):
             return True
         if self._is_asked:
-            self._samples.append({rank: self._files[rank].read_text() for rank in running})
+            self._samples.append({rank: file.read_text() for rank, file in files.items() if file is not None})
         if any(sample[rank] != self._samples[0][rank] for sample in self._samples for rank in working):
             return True
         if len(self._samples) < _NUM_SAMPLES:

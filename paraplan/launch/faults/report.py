@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.faults import collectives
-from paraplan.launch.faults.collectives import RankCalls, describe_places, find_timeout
+from paraplan.launch.faults.collectives import Whereabouts, find_timeout
 from paraplan.launch.faults.failures import Cause, NodeFailure, RankFailure, first_failure
 from paraplan.launch.faults.gpu_errors import abort_reason, advice
 from paraplan.launch.ranks import bootstrap
 from paraplan.launch.ranks.limits import MemoryKillScope, advice_on_limits
 from paraplan.launch.ranks.spawning import signal_name
-from paraplan.launch.ranks.stacks import Stack, is_library
+from paraplan.launch.ranks.stacks import is_library
 from paraplan.launch.torch_private import step_hooks
 from paraplan.launch.torch_private.texts import OUT_OF_GPU_MEMORY
 from paraplan.units import broken_between_words, format_bytes, printable, ranks_in_words
@@ -46,9 +46,8 @@ class ReportContext:
     `memory_kill` says where the kernel has killed a process for want of host memory since the ranks started.
     `is_host_gone` says that the node in whose store the others wrote cannot be reached any more.
     `predicted_peak_bytes` is what the plan expects a GPU to hold at most, `smaller_plan` another plan that needs less,
-    in words. `calls` and `stacks` are what ranks made last and where those stood that did not fail by
-    themselves, by global rank; `stopped` are ranks whose process
-    was stopped, and `places_elsewhere` says both of other nodes. `ended` are ranks of this node that ended well.
+    in words. `where` is where ranks of this node stood that did not fail by themselves, `places_elsewhere` says it of
+    those of other nodes.
     """
 
     hostname: str
@@ -60,10 +59,7 @@ class ReportContext:
     num_nodes: int = 1
     is_host_gone: bool = False
     smaller_plan: str | None = None
-    calls: Mapping[int, RankCalls] = field(default_factory=dict)
-    stacks: Mapping[int, Stack] = field(default_factory=dict)
-    stopped: tuple[int, ...] = ()
-    ended: tuple[int, ...] = ()
+    where: Whereabouts = field(default_factory=Whereabouts)
     stops: tuple[str, ...] = ()
     """A sentence for each other node whose launcher was stopped or is gone."""
     places_elsewhere: tuple[str, ...] = ()
@@ -119,13 +115,13 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
     timeouts = _describe_timeouts(first, failures, context)
     head = [_headline(first, failures, context)]
     if timeouts is not None:
-        head = [timeouts, *[*describe_places(context.stacks, context.stopped), *context.places_elsewhere][:_MAX_PLACES]]
+        head = [timeouts, *[*context.where.describe(), *context.places_elsewhere][:_MAX_PLACES]]
     elif is_elsewhere:
         says = "; ".join(context.stops) or (
             "the node that hosts the rendezvous is gone" if context.is_host_gone else "see the launcher of another node"
         )
         head.append(f"no rank of this node failed first: {says}")
-    elif first.cause is Cause.COMMUNICATION and context.ended:
+    elif first.cause is Cause.COMMUNICATION and context.where.ended:
         head.append(_describe_ended(first, context))
     if first.record is not None and first.record.user_hint:
         head.append(f"hint: {first.record.user_hint}")
@@ -135,7 +131,7 @@ def render_failures(failures: Sequence[RankFailure], context: ReportContext) -> 
         said = "\n".join([first.record.message if first.record else "", *first.log_tail])
         hint = advice(said) or advice_on_limits(said)
         head += [f"hint: {hint}"] if hint and timeouts is None else []
-    head += _full_disk(first, context, num_ranks=len(failures) + len(context.ended))
+    head += _full_disk(first, context, num_ranks=len(failures) + len(context.where.ended))
     head.append(_where(first, context))
     alike = _killed_alike(first, failures)
     others = [failure for failure in failures if failure not in alike]
@@ -193,10 +189,11 @@ def _killed_alike(first: RankFailure, failures: Sequence[RankFailure]) -> list[R
 
 def _describe_ended(first: RankFailure, context: ReportContext) -> str:
     """Return which ranks had ended well, and the collective in which one waited for them."""
-    calls = context.calls.get(first.global_rank)
+    calls = context.where.calls.get(first.global_rank)
     call = calls and calls.waits_in(has_failed=True)
     which = f" with {collectives.describe_call(call, calls.groups.get(call.group, ()))}" if calls and call else ""
-    return f"{ranks_in_words(context.ended)} had ended with exit code 0, and rank {first.global_rank} went on{which}"
+    ended = ranks_in_words(context.where.ended)
+    return f"{ended} had ended with exit code 0, and rank {first.global_rank} went on{which}"
 
 
 def _is_elsewhere(first: RankFailure, context: ReportContext) -> bool:
@@ -206,7 +203,7 @@ def _is_elsewhere(first: RankFailure, context: ReportContext) -> bool:
 
 def _describe_timeouts(first: RankFailure, failures: Sequence[RankFailure], context: ReportContext) -> str | None:
     is_own = first.cause is Cause.OWN_ERROR
-    timeouts = None if is_own else collectives.describe_timeouts(failures, context.calls)
+    timeouts = None if is_own else collectives.describe_timeouts(failures, context.where.calls)
     return None if timeouts is None else f"{_TIMED_OUT}: {timeouts}"
 
 
@@ -221,7 +218,7 @@ def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> 
         exit_status=first.exit_status,
         what=_describe_timeouts(first, failures, context) or _what_happened(first, context),
         evidence=tuple(_evidence(first, MAX_REPORT_LINES - 3)),
-        places=tuple(describe_places(context.stacks, context.stopped)[:_MAX_PLACES]),
+        places=tuple(context.where.describe()[:_MAX_PLACES]),
     )
 
 
@@ -229,7 +226,7 @@ def render_failure_elsewhere(first: NodeFailure, failures: Sequence[RankFailure]
     """Return the report of a job whose first failure was on another node, with what became of this node's ranks."""
     head = [f"rank {first.rank} failed first, on host {first.host}: {first.what}"]
     if first.what.startswith(_TIMED_OUT):  # who waited is at no fault
-        places = [*describe_places(context.stacks, context.stopped), *context.places_elsewhere]
+        places = [*context.where.describe(), *context.places_elsewhere]
         head = [f"on host {first.host} {first.what}", *places[:_MAX_PLACES]]
     head += _ends_here(failures, context)
     return _render([*head, *_last_lines(list(first.evidence), MAX_REPORT_LINES - len(head))])

@@ -12,16 +12,13 @@ from dataclasses import asdict
 from typing import Any
 
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.faults.collectives import ask_for_calls
+from paraplan.launch.faults.collectives import ANSWER_S, ask_for_calls
 from paraplan.launch.live.channel import VERSION, read_log
-from paraplan.launch.ranks.bootstrap import STACK_FILE, STACK_SIGNAL
+from paraplan.launch.ranks.bootstrap import STACK_SIGNAL
 from paraplan.launch.ranks.live import LiveRank, catches, process_state, send_signal
 from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
 from paraplan.launch.stragglers.steps import ask_for_profile, last_step, read_profile, trace_path
 from paraplan.shared_memory import StatusPage
-
-STACKS_S = 3.0
-"""How long ranks get to write their stacks, and then the collectives that they wait in."""
 
 
 def answer(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,29 +83,25 @@ def _stacks(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     """Return where ranks stand, those that do not answer too, and the collectives that they made last."""
     ranks = _chosen(job, question)
     states = {rank: process_state(one.pid) for rank, one in ranks.items()}
-    asked = [rank for rank, one in ranks.items() if states[rank] == "running" and catches(one.pid, STACK_SIGNAL)]
-    folders = {rank: ranks[rank].folder for rank in asked}
-    files = {rank: folder / STACK_FILE for rank, folder in folders.items() if folder is not None}
+    asked = [one for rank, one in ranks.items() if states[rank] == "running" and catches(one.pid, STACK_SIGNAL)]
 
-    def request(numbers: list[int]) -> None:
-        for number in numbers:
+    def request(some: list[LiveRank]) -> None:
+        for one in some:
             with suppress(OSError):  # it has ended
-                send_signal(ranks[number], STACK_SIGNAL)
+                send_signal(one, STACK_SIGNAL)
 
     job.num_questions += 1
     try:
-        stacks = ask_for_stacks(asked, stack_files=files, request_stacks=request, timeout_s=STACKS_S)
+        stacks = ask_for_stacks(asked, request_stacks=request, timeout_s=ANSWER_S)
     finally:
         job.num_questions += 1
     for rank, one in ranks.items():
         if rank not in stacks and states[rank] != "ended":
             stacks[rank] = stack_by_py_spy(one.pid)
-    answering = {rank: folder for rank, folder in folders.items() if folder is not None}
-    calls = ask_for_calls(answering, timeout_s=STACKS_S)
     return {
         "states": {str(rank): state for rank, state in states.items()},
         "stacks": {str(rank): [[*vars(frame).values()] for frame in stack] for rank, stack in stacks.items()},
-        "calls": {str(rank): asdict(found) for rank, found in calls.items()},
+        "calls": {str(rank): asdict(found) for rank, found in ask_for_calls(asked).items()},
     }
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from paraplan.errors import ParaplanError
 from paraplan.launch.elastic.records import JobRecord
-from paraplan.launch.live.answers import STACKS_S, answer
+from paraplan.launch.faults.collectives import ANSWER_S
+from paraplan.launch.live.answers import answer
 from paraplan.launch.live.channel import answer as send_answer
 from paraplan.launch.live.channel import receive
 from paraplan.launch.nodes.store import NodeStore
 
 _NODES_S = 0.5  # how often a node looks whether another one asks: as often as it looks whether another one has failed
-_ELSEWHERE_S = 2 * STACKS_S + 4.0  # how long other nodes get to answer: two waits for their ranks, and some looks
+_ELSEWHERE_S = 2 * ANSWER_S + 4.0  # how long other nodes get to answer: two waits for their ranks, and some looks
 _MAX_TALKS = 16  # commands that are answered at the same time; others are closed
 
 

@@ -7,15 +7,25 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from paraplan.launch.ranks.bootstrap import STACK_FILE
+
 
 @dataclass(frozen=True)
 class LiveRank:
-    """A rank that runs. `folder` is where its error file is, None for none; `logs` are the files of its streams."""
+    """A rank of this node. `folder` is where its error file is, None for none; `logs` are the files of its streams."""
 
+    rank: int
+    """In the whole job."""
     local_rank: int
     pid: int
-    folder: Path | None
-    logs: tuple[str, ...]
+    folder: Path | None = None
+    logs: tuple[str, ...] = ()
+
+    @property
+    def stack_file(self) -> Path | None:
+        """The file that gets the stacks of its threads, None for a rank that has not begun."""
+        path = None if self.folder is None else self.folder / STACK_FILE
+        return path if path is not None and path.exists() else None
 
 
 def process_state(pid: int) -> str:

@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paraplan.launch.ranks import bootstrap
+from paraplan.launch.ranks.live import LiveRank
 from paraplan.launch.torch_private import step_hooks
 
 Stack = tuple["Frame", ...]
@@ -89,23 +90,20 @@ def find_py_spy() -> str | None:
 
 
 def ask_for_stacks(
-    ranks: Sequence[int],
-    *,
-    stack_files: Mapping[int, Path],
-    request_stacks: Callable[[list[int]], None],
-    timeout_s: float,
+    ranks: Iterable[LiveRank], *, request_stacks: Callable[[list[LiveRank]], None], timeout_s: float
 ) -> dict[int, Stack]:
     """Return the stacks of those of `ranks` that answer within `timeout_s`; one that has not begun is not asked."""
-    asked = [rank for rank in ranks if rank in stack_files and stack_files[rank].exists()]
+    files = {one: one.stack_file for one in ranks}
+    asked = {one: file for one, file in files.items() if file is not None}
     if not asked:
         return {}
-    for rank in asked:
-        stack_files[rank].write_text("")
-    request_stacks(asked)
+    for file in asked.values():
+        file.write_text("")
+    request_stacks([*asked])
     deadline = time.monotonic() + timeout_s
     before: dict[int, str] = {}
     while True:
-        texts = {rank: stack_files[rank].read_text(errors="replace") for rank in asked}
+        texts = {one.rank: file.read_text(errors="replace") for one, file in asked.items()}
         stacks = {rank: main_stack(text) for rank, text in texts.items()}
         is_complete = texts == before and all(stacks.values())  # not in the middle of being written
         if is_complete or time.monotonic() > deadline:
