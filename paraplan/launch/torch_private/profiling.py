@@ -30,11 +30,11 @@ def start_profile(path: str, *, seconds: float) -> Any:
 
 
 class Profile:
-    """A profile that runs, with a mark around each step as torch.profiler's own schedule makes it."""
+    """A profile that runs, with torch.profiler's own mark around each step."""
 
     def __init__(self, path: str, *, seconds: float) -> None:
         import torch
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
         if script_profiles():
             raise RuntimeError("the script profiles itself")
@@ -42,15 +42,12 @@ class Profile:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             activities.append(ProfilerActivity.CUDA)
         self.path = path
-        self.num_steps = 0
-        self.mark: Any = None
         self.is_over = False
-        self.profiler = profile(activities=activities)
+        self.profiler = profile(activities=activities, schedule=lambda _: ProfilerAction.RECORD)
         self.profiler.start()
         self.ends_s = time.monotonic() + seconds
         atexit.register(self.end_early)
         self.end_before_another()
-        self.begin_step()
 
     def end_before_another(self) -> None:
         """Have this profile end where the script starts one."""
@@ -65,20 +62,11 @@ class Profile:
 
         traces._prepare_trace = prepare_trace
 
-    def begin_step(self) -> None:
-        """Begin the mark of the next step."""
-        from torch.profiler import record_function
-
-        self.mark = record_function(f"ProfilerStep#{self.num_steps}")
-        self.mark.__enter__()
-        self.num_steps += 1
-
     def end_step(self) -> bool:
         """Say whether the profile is over: its trace is written then. Raises what torch and the disk say."""
         if not self.is_over:
-            self.mark.__exit__(None, None, None)
             if time.monotonic() < self.ends_s:
-                self.begin_step()
+                self.profiler.step()
                 return False
             self.stop()
         return True
@@ -87,7 +75,6 @@ class Profile:
         """End the profile in the middle of a step, whatever comes of it."""
         if not self.is_over:
             with suppress(Exception):
-                self.mark.__exit__(None, None, None)
                 self.stop()
 
     def stop(self) -> None:
