@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,12 +105,12 @@ def gather_nodes(
     from paraplan.hardware.readers.json_topology import read_json
     from paraplan.launch.nodes.endpoint import Endpoint
     from paraplan.launch.nodes.job_token import job_token
-    from paraplan.launch.nodes.rendezvous import NodeText, exchange_texts
+    from paraplan.launch.nodes.rendezvous import exchange_texts
 
     token = job_token(os.environ, job=f"topology of {num_nodes} nodes")
-    mine = NodeText(rank=node_rank, name=socket.gethostname(), text=json.dumps(node.to_report()))
-    _, texts = exchange_texts(
-        mine,
+    texts = exchange_texts(
+        json.dumps(node.to_report()),
+        rank=node_rank,
         endpoint=Endpoint.parse(endpoint),
         num_nodes=num_nodes,
         timeout_s=wait_s,

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from paraplan.errors import PREEMPTED_EXIT_STATUS
 from paraplan.launch.faults.report import say
+from paraplan.launch.nodes.batch_systems import slurm_seconds
 from paraplan.launch.spec import ArgumentError
 from paraplan.shared_memory import StatusPage
 from paraplan.units import one_line
@@ -230,18 +231,9 @@ def was_queued_again(text: str, *, restart: str) -> bool:
 def was_canceled(text: str) -> bool:
     """Whether a job that `scontrol show job` prints was ended by its user: it has, or is about to, before its time."""
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
-    ran_s, limit_s = (_slurm_seconds(fields.get(name, "")) for name in ("RunTime", "TimeLimit"))
+    ran_s, limit_s = (slurm_seconds(fields.get(name, "")) for name in ("RunTime", "TimeLimit"))
     is_in_time = limit_s is None or (ran_s is not None and ran_s < limit_s)
     return fields.get("JobState") in ("CANCELLED", "COMPLETING") and is_in_time
-
-
-def _slurm_seconds(text: str) -> int | None:
-    """Return the seconds of `1-02:03:04`; None for UNLIMITED and other words."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def kill_wait_s(text: str) -> float | None:

@@ -95,13 +95,11 @@ class LogFollower:
         values: dict[str, Any] = {"offsets": offsets, "default": first, "attempt": self._attempt}
         answers = ask_run(self.run, question("logs", **values))
         self.silent = answers.silent
-        if not any(node["keeps_logs"] for node in answers.nodes if node["chunks"]) and self._has_ranks(answers.nodes):
+        if (started := [node for node in answers.nodes if node["chunks"]]) and not any(
+            node["keeps_logs"] for node in started
+        ):
             raise RunError(f"the run {self.run.id} keeps no logs (--no-logs)", hint="its ranks write to its terminal")
         return self._take(answers.nodes)
-
-    @staticmethod
-    def _has_ranks(nodes: Any) -> bool:
-        return any(node["chunks"] for node in nodes)
 
     def _take(self, nodes: Any) -> tuple[list[LogLine], bool]:
         lines: list[LogLine] = []

@@ -49,14 +49,14 @@ class Run:
     name: str
     pid: int | None
     host: str
-    folder: Path | None
-    script: str
-    plan: str | None
     state: str
-    elapsed_s: float | None
-    attempt: int
-    num_nodes: int | None
-    world_size: int | None
+    folder: Path | None = None
+    script: str = ""
+    plan: str | None = None
+    elapsed_s: float | None = None
+    attempt: int = 0
+    num_nodes: int | None = None
+    world_size: int | None = None
     ranks: tuple[RankStatus, ...] = ()
     silent: tuple[str, ...] = ()
     exit_status: int | None = None
@@ -128,9 +128,7 @@ def live_runs() -> list[Run]:
 
 
 def _silent_run(name: str, pid: int) -> Run:
-    return Run(
-        f"process-{pid}", name, pid, socket.gethostname(), None, "", None, "does not answer", None, 0, None, None
-    )
+    return Run(f"process-{pid}", name, pid, socket.gethostname(), _SILENT)
 
 
 def _run(name: str, node: Mapping[str, Any]) -> Run:
@@ -141,10 +139,10 @@ def _run(name: str, node: Mapping[str, Any]) -> Run:
         name=name,
         pid=int(node["pid"]),
         host=str(node["host"]),
+        state=str(node["state"]),
         folder=Path(node["folder"]) if node["folder"] else None,
         script=str(node["script"]),
         plan=node["plan"],
-        state=str(node["state"]),
         elapsed_s=float(node["elapsed_s"]),
         attempt=int(node["attempt"]),
         num_nodes=int(node["num_nodes"]),
@@ -184,11 +182,8 @@ def _ended_run(folder: Path) -> Run | None:
     if status is not None:
         state = "done" if status == 0 else f"status {status}"
     script = next((word for word in words[2:] if word.endswith(".py")), "")
-    elapsed_s = values.get("elapsed_s")
-    attempts = int(values.get("attempts") or 0)
-    return Run(
-        folder.name, "", None, host, folder, script, None, state, elapsed_s, attempts, None, None, exit_status=status
-    )
+    took = {"elapsed_s": values.get("elapsed_s"), "attempt": int(values.get("attempts") or 0)}
+    return Run(folder.name, "", None, host, state, folder, script, exit_status=status, **took)
 
 
 def find_run(wanted: str | None) -> Run:

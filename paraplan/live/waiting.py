@@ -105,7 +105,7 @@ def ask_where_ranks_wait(run: Run) -> WaitingRanks:
     if not states:
         raise RunError(f"the run {run.id} has no ranks now: they are being started", hint="ask again in a moment")
     stopped = tuple(rank for rank in sorted(states) if states[rank] == "stopped")
-    mute = [rank for rank in sorted(states) if states[rank] == "running" and not stacks.get(rank)]
+    mute = tuple(rank for rank in sorted(states) if states[rank] == "running" and not stacks.get(rank))
     stuck = find_stuck_calls({rank: found for rank, found in calls.items() if rank in states})
     return WaitingRanks(
         places=_places({rank: stack for rank, stack in stacks.items() if stack}),
@@ -113,7 +113,7 @@ def ask_where_ranks_wait(run: Run) -> WaitingRanks:
         hosts=hosts,
         stopped=stopped,
         ended=tuple(rank for rank in sorted(states) if states[rank] == "ended"),
-        mute=tuple(mute),
+        mute=mute,
         silent=answers.silent,
     )
 

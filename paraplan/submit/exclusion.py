@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from paraplan.errors import UsageError
+from paraplan.launch.spec import RUNS_FOLDER
 from paraplan.submit.handle import handles
 
-_RUNS = "paraplan-runs"
 _FILES = ("run.json", "health.json")
 _OF_THE_MACHINE = ("compute", "swap", "pause", None)
 """Parts of a step in which a machine makes a rank slow; its data loader and what its script waits for are its own."""
@@ -25,7 +25,7 @@ def excluded_hosts(words: Sequence[str]) -> tuple[str, ...]:
     hosts: list[str] = []
     for word in (part.strip() for one in words for part in one.split(",")):
         if word in jobs:
-            folders = sorted((jobs[word].work_folder / _RUNS).glob("*"))
+            folders = sorted((jobs[word].work_folder / RUNS_FOLDER).glob("*"))
             hosts += [host for folder in folders for host in _named_in(folder)]
         elif Path(word).exists():
             hosts += _named_in(Path(word))

@@ -17,12 +17,11 @@ _OFTEN_GIVEN = ("context", "kubeconfig", "namespace")
 _MOST_PODS = 1024
 
 
-class Kubernetes:
+class Kubernetes(Scheduler):
     """JobSets of the cluster that kubectl talks to."""
 
     title, client = "Kubernetes", "kubectl"
     files: FilesWay = "image"
-    exclude_option: str | None = None
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the JobSet."""
@@ -40,10 +39,6 @@ class Kubernetes:
     def submission(self, job: Handle) -> Sequence[str]:
         """Return the words that create the JobSet: one that is there already is an error."""
         return ["kubectl", "create", f"--filename={job.document}", *option_words(job.options)]
-
-    def job_id(self, job: Handle, output: str) -> str:
-        """Return the name that was asked for."""
-        return job.name
 
     def state(self, job: Handle) -> JobState:
         """Read the status of the JobSet."""

@@ -25,12 +25,11 @@ _STATES: dict[str, StateName] = {
 """Words of `ray job status` behind the name of the job."""
 
 
-class Ray:
+class Ray(Scheduler):
     """Jobs of a Ray cluster's dashboard."""
 
     title, client = "Ray", "ray"
     files: FilesWay = "uploaded"
-    exclude_option: str | None = None
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the program that starts the ranks."""
@@ -47,10 +46,6 @@ class Ray:
         words = ["--no-wait", f"--submission-id={job.name}", f"--working-dir={root}"]
         options = option_words({"address": self.cluster(job.options)} | job.options)
         return ["ray", "job", "submit", *options, *words, "--", "python", str(Path(job.document).relative_to(root))]
-
-    def job_id(self, job: Handle, output: str) -> str:
-        """Return the name that was asked for."""
-        return job.name
 
     def state(self, job: Handle) -> JobState:
         """Ask the dashboard."""

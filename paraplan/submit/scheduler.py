@@ -62,7 +62,7 @@ class Scheduler(Protocol):
     files: FilesWay
     """How files reach the nodes: they see them where they are, the client uploads them, or an image holds them."""
 
-    exclude_option: str | None
+    exclude_option: str | None = None
     """The client's option that leaves out hosts by their names; None where it has none."""
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
@@ -75,7 +75,8 @@ class Scheduler(Protocol):
         """Return the words of the client's command that submits the document of `job`."""
 
     def job_id(self, job: Handle, output: str) -> str:
-        """Return the scheduler's name of the job from what the client printed."""
+        """Return the scheduler's name of the job from what the client printed: the name that was asked for."""
+        return job.name
 
     def state(self, job: Handle) -> JobState:
         """Return how a job is."""

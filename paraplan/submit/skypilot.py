@@ -24,12 +24,11 @@ _STATES: dict[str, StateName] = {
 """The words of ManagedJobStatus."""
 
 
-class SkyPilot:
+class SkyPilot(Scheduler):
     """Managed jobs of the API server that sky talks to."""
 
     title, client = "SkyPilot", "sky"
     files: FilesWay = "uploaded"
-    exclude_option: str | None = None
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the task."""
@@ -43,10 +42,6 @@ class SkyPilot:
         """Return the words of `sky jobs launch`, which uploads the folder that it is called in."""
         words = ["--yes", "--detach-run", f"--name={job.name}"]
         return ["sky", "jobs", "launch", *words, *option_words(job.options), job.document]
-
-    def job_id(self, job: Handle, output: str) -> str:
-        """Return the name that was asked for."""
-        return job.name
 
     def state(self, job: Handle) -> JobState:
         """Find the job in the queue by its name."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from paraplan.interop.export import export_plan
 from paraplan.interop.exported import Exported, Subject
+from paraplan.launch.nodes.batch_systems import slurm_seconds
 from paraplan.submit.handle import Handle
 from paraplan.submit.scheduler import FilesWay, JobState, Scheduler, SchedulerError, StateName, call, option_words
 from paraplan.units import one_line
@@ -31,12 +32,12 @@ _LOOK_S, _ASK_S = 0.5, 5.0
 """How often the log is looked at, and the controller asked: a site's controller serves all its users."""
 
 
-class Slurm:
+class Slurm(Scheduler):
     """Batch jobs whose files are where the nodes see them."""
 
     title, client = "Slurm", "sbatch"
     files: FilesWay = "shared"
-    exclude_option: str | None = "exclude"
+    exclude_option = "exclude"
 
     def export(self, subject: Subject, options: Mapping[str, str]) -> Exported:
         """Return the batch script."""
@@ -52,7 +53,7 @@ class Slurm:
     def submission(self, job: Handle) -> Sequence[str]:
         """Return sbatch's words: what the user named comes before what has to be."""
         needed = [f"--chdir={job.work_folder}", f"--output={job.log}", "--open-mode=append", f"--job-name={job.name}"]
-        limit_s = _seconds(job.options.get("time", ""))
+        limit_s = slurm_seconds(job.options.get("time", ""))
         if limit_s is not None and limit_s < _SHORT_S and "signal" not in job.options:
             needed.append(f"--signal=USR1@{max(1, (limit_s - _EARLY_S) // 2)}")
         return ["sbatch", "--parsable", *option_words(job.options), *needed, job.document]
@@ -127,16 +128,3 @@ def _state(word: str, words: str, exit_code: str) -> JobState:
 
 
 SCHEDULER: Scheduler = Slurm()
-
-
-def _seconds(limit: str) -> int | None:
-    """Return a time limit as sbatch takes it: `3`, `3:30`, `1:00:00`, `1-0`, `1-0:30`; None for other words."""
-    if not re.fullmatch(r"(\d+-\d+(:\d+){0,2})|(\d+(:\d+){0,2})", limit):
-        return None
-    days, dash, rest = limit.rpartition("-")
-    numbers = [int(number) for number in rest.split(":")]
-    if dash or len(numbers) == 3:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -138,6 +138,19 @@ def first_host(text: str) -> str | None:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
 
+def slurm_seconds(limit: str) -> int | None:
+    """Return the seconds of a time of Slurm: `3`, `3:30`, `1:00:00`, `1-0`, `1-0:30`; None for other words."""
+    if not re.fullmatch(r"(\d+-\d+(:\d+){0,2})|(\d+(:\d+){0,2})", limit):
+        return None
+    days, dash, rest = limit.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def take_place(spec: LaunchSpec, place: NodePlace, environment: Mapping[str, str]) -> tuple[LaunchSpec, str | None]:
     """Return `spec` with a batch system's nodes, rank and rendezvous, and a line about them.
 

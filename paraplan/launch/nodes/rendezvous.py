@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -105,20 +104,20 @@ class Arrival:
     def __init__(self, store: Store, endpoint: Endpoint, *, num_nodes: int, seal: Seal) -> None:
         self._values, self._endpoint, self._num_nodes = SealedValues(store, seal), str(endpoint), num_nodes
 
-    def come(self, rank: int | None, *, text: str = "", name: str | None = None) -> int:
-        """Say that this node is here; return its rank, which is the next free one where it has none.
+    def come(self, rank: int | None, *, text: str = "") -> None:
+        """Say that this node is here, under the next free rank where it has none.
 
         Raises `NoRendezvousError` for another number of nodes, and for a rank that is taken.
         """
         nodes = NodeRange(self._num_nodes, self._num_nodes)
         require_same_nnodes(self._values, nodes, endpoint=self._endpoint)
-        mine = {"host": name or socket.gethostname(), "id": secrets.token_hex(8), "text": text}
+        mine = {"host": socket.gethostname(), "id": secrets.token_hex(8), "text": text}
         wanted = range(self._num_nodes) if rank is None else (rank,)
         for one in wanted:
             owner = self._values.claim(f"here/{one}", mine)
             if owner == mine:
                 self._values.add(_NUM_HERE, 1)
-                return one
+                return
         taken = f"more than {self._num_nodes} nodes came to" if rank is None else f"--node-rank {rank} is taken at"
         raise NoRendezvousError(
             f"{taken} {self._endpoint}" + ("" if rank is None else f" by {owner['host']}"),
@@ -188,36 +187,28 @@ def _stranger_error(endpoint: Endpoint, named: str, said: str) -> NoRendezvousEr
     )
 
 
-@dataclass(frozen=True)
-class NodeText:
-    """One node's message to the others: its rank (None: any that is free), its name in messages, and the text."""
-
-    rank: int | None
-    name: str
-    text: str
-
-
 def exchange_texts(
-    mine: NodeText,
+    text: str,
     *,
+    rank: int | None,
     endpoint: Endpoint,
     num_nodes: int,
     timeout_s: float,
     token: bytes,
     on_wait: Callable[[str], None] = lambda message: None,
-) -> tuple[int, list[str]]:
-    """Return this node's rank and the texts of all nodes by rank; every one of `num_nodes` nodes must call it.
+) -> list[str]:
+    """Return the texts of all nodes by rank; every one of `num_nodes` nodes must call it, with its rank or None.
 
     Node 0 hosts the store, on the endpoint's address alone; without ranks it is the node that has that address. Only
     texts that are signed with `token` are taken. `on_wait` is told once that there is something to wait for. Raises
     `NoRendezvousError` after `timeout_s` with the nodes that are missing, and `UsageError` for a rank beyond them.
     """
-    if mine.rank is not None and not 0 <= mine.rank < num_nodes:
+    if rank is not None and not 0 <= rank < num_nodes:
         raise UsageError(
-            f"--node-rank {mine.rank} is outside the {num_nodes} nodes of --nnodes", hint=f"use 0 to {num_nodes - 1}"
+            f"--node-rank {rank} is outside the {num_nodes} nodes of --nnodes", hint=f"use 0 to {num_nodes - 1}"
         )
     deadline = time.monotonic() + timeout_s
-    hosted = _host(endpoint, mine.rank) if mine.rank in (None, 0) else None
+    hosted = _host(endpoint, rank) if rank in (None, 0) else None
     on_wait(f"waiting for {num_nodes} nodes at {endpoint}" + ("" if hosted is None else ", which this node hosts"))
     patience = timedelta(seconds=timeout_s / 2)  # a store is waited for twice as long
     store = hosted or open_store(endpoint.host, endpoint.port, is_master=False, timeout=patience)
@@ -225,8 +216,8 @@ def exchange_texts(
     store.add(_CAME, 1)
     try:
         arrival = Arrival(store, endpoint, num_nodes=num_nodes, seal=Seal(token))
-        rank = arrival.come(mine.rank, text=mine.text, name=mine.name)
-        return rank, arrival.wait_for_all(max(0.0, deadline - time.monotonic()))
+        arrival.come(rank, text=text)
+        return arrival.wait_for_all(max(0.0, deadline - time.monotonic()))
     finally:
         with suppress(RuntimeError):  # the node that hosts the store is gone
             store.add(_LEFT, 1)
