@@ -10,12 +10,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them from C++ unmarked
     DistNetworkError,
@@ -53,28 +53,20 @@ def run_interruptibly(
     `on_wait` is called once when that takes `WAIT_S`, and `timeout_s` counts from there. Raises TimeoutError after
     `timeout_s` (None: never); `call` then goes on, and nobody waits for it.
     """
-    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    answer: Future[ResultT] = Future()
 
-    def answer() -> None:
+    def run() -> None:
         try:
-            answers.put((call(), None))
+            answer.set_result(call())
         except BaseException as error:  # raised again where it is waited for
-            answers.put((None, error))
+            answer.set_exception(error)
 
-    threading.Thread(target=answer, daemon=True, name="paraplan-call").start()
-    try:
-        try:
-            result, error = answers.get(timeout=timeout_s if on_wait is None else WAIT_S)
-        except Empty:
-            if on_wait is None:
-                raise
-            on_wait()
-            result, error = answers.get(timeout=timeout_s)
-    except Empty:
-        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]  # what `call` has returned
+    threading.Thread(target=run, daemon=True, name="paraplan-call").start()
+    if on_wait is not None and not wait([answer], timeout=WAIT_S).done:
+        on_wait()
+    if not wait([answer], timeout=timeout_s).done:
+        raise TimeoutError(f"no answer within {timeout_s:g} s")
+    return answer.result()
 
 
 def interface_towards(host: str) -> str | None:
