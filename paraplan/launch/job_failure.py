@@ -20,7 +20,6 @@ from paraplan.launch.faults.failures import (
     NodeFailure,
     RankFailure,
     first_failure,
-    first_node_failure,
     read_failure,
 )
 from paraplan.launch.faults.hang import HANG_EXIT_STATUS
@@ -45,7 +44,7 @@ def report_elsewhere(error: FailedElsewhereError, job: JobRecord) -> int:
     if not error.failures:
         say(f"the job ends: {error.reason}; the ranks of this node {error.became}")
         return 1
-    first = first_node_failure(error.failures)
+    first = first_failure(error.failures)
     folder = _shown_logs(job)
     context = ReportContext(hostname=socket.gethostname(), log_folder=folder, became=error.became)
     write_report(render_failure_elsewhere(first, [], context))
@@ -66,7 +65,7 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
     context = ReportContext(
         hostname=socket.gethostname(),
         elapsed_s=max(0.0, (first.time_ns - (job.started_ns or time.time_ns())) / 1e9),
-        coordinates=_coordinates(job, first.global_rank),
+        coordinates=_coordinates(job, first.rank),
         log_folder=_shown_logs(job),
         memory_kill=new_memory_kill(job.kills_before, count_memory_kills()) if job.kills_before else None,
         predicted_peak_bytes=estimate.peak_memory_bytes if estimate else None,
@@ -84,7 +83,7 @@ def report_failure(request: LaunchRequest, job: JobRecord) -> int:
         if job.store.is_lost and len(of_all) == 1 and not job.store.stops and mine.cause is not Cause.OWN_ERROR:
             raise StoreLostError
         context = replace(context, is_host_gone=job.store.is_lost, stops=tuple(job.store.stops.values()))
-    first_of_all = first_node_failure(of_all)
+    first_of_all = first_failure(of_all)
     places = tuple(f"host {node.host}: {place}" for node in of_all if node is not mine for place in node.places)
     context = replace(context, places_elsewhere=places)
     if first_of_all is mine:
@@ -130,7 +129,7 @@ def torchs_failures(error: ChildFailedError) -> list[RankFailure]:
     """Return the failures of ranks that torch itself has started, as it does with --run-path."""
     return [
         read_failure(
-            global_rank=rank,
+            rank=rank,
             pid=failure.pid,
             exit=RankExit(failure.local_rank, failure.exitcode, int(failure.timestamp) * 10**9, max_rss_bytes=0),
             error_file=failure.error_file,

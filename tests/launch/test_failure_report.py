@@ -28,8 +28,7 @@ CONTEXT = ReportContext(hostname="node7", elapsed_s=12.34, coordinates={"pp": 1,
 
 def failed(rank: int, *, code: int = 1, cause: Cause = Cause.OWN_ERROR, **changes: object) -> RankFailure:
     values: dict[str, object] = {
-        "global_rank": rank,
-        "local_rank": rank,
+        "rank": rank,
         "pid": 4000 + rank,
         "exit": RankExit(local_rank=rank, code=code, time_ns=rank, max_rss_bytes=0),
         "cause": cause,

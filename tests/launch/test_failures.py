@@ -20,7 +20,7 @@ def failure(
     rank: int, *, code: int = 1, time_ns: int = 0, error_file: str = "", was_stopped: bool = False
 ) -> RankFailure:
     end = RankExit(local_rank=rank, code=code, time_ns=time_ns, max_rss_bytes=0)
-    return read_failure(global_rank=rank, pid=1000 + rank, exit=end, error_file=error_file, was_stopped=was_stopped)
+    return read_failure(rank=rank, pid=1000 + rank, exit=end, error_file=error_file, was_stopped=was_stopped)
 
 
 @pytest.mark.parametrize(
@@ -43,30 +43,30 @@ def test_an_earlier_communication_error_does_not_hide_the_error_that_caused_it(t
     peer = write_record(tmp_path / "0.json", "RuntimeError: Connection closed by peer", timestamp_ns="1000")
     bug = write_record(tmp_path / "2.json", "ValueError: boom", timestamp_ns="2000")
     failures = [failure(0, error_file=peer), failure(2, error_file=bug)]
-    assert first_failure(failures).global_rank == 2
+    assert first_failure(failures).rank == 2
 
 
 def test_of_two_errors_in_the_same_second_the_earlier_nanosecond_is_the_first(tmp_path: Path) -> None:
     late = write_record(tmp_path / "0.json", "ValueError: late", timestamp_ns="100000000900")
     early = write_record(tmp_path / "1.json", "ValueError: early", timestamp_ns="100000000100")
-    assert first_failure([failure(0, error_file=late), failure(1, error_file=early)]).global_rank == 1
+    assert first_failure([failure(0, error_file=late), failure(1, error_file=early)]).rank == 1
 
 
 def test_the_time_of_an_error_counts_not_the_time_the_process_took_to_end(tmp_path: Path) -> None:
     slow_to_end = write_record(tmp_path / "2.json", "ValueError: boom", timestamp_ns="1000")
     failures = [failure(1, code=3, time_ns=2000), failure(2, code=-15, time_ns=9000, error_file=slow_to_end)]
-    assert first_failure(failures).global_rank == 2
+    assert first_failure(failures).rank == 2
 
 
 def test_a_rank_that_the_launcher_stopped_is_never_first() -> None:
     stopped = failure(0, code=-signal.SIGTERM, time_ns=1, was_stopped=True)
-    assert first_failure([stopped, failure(1, code=1, time_ns=2)]).global_rank == 1
+    assert first_failure([stopped, failure(1, code=1, time_ns=2)]).rank == 1
 
 
 def test_a_connection_error_is_first_when_there_is_nothing_else(tmp_path: Path) -> None:
     error_file = write_record(tmp_path / "0.json", "RuntimeError: Connection closed by peer")
     stopped = failure(1, code=-signal.SIGTERM, was_stopped=True)
-    assert first_failure([stopped, failure(0, error_file=error_file)]).global_rank == 0
+    assert first_failure([stopped, failure(0, error_file=error_file)]).rank == 0
 
 
 @pytest.mark.parametrize(("code", "status"), [(7, 7), (-9, 137), (-11, 139)])

@@ -81,9 +81,7 @@ def failed(
         extra = {"py_callstack": message, "timestamp": "1", "timestamp_ns": str(time_ns)}
         (own / "error.json").write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
     end = RankExit(local_rank=rank, code=code, time_ns=time_ns, max_rss_bytes=0)
-    return read_failure(
-        global_rank=rank, pid=1000 + rank, exit=end, error_file=str(own / "error.json"), was_stopped=False
-    )
+    return read_failure(rank=rank, pid=1000 + rank, exit=end, error_file=str(own / "error.json"), was_stopped=False)
 
 
 def test_an_error_of_nccl_is_this_ranks_own_or_its_peers(tmp_path: Path) -> None:
@@ -91,7 +89,7 @@ def test_an_error_of_nccl_is_this_ranks_own_or_its_peers(tmp_path: Path) -> None
     failures = [failed(tmp_path, rank, message=message) for rank, message in enumerate(messages)]
     lost, own = Cause.COMMUNICATION, Cause.OWN_ERROR
     assert [failure.cause for failure in failures] == [lost, lost, own, own]
-    assert first_failure(failures).global_rank == 2
+    assert first_failure(failures).rank == 2
     report = render_failures(failures[:1], CONTEXT)
     assert report.splitlines()[-1].strip().startswith("socketPollConnect: connect to 10.0.0.2<34567>")
 

@@ -12,7 +12,7 @@ from waiting import PATIENCE_S, wait_until
 
 from paraplan.errors import PlanError
 from paraplan.launch.elastic.ending import Heartbeat
-from paraplan.launch.faults.failures import Cause, NodeFailure, first_node_failure
+from paraplan.launch.faults.failures import Cause, NodeFailure, first_failure
 from paraplan.launch.nodes.job_token import ForgedTextError, Seal
 from paraplan.launch.nodes.store import NodeFacts, NodeStore, RemoteError, differences
 
@@ -42,7 +42,7 @@ def test_every_node_reads_the_failures_of_all_and_names_the_same_first_one() -> 
     calls = [lambda node=node: nodes[node].exchange_failures(told[node], timeout_s=PATIENCE_S) for node in range(3)]
     for found in at_once(calls):
         assert {item.host for item in found} == {"a", "b", "c"}
-        assert first_node_failure(found) == told[1]
+        assert first_failure(found) == told[1]
 
 
 def test_a_node_that_says_nothing_is_not_waited_for_for_ever() -> None:

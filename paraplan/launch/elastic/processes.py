@@ -80,7 +80,7 @@ class RankProcesses(ProcessContext):
 
     def _request_stacks(self, ranks: Sequence[LiveRank]) -> None:
         with self._signals.held():
-            self._spawner.signal(STACK_SIGNAL, only_leaders_of=[one.local_rank for one in ranks])
+            self._job.request_stacks(ranks)
 
     def _folder(self, rank: int) -> Path | None:
         """Return the folder of the error file of a local rank; None where there is none."""
@@ -136,6 +136,7 @@ class RankProcesses(ProcessContext):
             words = "begins in a spare process" if len(some) == 1 else "begin in spare processes"
             say(f"{ranks_in_words(some)} {words}")
         job.ranks = {one.rank: one for one in self._ranks.values()}
+        job.request_stacks = lambda some: self._spawner.signal(STACK_SIGNAL, only=[one.pid for one in some])
         job.world_size = int(self.envs[0].get("WORLD_SIZE", self.nprocs))
         self._watches = RankWatches(settings, job)
 
@@ -163,9 +164,7 @@ class RankProcesses(ProcessContext):
                 self._ask_where_ranks_are()
             self.close()
             return self._result()
-        deadline = time.monotonic() + SETTLE_S
-        while self._is_running() and time.monotonic() < deadline:
-            self._collect(0.05)
+        self._wait_for_exits(SETTLE_S)
         self._ask_where_ranks_are()
         self.close()
         return self._result()
@@ -270,7 +269,7 @@ class RankProcesses(ProcessContext):
         first = first_failure(failures)
         for failure in failures:
             torchs = ProcessFailure(
-                local_rank=failure.local_rank,
+                local_rank=failure.exit.local_rank,
                 pid=failure.pid,
                 exitcode=failure.exit.code,
                 error_file=failure.error_file,
@@ -278,13 +277,13 @@ class RankProcesses(ProcessContext):
             # torch takes the smallest timestamp for the root cause, and keeps whole seconds only
             later_ns = 0 if failure is first else max(0, first.time_ns + 1000 - failure.time_ns)
             torchs.timestamp = (failure.time_ns + later_ns) / 1e9  # type: ignore[assignment]
-            result.failures[failure.local_rank] = torchs
+            result.failures[failure.exit.local_rank] = torchs
         return result
 
     def _read_failures(self) -> list[RankFailure]:
         return [
             read_failure(
-                global_rank=one.rank,
+                rank=one.rank,
                 pid=one.pid,
                 exit=self._exits[rank],
                 error_file="" if one.folder is None else self.error_files[rank],
@@ -323,7 +322,7 @@ class RankProcesses(ProcessContext):
                 self._spawner.signal(death_sig)
                 stopped = self._stopped_ranks()
                 if stopped:  # these act on no other signal
-                    self._spawner.signal(signal.SIGKILL, only_leaders_of=[one.local_rank for one in stopped])
+                    self._spawner.signal(signal.SIGKILL, only=[one.pid for one in stopped])
             grace_s = self._settings.grace_s
             self._wait_for_exits(min(_SILENT_S, grace_s))
             if self._is_running() and grace_s > _SILENT_S:

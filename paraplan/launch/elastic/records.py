@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,6 +96,8 @@ class JobRecord:
     ranks: Mapping[int, LiveRank] = field(default_factory=dict)
     world_size: int = 0
     num_questions: int = 0
+    request_stacks: Callable[[Sequence[LiveRank]], None] = lambda ranks: None
+    """Asks ranks of this node for their stacks, from any thread."""
     step_parts: dict[str, float] | None = None
     """Seconds of the parts of a usual step of rank 0 on its host, where it ran here and its steps were followed."""
     waits_for_ended: Callable[[], bool] = lambda: False

@@ -248,7 +248,7 @@ def describe_timeouts(failures: Sequence[RankFailure], calls: Mapping[int, RankC
 
     `calls` are those that ranks made last, by global rank, of the ranks where they are known.
     """
-    found = {failure.global_rank: find_timeout(failure) for failure in failures}
+    found = {failure.rank: find_timeout(failure) for failure in failures}
     waited: dict[TimedOut, list[int]] = {}
     for rank, timed_out in found.items():
         if timed_out is not None:
@@ -256,7 +256,7 @@ def describe_timeouts(failures: Sequence[RankFailure], calls: Mapping[int, RankC
     if not waited:
         return None
     unrecorded = {rank for rank, timed_out in found.items() if timed_out is not None and not timed_out.is_recorded}
-    lost = {failure.global_rank for failure in failures if failure.cause is Cause.COMMUNICATION} - unrecorded
+    lost = {failure.rank for failure in failures if failure.cause is Cause.COMMUNICATION} - unrecorded
     stuck = next(iter(find_stuck_calls(calls, failed=lost)), None)
     if stuck is not None:
         for timed_out, ranks in waited.items():  # others lost the connection to one that gave up a moment before
@@ -271,7 +271,7 @@ def describe_timeouts(failures: Sequence[RankFailure], calls: Mapping[int, RankC
         called = dict.fromkeys(stuck.waiting, stuck.call.name) | dict(stuck.others)
         others = sorted((rank, name) for rank, name in called.items() if rank not in told)
         parts += [f"rank {rank} called {name} instead" for rank, name in others[:3]]
-    stopped = {failure.global_rank for failure in failures if failure.cause is Cause.STOPPED}
+    stopped = {failure.rank for failure in failures if failure.cause is Cause.STOPPED}
     absent: dict[int, int] = dict.fromkeys(sorted(stopped), 0)
     if stuck is not None and stuck.ranks:
         absent = {rank: last for rank, last in absent.items() if rank in stuck.ranks} | dict(stuck.missing)

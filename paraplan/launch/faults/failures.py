@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from signal import SIGABRT, SIGPIPE
+from typing import TypeVar
 
 from paraplan.launch.faults.gpu_errors import OUT_OF_MEMORY, OWN_NCCL_ERROR, telling_lines
 from paraplan.launch.ranks.bootstrap import FAULT_FILE
@@ -61,8 +62,7 @@ class RankFailure:
     for a rank that left no record.
     """
 
-    global_rank: int
-    local_rank: int
+    rank: int
     pid: int
     exit: RankExit
     cause: Cause
@@ -107,6 +107,9 @@ class NodeFailure:
     places: tuple[str, ...] = ()
 
 
+FailureT = TypeVar("FailureT", RankFailure, NodeFailure)
+
+
 def read_error_record(path: str) -> ErrorRecord | None:
     """Return what is in a torchrun error file; None where there is none or it holds something else."""
     try:
@@ -130,11 +133,11 @@ def read_error_record(path: str) -> ErrorRecord | None:
         return None
 
 
-def read_failure(*, global_rank: int, pid: int, exit: RankExit, error_file: str, was_stopped: bool) -> RankFailure:  # noqa: A002
+def read_failure(*, rank: int, pid: int, exit: RankExit, error_file: str, was_stopped: bool) -> RankFailure:  # noqa: A002
     """Return how a rank failed. `was_stopped` says that it still ran when the launcher began to stop the ranks."""
     record = read_error_record(error_file) if error_file else None
     cause = _cause(exit, record, was_stopped=was_stopped)
-    failure = RankFailure(global_rank, exit.local_rank, pid, exit, cause, error_file, record)
+    failure = RankFailure(rank, pid, exit, cause, error_file, record)
     if not error_file:
         return failure
     folder, fault, tail = Path(error_file).parent, "", tuple[str, ...]()
@@ -147,14 +150,9 @@ def read_failure(*, global_rank: int, pid: int, exit: RankExit, error_file: str,
     return replace(failure, fault=fault or None, log_tail=tail)
 
 
-def first_node_failure(failures: Iterable[NodeFailure]) -> NodeFailure:
-    """Return the failure that those of the other nodes follow from: of the most likely cause, the earliest."""
-    return min(failures, key=lambda failure: (failure.cause, failure.time_ns, failure.rank))
-
-
-def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
+def first_failure(failures: Iterable[FailureT]) -> FailureT:
     """Return the failure that the others follow from: of the most likely cause, the earliest."""
-    return min(failures, key=lambda failure: (failure.cause, failure.time_ns, failure.global_rank))
+    return min(failures, key=lambda failure: (failure.cause, failure.time_ns, failure.rank))
 
 
 def _cause(exit: RankExit, record: ErrorRecord | None, *, was_stopped: bool) -> Cause:  # noqa: A002

@@ -175,8 +175,8 @@ def _headline(first: RankFailure, failures: Sequence[RankFailure], context: Repo
     alike = _killed_alike(first, failures)
     if len(alike) > 1:
         what = describe_exit(first.exit.code) if context.memory_kill is None else _what_happened(first, context)
-        return f"{ranks_in_words([one.global_rank for one in alike])} {verb}: each {what}"
-    return f"rank {first.global_rank} {verb}: {_what_happened(first, context)}"
+        return f"{ranks_in_words([one.rank for one in alike])} {verb}: each {what}"
+    return f"rank {first.rank} {verb}: {_what_happened(first, context)}"
 
 
 def _killed_alike(first: RankFailure, failures: Sequence[RankFailure]) -> list[RankFailure]:
@@ -189,11 +189,11 @@ def _killed_alike(first: RankFailure, failures: Sequence[RankFailure]) -> list[R
 
 def _describe_ended(first: RankFailure, context: ReportContext) -> str:
     """Return which ranks had ended well, and the collective in which one waited for them."""
-    calls = context.where.calls.get(first.global_rank)
+    calls = context.where.calls.get(first.rank)
     call = calls and calls.waits_in(has_failed=True)
     which = f" with {collectives.describe_call(call, calls.groups.get(call.group, ()))}" if calls and call else ""
     ended = ranks_in_words(context.where.ended)
-    return f"{ended} had ended with exit code 0, and rank {first.global_rank} went on{which}"
+    return f"{ended} had ended with exit code 0, and rank {first.rank} went on{which}"
 
 
 def _is_elsewhere(first: RankFailure, context: ReportContext) -> bool:
@@ -212,7 +212,7 @@ def as_node_failure(failures: Sequence[RankFailure], context: ReportContext) -> 
     first = first_failure(failures)
     return NodeFailure(
         host=context.hostname,
-        rank=first.global_rank,
+        rank=first.rank,
         cause=first.cause,
         time_ns=first.time_ns,
         exit_status=first.exit_status,
@@ -262,7 +262,7 @@ def _what_happened(failure: RankFailure, context: ReportContext) -> str:
 
 
 def _where(failure: RankFailure, context: ReportContext) -> str:
-    parts = [f"host {context.hostname}", f"local rank {failure.local_rank}", f"pid {failure.pid}"]
+    parts = [f"host {context.hostname}", f"local rank {failure.exit.local_rank}", f"pid {failure.pid}"]
     if failure.cause is not Cause.STOPPED and not (failure.record and failure.exit.code == -signal.SIGTERM):
         parts.append(describe_exit(failure.exit.code).partition(" (")[0])
     if context.coordinates:
@@ -343,7 +343,7 @@ def _consequence(others: Sequence[RankFailure]) -> str:
             became = describe_exit(failure.exit.code).partition(" (")[0]
         if failure.cause in (Cause.ABORT, Cause.COMMUNICATION) and find_timeout(failure) is not None:
             became = f"because {_TIMED_OUT}"
-        by_cause.setdefault(became, []).append(failure.global_rank)
+        by_cause.setdefault(became, []).append(failure.rank)
     them = {became: "it" if len(ranks) == 1 else "them" for became, ranks in by_cause.items()}
     parts = [f"{ranks_in_words(ranks)} {became.format(them[became])}" for became, ranks in by_cause.items()]
     return "then ended: " + "; ".join(parts)

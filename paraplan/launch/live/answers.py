@@ -7,7 +7,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +14,7 @@ from paraplan.launch.elastic.records import JobRecord
 from paraplan.launch.faults.collectives import ANSWER_S, ask_for_calls
 from paraplan.launch.live.channel import VERSION, read_log
 from paraplan.launch.ranks.bootstrap import STACK_SIGNAL
-from paraplan.launch.ranks.live import LiveRank, catches, process_state, send_signal
+from paraplan.launch.ranks.live import LiveRank, catches, process_state
 from paraplan.launch.ranks.stacks import ask_for_stacks, stack_by_py_spy
 from paraplan.launch.stragglers.steps import ask_for_profile, last_step, read_profile, trace_path
 from paraplan.shared_memory import StatusPage
@@ -84,15 +83,9 @@ def _stacks(job: JobRecord, question: Mapping[str, Any]) -> dict[str, Any]:
     ranks = _chosen(job, question)
     states = {rank: process_state(one.pid) for rank, one in ranks.items()}
     asked = [one for rank, one in ranks.items() if states[rank] == "running" and catches(one.pid, STACK_SIGNAL)]
-
-    def request(some: list[LiveRank]) -> None:
-        for one in some:
-            with suppress(OSError):  # it has ended
-                send_signal(one, STACK_SIGNAL)
-
     job.num_questions += 1
     try:
-        stacks = ask_for_stacks(asked, request_stacks=request, timeout_s=ANSWER_S)
+        stacks = ask_for_stacks(asked, request_stacks=job.request_stacks, timeout_s=ANSWER_S)
     finally:
         job.num_questions += 1
     for rank, one in ranks.items():

@@ -306,11 +306,10 @@ class Spawner:
                 self._send(event="exit", end=end)
 
     def _signal(self, message: dict[str, Any]) -> None:
-        only = message["only_leaders_of"]
-        for pid, rank in self.ranks.running.items():  # not reaped yet, so their ids name no other process
-            if only is None:
+        for pid in self.ranks.running:  # not reaped yet, so their ids name no other process
+            if message["only"] is None:
                 _signal_group(pid, message["signal"])
-            elif rank in only:
+            elif pid in message["only"]:
                 os.kill(pid, message["signal"])
 
     def _clear(self, message: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ class SpawnerHandle:
 
     def __init__(self, channel: socket.socket, *, pid: int, program: subprocess.Popen[bytes] | None = None) -> None:
         self._channel, self._pid, self._program = spawner.Channel(channel), pid, program
-        self._exits: list[RankExit] = []
+        self._sending, self._exits = threading.Lock(), list[RankExit]()
         self.took_spares: frozenset[int] = frozenset()
         """Local ranks that the last start has put into spare processes."""
 
@@ -126,12 +126,12 @@ class SpawnerHandle:
         exits, self._exits = self._exits, []
         return exits
 
-    def signal(self, number: int, *, only_leaders_of: Sequence[int] | None = None) -> None:
-        """Send signal `number` to the process group of every rank that still runs.
+    def signal(self, number: int, *, only: Sequence[int] | None = None) -> None:
+        """Send signal `number` to the process group of every rank that still runs; any thread may.
 
-        With `only_leaders_of`: to the processes of these local ranks, and to no children of theirs.
+        With `only`: to those ranks that have these process ids, and to no children of theirs.
         """
-        self._send(do="signal", signal=int(number), only_leaders_of=only_leaders_of)
+        self._send(do="signal", signal=int(number), only=only)
 
     def clear(self, *, grace_s: float) -> int:
         """End the processes that ended ranks left behind, daemons too, and return their number."""
@@ -155,7 +155,8 @@ class SpawnerHandle:
 
     def _send(self, **message: Any) -> None:
         try:
-            self._channel.send(**message)
+            with self._sending:
+                self._channel.send(**message)
         except ConnectionError:
             raise SpawnerLostError("the process that started the ranks was killed") from None
 

@@ -90,7 +90,7 @@ def find_py_spy() -> str | None:
 
 
 def ask_for_stacks(
-    ranks: Iterable[LiveRank], *, request_stacks: Callable[[list[LiveRank]], None], timeout_s: float
+    ranks: Iterable[LiveRank], *, request_stacks: Callable[[Sequence[LiveRank]], None], timeout_s: float
 ) -> dict[int, Stack]:
     """Return the stacks of those of `ranks` that answer within `timeout_s`; one that has not begun is not asked."""
     files = {one: one.stack_file for one in ranks}
