@@ -86,7 +86,7 @@ def test_what_the_runtime_does_not_execute_is_a_gap_where_paraplan_launches(targ
     (gap,) = export_plan(made, target, partial=True).gaps
     assert "paraplan.runtime does not execute it" in gap.reason
     assert export_plan(subject("zero-3"), target).gaps == ()
-    (gap,) = export_plan(subject("zero-3", linear_precision="fp8"), target, partial=True).gaps
+    (gap,) = export_plan(subject("zero-3", linear_precision="fp8", fp8_recipe="delayed"), target, partial=True).gaps
     assert gap.part == "--linear-precision fp8"
 
 
