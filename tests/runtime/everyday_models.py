@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -74,6 +75,19 @@ class OwnLinear(Block):
         return super().forward(hidden + self.down(F.relu(self.up(hidden))))
 
 
+class ScaledWeights(Block):
+    """Weights that hooks compute before each pass and keep as attributes, as vocoders have it, and two other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            nn.utils.weight_norm(self.inner)  # the newer one makes a parametrization
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden + self.down(F.relu(self.up(hidden))))
+
+
 class Mixed(Block):
     """The hidden state and the embedding, each with a trained weight that is an entry of one parameter."""
 
@@ -122,6 +136,10 @@ class OwnLinears(Base):
     block = OwnLinear
 
 
+class KeptWeights(Base):
+    block = ScaledWeights
+
+
 class SkipsToTheStart(Base):
     """Every block reads the embedding too."""
 
@@ -152,6 +170,22 @@ class MemoryReads(ReadsMemory):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.run(self.memory.expand(len(tokens), -1, -1), self.words(tokens)))
+
+
+class InADict(Base):
+    """Blocks hand on their hidden state in a dict."""
+
+    class Named(Block):
+        def forward(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return given | {"hidden": Block.forward(self, given["hidden"])}
+
+    block = Named
+
+    def run(self, hidden: torch.Tensor, *beside: Any) -> torch.Tensor:
+        given = {"hidden": hidden}
+        for layer in self.layers:
+            given = layer(given)
+        return given["hidden"]
 
 
 class Padded(Base):

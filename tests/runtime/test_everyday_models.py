@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everyday_models import ManyExperts, MemoryReads, OwnActivations, OwnLinears, Padded, ReadsMemory, SkipsToTheStart
+from everyday_models import (
+    InADict,
+    KeptWeights,
+    ManyExperts,
+    MemoryReads,
+    OwnActivations,
+    OwnLinears,
+    Padded,
+    ReadsMemory,
+    SkipsToTheStart,
+)
 from odd_models import BATCH, Base, difference, train_all
 from rank_harness import RankHarness
 
@@ -14,6 +24,7 @@ from paraplan.runtime.pipeline.schedules import disjoint_groups
 ALONE = ParallelPlan(num_microbatches=2, micro_batch_size=BATCH // 2)
 SPLIT = ALONE.replace(tp=2)
 IN_HALVES = ALONE.replace(pp=2, pipeline_schedule="zero_bubble")
+INTERLEAVED = ALONE.replace(pp=2, pipeline_schedule="interleaved_1f1b", virtual_pipeline_size=2)
 
 
 def assert_trained_as_alone(ranks: RankHarness, kinds: list[type[Base]], plan: ParallelPlan) -> None:
@@ -37,9 +48,24 @@ def test_experts_picked_by_a_mask_and_skips_to_the_start_train_under_zero_bubble
 
 
 @pytest.mark.ranks
+def test_weights_that_a_module_keeps_from_its_last_pass_are_copied_with_it(ranks: RankHarness) -> None:
+    for plan in (SPLIT.replace(sequence_parallel=True), INTERLEAVED):
+        assert_trained_as_alone(ranks, [KeptWeights], plan)
+
+
+@pytest.mark.ranks
 def test_tokens_of_a_rank_attend_to_another_sequence_which_attends_to_them(ranks: RankHarness) -> None:
     plan = ALONE.replace(cp=2)
     assert_trained_as_alone(ranks, [ReadsMemory, MemoryReads, Padded], plan)
+
+
+@pytest.mark.ranks
+def test_blocks_that_hand_on_a_dict_are_refused_where_ranks_have_some_tokens(ranks: RankHarness) -> None:
+    for plan in (ALONE.replace(cp=2), SPLIT.replace(sequence_parallel=True), IN_HALVES):
+        for found in ranks.run(train_all, [InADict], [plan], size=2):
+            assert "layers.0" in found[0][0]
+            assert "hidden state" in found[0][0] or "does not take the output" in found[0][0]
+    assert_trained_as_alone(ranks, [InADict], SPLIT)
 
 
 def test_a_weight_that_joins_two_groups_of_a_backward_pass_is_in_one_alone() -> None:

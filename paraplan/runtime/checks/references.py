@@ -6,7 +6,6 @@ a time, in the forward pass and again in the backward pass.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -31,6 +30,7 @@ from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.rank_part import RankPart
 from paraplan.runtime.recompute.blocks import recompute_in_backward
 from paraplan.runtime.structure.blocks import modules_around
+from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.snapshots import MODULE_FIELDS
 from paraplan.runtime.structure.weights import is_quantized
@@ -127,7 +127,7 @@ def _copied(model: nn.Module, units: dict[str, list[str]], mesh: Mesh) -> Refere
     # Quantized weights are not trained, and are not put together from what ranks hold: they are copied.
     held = {id(one): _placeholder(one, device) for one in model.parameters() if not is_quantized(one)}
     try:
-        made = copy.deepcopy(model, held)
+        made = copy_of(model, held)
     except Exception:  # the user's modules, of which some cannot be copied: nothing is checked then
         return None
     return Reference(made.to(device), units)

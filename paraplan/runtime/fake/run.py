@@ -6,7 +6,6 @@ choose differently from the CPU (attention kernels, autocast's lists, foreach op
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -42,6 +41,7 @@ from paraplan.runtime.split.regions import split_block
 from paraplan.runtime.split.tensor_parallel import TensorSplit
 from paraplan.runtime.step.loss import token_loss
 from paraplan.runtime.structure.blocks import BlockStack, find_blocks
+from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.float8 import convert_products
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
@@ -239,7 +239,7 @@ def _unchecked(
         torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), (call.args, call.kwargs)
     )
     for form in forms(block, split, ends, size=mesh.size("tp"), shares=shares_with_blocks(call)):
-        part = copy.deepcopy(block)
+        part = copy_of(block)
         split_block(part, form, tensor_group(mesh), ends)
         try:
             with torch.no_grad(), call.context():

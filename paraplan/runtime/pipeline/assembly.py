@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from paraplan.runtime.recompute.blocks import AttentionSeen, no_attention
 from paraplan.runtime.recompute.policy import RecomputedBlocks
 from paraplan.runtime.shards.group import Shardings
 from paraplan.runtime.split.context_check import take_tokens
+from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.model_structure import BlockChain, ModelStructure
 
 
@@ -64,7 +64,7 @@ def wrap_stages(model: nn.Module, whole: Stages, split: ModelSplit, parallel: Pa
     indices = range(mesh.coordinate("pp"), len(bounds), plan.pp)
     # Stages of one rank share their parameters, and each has the modules around them for itself.
     held = {id(parameter): parameter for parameter in model.parameters()}
-    models = [model, *(copy.deepcopy(model, dict(held)) for _ in indices[1:])]
+    models = [model, *(copy_of(model, held) for _ in indices[1:])]
     stages = [_cut(part, whole, index, split, parallel) for part, index in zip(models, indices, strict=True)]
     holders = Counter(parameter for stage in stages for parameter in stage.parameters.values())
     shared = (parameter for parameter, count in holders.items() if count > 1)

@@ -20,6 +20,7 @@ from paraplan.errors import UnsupportedPlanError
 from paraplan.runtime.seeds import seed_generators
 from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
+from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.float8 import products_unrounded
 from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import BlockCall
@@ -168,7 +169,7 @@ class BlockTrial:
 @contextmanager
 def block_trial(block: nn.Module, call: BlockCall, device: torch.device) -> Iterator[BlockTrial]:
     """Yield a copy of `block` with values on `device`, to compare with it what ranks run on parts."""
-    whole = copy.deepcopy(block)
+    whole = copy_of(block)
     give_random_values(whole)
     whole = whole.to(device)
     shake(whole)  # what starts at zero hides all that lies behind it

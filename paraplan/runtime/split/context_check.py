@@ -7,7 +7,6 @@ runs on the tokens of all ranks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from paraplan.runtime.split.context_parallel import (
 from paraplan.runtime.split.context_tail import TokensApart
 from paraplan.runtime.split.kinds import kind_of, numbering_of
 from paraplan.runtime.split.own_tokens import TokensMixedError, look_up_own_tokens
+from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.structure.outputs import map_outputs
@@ -133,6 +133,11 @@ def _around_shared_block(structure: ModelStructure, size: int) -> ModelStructure
 def _checked(block: nn.Module, name: str, call: BlockCall, mesh: Mesh) -> _Way:
     """Return the first way in which a block computes on some tokens what it does on all of them."""
     group, problem = TensorGroup.of(mesh, "cp"), ""
+    if not any(isinstance(one, torch.Tensor) and one.ndim > 1 for one in (*call.args, *call.kwargs.values())):
+        raise UnsupportedPlanError(
+            f"cp={group.size}: no argument of block {name} is its hidden state [batch, tokens, hidden]",
+            hint="give blocks their hidden state as an argument of its own, or use cp=1",
+        )
     with block_trial(block, replace(call, read=frozenset()), mesh.world.device) as trial:
         parts = [part for part, held in block.named_children() if any(True for _ in held.parameters())]
         others = _like_hidden(block, call)
@@ -159,7 +164,7 @@ def _like_hidden(block: nn.Module, call: BlockCall) -> list[str]:
 
 def _compare(trial: BlockTrial, way: _Way, group: TensorGroup) -> None:
     """Raise `BlockDiffersError` where a block does not compute in one way what it does on whole sequences."""
-    part, context = copy.deepcopy(trial.whole), Context(group)
+    part, context = copy_of(trial.whole), Context(group)
     for one in way.parts:
         run_on_all_tokens(part.get_submodule(one), context)
     run_on_own_tokens(part, context, draws=False)
@@ -204,7 +209,7 @@ def _try_model(structure: ModelStructure, split: ContextSplit, *, size: int) -> 
     Raises `TokensMixedError` where embeddings of some tokens are not enough for what comes before the blocks.
     """
     context = Context(TensorGroup(size=size, index=0, handle=None))
-    meta_model = copy.deepcopy(structure.meta_model)
+    meta_model = copy_of(structure.meta_model)
     apply_split(meta_model, split.names, split, context)
     take_tokens(meta_model, split.names, split, context)
 

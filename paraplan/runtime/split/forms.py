@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.check import BlockDiffersError, BlockTrial, block_trial, shares_with_blocks
 from paraplan.runtime.split.layers import BlockSplit, SequenceEnds, is_linear
 from paraplan.runtime.split.regions import joined_modules, split_block
+from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.model_structure import BlockCall
 
 _HEADS = re.compile(r"(n|num)_.*heads?|.*_heads|heads")
@@ -55,7 +55,7 @@ def checked_in_numbers(
 def _checked(
     trial: BlockTrial, name: str, form: BlockSplit, group: TensorGroup, ends: SequenceEnds | None
 ) -> BlockSplit:
-    part = copy.deepcopy(trial.whole)
+    part = copy_of(trial.whole)
     try:
         shardings = split_block(part, form, group, ends)
         return replace(form, summed=trial.compare(part, group, shardings, _partial(part, form, shardings, ends)))

@@ -6,7 +6,6 @@ model's own last steps and the loss meet as `logits` says.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from paraplan.runtime.shards.overlap import enter_region, late_linear
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.layers import has_own_weight
 from paraplan.runtime.split.logits import VocabularyLogits
+from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.ends import layers_read_elsewhere
 from paraplan.runtime.structure.forwards import set_forward
 from paraplan.runtime.structure.model_structure import ModelStructure
@@ -166,7 +166,7 @@ def _lookup_reason(module: nn.Module, size: int) -> str | None:
     found = torch.zeros(())
     with torch.no_grad():
         for index in range(size):
-            part, group = copy.deepcopy(module), TensorGroup(size=size, index=index, handle=None)
+            part, group = copy_of(module), TensorGroup(size=size, index=index, handle=None)
             sharding = Sharding(dim=0, segments=(module.num_embeddings,), size=size)
             part.weight = nn.Parameter(sharding.part(module.weight, index).contiguous())
             _look_up_own(part, group, sharding)

@@ -29,6 +29,7 @@ from paraplan.runtime.structure.chain import (
     find_uses,
 )
 from paraplan.runtime.structure.chain import HiddenShape as HiddenShape
+from paraplan.runtime.structure.copies import meta_copy
 from paraplan.runtime.structure.dataflow import Dataflow, Mark, tensors_within
 from paraplan.runtime.structure.meta import WAYS_TO_RUN, Context, attributes_kept, reentrant_refused
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
@@ -273,20 +274,6 @@ class ModelStructure:
             call and replace(call, graded=flags, read=numbers)
             for call, flags, numbers in zip(calls, graded, read, strict=True)
         ]
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` without values, every floating-point parameter asking for a gradient; ties are kept."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        shape_only = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(shape_only, requires_grad=parameter.is_floating_point())
-    for module in model.modules():
-        # Buffers, and tensors kept as plain attributes.
-        for tensor in [*module.buffers(recurse=False), *vars(module).values()]:
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = torch.empty_like(tensor, device="meta")
-    return copy.deepcopy(model, memo)
 
 
 def example_of(model: nn.Module, example_inputs: Any, *, multiple: int = 1) -> Any:
