@@ -9,12 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
@@ -74,7 +73,8 @@ def supervise(spec: LaunchSpec, spawner: SpawnerHandle, *, fork: bool, imported_
             logging.getLogger(name).addFilter(partial(_is_news, texts))
         if not spec.run_path:  # whose ranks come from this process
             silence_torch_log()
-        return _run_and_note(Launch(request, spawner, job, fork, imported_threads, keeps_logs=not spec.no_logs))
+        settings = AttemptSettings(spec, spawner, fork, keeps_logs=not spec.no_logs)
+        return _run_and_note(Launch(request, settings, job, imported_threads))
     finally:
         spawner.close()
         if job.requeued_by == os.environ.get("SLURM_NODEID", "0"):
@@ -107,7 +107,7 @@ def _run_and_note(launch: Launch) -> int:
             signal.signal(number, signal.SIG_IGN)
         for case in job.late:
             say(case.at_end())
-        if job.folder is not None and job.kept_folder is not None and launch.keeps_logs:
+        if job.folder is not None and job.kept_folder is not None and launch.settings.keeps_logs:
             _note_end(job, job.folder, status, time.monotonic() - started)
 
 
@@ -175,26 +175,21 @@ class Launch:
     """The ranks of this node, from their start to their end.
 
     `imported_threads` is the OMP_NUM_THREADS that torch was imported with, for ranks that are forked. `job` is written
-    while they run. `keeps_logs` copies what ranks write to files, in a folder that stays; else a folder that nobody
-    asked for is removed at the end. `node` are this machine's GPUs where they are known.
+    while they run. `node` are this machine's GPUs where they are known.
     """
 
     request: LaunchRequest
-    spawner: SpawnerHandle
+    settings: AttemptSettings
     job: JobRecord
-    fork: bool = False
     imported_threads: str | None = None
-    keeps_logs: bool = False
     node: NodeTopology | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables that ranks get beside this process's own."""
 
     def run(self) -> dict[int, Any]:
         """Run the ranks until all have ended; return torch's results by rank.
 
         Raises torch's ChildFailedError, SignalException and rendezvous errors.
         """
-        request, spec, job = self.request, self.request.spec, self.job
+        request, spec, job, settings = self.request, self.request.spec, self.job, self.settings
         seal = job_seal(spec, request.nodes, os.environ)
         if request.planned_again is not None:
             say(request.planned_again)
@@ -208,15 +203,17 @@ class Launch:
                 os.environ[_DEVICES_VARIABLE] = ",".join(request.gpus)
             config, program, program_arguments = self._configure(folder, before[_THREADS_VARIABLE])
             self._choose_environment(folder)
-            settings = self._settings(config.nproc_per_node)
-            if self.keeps_logs:
+            settings.num_threads = self._threads_to_set()
+            settings.cpus = self._cpus_of_ranks(config.nproc_per_node)
+            settings.spares = self._spares() if spec.spare_ranks else Spares()
+            if settings.keeps_logs:
                 command = ["paraplan", "launch", *sys.argv[1:]]
-                folder.note_start(command, environment=dict(self.environment), plan=request.file, node=self.node)
-            self._share_memory(config.nproc_per_node, settings.grace_s)
+                folder.note_start(command, environment=dict(settings.environment), plan=request.file, node=self.node)
+            self._share_memory(config.nproc_per_node)
             before_start: Callable[[Round], None] | None = None
             if request.nodes.max > 1 or self._is_planned:  # else there is nothing to be agreed upon
                 drives = self._is_planned and drives_accelerate(request)
-                before_start = RoundPreparation(job, request.planner, self.environment, drives)
+                before_start = RoundPreparation(job, request.planner, settings.environment, drives)
             run_here = record(run_agent) if os.environ.get("TORCHELASTIC_ERROR_FILE") else run_agent
             how: dict[str, Any] = {"settings": settings, "job": job, "seal": seal, "before_start": before_start}
             results = run_here(config, program, program_arguments, **how) or {}
@@ -242,11 +239,11 @@ class Launch:
 
     def _open_folder(self) -> RunFolder:
         """Return the folder of this run. Error files need one even without logs."""
-        spec, here = self.request.spec, Path.cwd()
-        folder = open_run_folder(spec, self.request.nodes, keeps_logs=self.keeps_logs, current_folder=here)
+        spec, settings, here = self.request.spec, self.settings, Path.cwd()
+        folder = open_run_folder(spec, self.request.nodes, keeps_logs=settings.keeps_logs, current_folder=here)
         if folder.is_temporary:
-            self.spawner.own(str(folder.path))
-        elif not spec.log_dir and not self.keeps_logs:
+            settings.spawner.own(str(folder.path))
+        elif not spec.log_dir and not settings.keeps_logs:
             say(f"logs in {folder.path}")
         elif not spec.log_dir and not folder.path.is_relative_to(here):
             say(f"cannot write in {here}; logs in {folder.path}")
@@ -268,44 +265,35 @@ class Launch:
         return config, program, program_arguments
 
     def _choose_environment(self, folder: RunFolder) -> None:
-        request, spec, here = self.request, self.request.spec, folder.path.absolute()
+        request, spec, here, environment = (
+            self.request,
+            self.request.spec,
+            folder.path.absolute(),
+            self.settings.environment,
+        )
         if request.plan_path:
-            self.environment[PLAN_VARIABLE] = request.plan_path
+            environment[PLAN_VARIABLE] = request.plan_path
         if self._is_planned:
-            self.environment[PLAN_READ_VARIABLE] = str(here / "plan-read")
+            environment[PLAN_READ_VARIABLE] = str(here / "plan-read")
             if not folder.is_temporary:
-                self.environment[MEASURED_VARIABLE] = str(here / MEASURED_FILE)
+                environment[MEASURED_VARIABLE] = str(here / MEASURED_FILE)
         if request.file is not None and request.file.training is not None:
             from paraplan.plan.allocators import segment_variables  # pydantic, which the file has loaded
 
             segments = segment_variables(request.file.training.stack, os.environ)
-            self.environment.update(segments)
+            environment.update(segments)
             for name, value in segments.items():
                 say(f"{name}={value} in each rank: the plan was made for it")
         if spec.metrics:
-            self.environment[METRICS_VARIABLE] = str(Path(spec.metrics).absolute())
+            environment[METRICS_VARIABLE] = str(Path(spec.metrics).absolute())
         if spec.hang_timeout is not None:
-            self.environment[WATCHED_VARIABLE] = str(spec.hang_timeout)
-
-    def _settings(self, num_ranks: int) -> AttemptSettings:
-        """Return how ranks start and stop."""
-        return AttemptSettings(
-            self.request.spec,
-            self.spawner,
-            fork=self.fork,
-            num_threads=self._threads_to_set(),
-            extra_environment=self.environment,
-            keeps_logs=self.keeps_logs,
-            cpus=self._cpus_of_ranks(num_ranks),
-            has_gpus=torch.cuda.is_available(),
-            spares=self._spares() if self.request.spec.spare_ranks else Spares(),
-        )
+            environment[WATCHED_VARIABLE] = str(spec.hang_timeout)
 
     def _threads_to_set(self) -> int | None:
         """Return the threads that a forked rank must set because torch was imported with another number."""
         wanted = os.environ.get(_THREADS_VARIABLE, str(usable_cores()))
         is_as_imported = os.environ.get(_THREADS_VARIABLE) == self.imported_threads
-        return int(wanted) if self.fork and not is_as_imported and wanted.isdigit() else None
+        return int(wanted) if self.settings.fork and not is_as_imported and wanted.isdigit() else None
 
     def _cpus_of_ranks(self, num_ranks: int) -> dict[int, tuple[int, ...]]:
         """Return the CPUs that a plan keeps each local rank on; none where the user has bound them."""
@@ -331,12 +319,13 @@ class Launch:
         interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
         return Spares(spec.spare_ranks, (interpreter, "-u", bootstrap.__file__, bootstrap.STAND_BY), modules)
 
-    def _share_memory(self, num_ranks: int, grace_s: float) -> None:
+    def _share_memory(self, num_ranks: int) -> None:
         """Make what ranks and launcher share, named in their environment; begin to look for notices."""
-        spec, job, every = self.request.spec, self.job, self.request.spec.memory_checkpoint
+        spec, job, environment = self.request.spec, self.job, self.settings.environment
+        every = spec.memory_checkpoint
         if shared_memory.is_available():
             job.page = StatusPage.make(num_ranks)
-            self.environment[shared_memory.STATUS_PAGE_VARIABLE] = job.page.path
+            environment[shared_memory.STATUS_PAGE_VARIABLE] = job.page.path
             if every is not None:
                 most_bytes = (shared_memory.available_bytes() or _MEMORY_OF_A_SMALL_NODE) // 2
                 steps = f"every {every} steps" if every > 1 else "every step"
@@ -345,17 +334,17 @@ class Launch:
                 job.copies = CopySlots.make(
                     every=every, num_ranks=num_ranks, most_bytes=most_bytes, has_neighbour=has_neighbour
                 )
-                self.environment[shared_memory.COPIES_VARIABLE] = job.copies.text()
-        job.stop.page, job.stop.window_s = job.page, spec.preempt_window or grace_s
+                environment[shared_memory.COPIES_VARIABLE] = job.copies.text()
+        job.stop.page, job.stop.window_s = job.page, spec.preempt_window or self.settings.grace_s
         job.stop.read_kill_wait(os.environ)
         if spec.preempt_notice is not None:
             watch_for_notice(notice_reader(spec.preempt_notice), job.stop)
 
     def _say_whether_planned(self) -> None:
         """Say in a line where no rank here has taken the plan that was given; of other programs nothing is known."""
-        if PLAN_READ_VARIABLE not in self.environment:
+        if PLAN_READ_VARIABLE not in self.settings.environment:
             return
-        marker = Path(self.environment[PLAN_READ_VARIABLE])
+        marker = Path(self.settings.environment[PLAN_READ_VARIABLE])
         if not self.request.spec.no_python and not marker.exists():
             runs = "paraplan.runtime.init and job.prepare run a plan, accelerate takes some of it"
             say(f"the script ran without its plan; {runs}")

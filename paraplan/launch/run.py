@@ -24,7 +24,7 @@ from torch.distributed.run import (
     parse_min_max_nnodes,
 )
 
-from paraplan.launch.elastic.records import JobRecord
+from paraplan.launch.elastic.records import AttemptSettings, JobRecord
 from paraplan.launch.job import Launch
 from paraplan.launch.parser import parse_arguments
 from paraplan.launch.ranks.spawning import open_spawner
@@ -58,4 +58,4 @@ def run(args: Namespace) -> None:
 def _run_spec(spec: LaunchSpec) -> None:
     request = check_request(spec, num_gpus=count_gpus(), current_folder=Path.cwd())
     with closing(open_spawner()) as spawner:
-        Launch(request, spawner, JobRecord()).run()
+        Launch(request, AttemptSettings(spec, spawner), JobRecord()).run()

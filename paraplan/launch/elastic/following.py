@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from paraplan.launch.elastic.records import AttemptSettings, JobRecord
@@ -33,7 +34,7 @@ def watch_variables(settings: AttemptSettings, environment: Mapping[str, str], f
     NCCL's watchdog leaves its dump in `folder`, and not in the user's home folder, which is its default.
     """
     chosen: dict[str, str] = {}
-    if settings.has_gpus and folder is not None and not any(name in os.environ for name in DUMP_VARIABLES):
+    if torch.cuda.is_available() and folder is not None and not any(name in os.environ for name in DUMP_VARIABLES):
         chosen |= dict.fromkeys(DUMP_VARIABLES, str(folder / DUMP_PREFIX))
     if int(environment.get("WORLD_SIZE", "1")) > 1:
         chosen |= {} if settings.follows_steps is None else {MARKS_VARIABLE: settings.follows_steps}
@@ -79,7 +80,7 @@ class RankWatches:
         if not any((folder / MARKS_FILE).exists() for folder in self._folders.values()):
             return None
         gpus = {}
-        if self._settings.has_gpus and os.environ.get(_BACKEND) != "gloo":  # under which ranks share GPUs
+        if torch.cuda.is_available() and os.environ.get(_BACKEND) != "gloo":  # under which ranks share GPUs
             visible = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
             for rank, one in self._job.ranks.items():
                 number = visible.get(one.local_rank, "").strip()

@@ -130,7 +130,7 @@ def _start_ranks(
     """Start the ranks of one attempt; the signature is that of torch's `start_processes`."""
     if not isinstance(entrypoint, str):  # --run-path: functions go through torch.multiprocessing
         for env in envs.values():
-            env.update(settings.extra_environment)
+            env.update(settings.environment)
         return start_torchs_processes(
             name=name,
             entrypoint=entrypoint,

@@ -103,7 +103,7 @@ class RankProcesses(ProcessContext):
         job.started_ns = time.time_ns()
         job.kills_before = count_memory_kills()
         if settings.spec.preflight == "measure" and job.folder is not None:
-            environments = {rank: {**self.envs[rank], **settings.extra_environment} for rank in range(self.nprocs)}
+            environments = {rank: {**self.envs[rank], **settings.environment} for rank in range(self.nprocs)}
             HealthCheck(job, settings, environments, job.folder.path, _HEALTH_S, self._signals.held).run()
         has_bootstrap = not settings.fork and not settings.spec.no_python
         commands = [
@@ -141,7 +141,7 @@ class RankProcesses(ProcessContext):
         self._watches = RankWatches(settings, job)
 
     def _environment(self, rank: int) -> dict[str, str]:
-        own = {**self.envs[rank], **self._settings.extra_environment}
+        own = {**self.envs[rank], **self._settings.environment}
         return own | watch_variables(self._settings, own, self._folder(rank))
 
     def _log_file(self, rank: int, name: str) -> str:

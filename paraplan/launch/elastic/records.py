@@ -29,24 +29,23 @@ if TYPE_CHECKING:  # pydantic costs a tenth of a second, which a launch without 
 _DEFAULT_GRACE_S = 30.0  # torchrun's
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttemptSettings:
     """How ranks start and stop: as `spec` says, and as follows from it and the machine.
 
     `fork` starts ranks with torch imported; `num_threads` is then what torch is set to in them, None for as imported.
-    `keeps_logs` copies what ranks write to files of their own.
-    `cpus` are the CPUs that a local rank is kept on; none for all.
-    `has_gpus` has NCCL's watchdog leave what it knows of the collectives of a rank beside its error file.
+    `keeps_logs` copies what ranks write to files of their own, in a folder that stays; else a folder that nobody asked
+    for is removed at the end. `cpus` are the CPUs that a local rank is kept on; none for all.
     """
 
     spec: LaunchSpec
     spawner: SpawnerHandle
     fork: bool = False
     num_threads: int | None = None
-    extra_environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that ranks get beside this process's own."""
     keeps_logs: bool = False
     cpus: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    has_gpus: bool = False
     spares: Spares = field(default_factory=Spares)
     """Processes that stand by for ranks that start again."""
 
