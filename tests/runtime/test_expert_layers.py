@@ -13,13 +13,15 @@ from paraplan.runtime.shards.sharding import Sharding
 
 
 def test_stacked_weights_and_lists_of_experts_are_found() -> None:
-    found = {model: find_experts(MODELS[model]()) for model in ("mixture", "routed", "listed", "attention", "experts")}
+    mixtures = ("mixture", "routed", "listed", "named", "sorted")
+    found = {model: find_experts(MODELS[model]()) for model in (*mixtures, "attention", "experts")}
     assert {model: [*layers] for model, layers in found.items()} == {
-        **{name: ["layers.0.experts", "layers.1.experts"] for name in ("mixture", "routed", "listed")},
+        **{name: ["layers.0.experts", "layers.1.experts"] for name in mixtures},
         "attention": [],
         "experts": [],  # in a module with other weights
     }
-    assert {(one.num_experts, one.is_list) for one in found["listed"].values()} == {(4, True)}
+    for model in ("listed", "named"):
+        assert {(one.num_experts, one.is_list) for one in found[model].values()} == {(4, True)}
     assert not find_experts(nn.Sequential(nn.Conv1d(4, 4, 3, bias=False), nn.Conv1d(4, 4, 3, bias=False)))
 
 

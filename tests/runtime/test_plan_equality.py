@@ -269,6 +269,8 @@ def test_experts_over_ranks_train_as_in_one_process(ranks: RankHarness, one_proc
         ("routed", plan_of(**shared, zero_stage=3, recompute="full")),
         ("listed", plan_of(**staged, pipeline_schedule="zero_bubble")),
         ("routed", plan_of(tp=2, dp=2, ep=2, sequence_parallel=True)),
+        ("named", plan_of(**shared)),
+        ("sorted", plan_of(**shared, zero_stage=1)),
     ]
     cases += with_all([("routed", plan_of(cp=2, dp=2, ep=4, zero_stage=1))])
     cases += with_all([("routed", plan_of(tp=2, dp=2, ep=2, sequence_parallel=True, num_microbatches=3))])

@@ -176,6 +176,18 @@ class RoutedExperts(Experts):
         return super().forward(hidden, shares)
 
 
+class SortedExperts(nn.Module):
+    """Experts of one layer each, for rows that lie one behind the other, so many for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, HIDDEN, HIDDEN) * 0.2)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(rows, counts.tolist())
+        return torch.cat([F.linear(part, weight) for part, weight in zip(parts, self.weight, strict=True)])
+
+
 class RoutedLayer(AttentionLayer):
     """Attention, and experts of which a router chooses two, whose weights are `kind`."""
 
@@ -184,7 +196,10 @@ class RoutedLayer(AttentionLayer):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, 4)
-        self.experts = RoutedExperts() if self.kind == "stacked" else nn.ModuleList(self._expert() for _ in range(4))
+        self.experts = self._experts()
+
+    def _experts(self) -> nn.Module:
+        return RoutedExperts()
 
     def _expert(self) -> nn.Module:
         return nn.Sequential(nn.Linear(HIDDEN, 12), nn.GELU(), nn.Linear(12, HIDDEN))
@@ -210,6 +225,38 @@ class ListedLayer(RoutedLayer):
     """The same with a list of experts, called one by one where tokens chose them."""
 
     kind = "listed"
+
+    def _experts(self) -> nn.Module:
+        return nn.ModuleList(self._expert() for _ in range(4))
+
+
+class NamedLayer(RoutedLayer):
+    """The same with experts that are called by their names, beside a dropout in the same container."""
+
+    def _experts(self) -> nn.Module:
+        experts = nn.ModuleDict({f"expert_{number}": self._expert() for number in range(4)})
+        experts.dropout = nn.Dropout(0.0)
+        return experts
+
+    def mixed(self, flat: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        mixed = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            rows, places = torch.where(chosen == number)
+            made = self.experts.dropout(self.experts[f"expert_{number}"](flat[rows]))
+            mixed = mixed.index_add(0, rows, made * weights[rows, places, None])
+        return mixed
+
+
+class SortedLayer(RoutedLayer):
+    """The same with rows sorted by expert, and the number of each expert's."""
+
+    def _experts(self) -> nn.Module:
+        return SortedExperts()
+
+    def mixed(self, flat: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        order = chosen.flatten().argsort(stable=True)
+        made = self.experts(flat[order // 2], torch.bincount(chosen.flatten(), minlength=4))
+        return torch.zeros_like(flat).index_add(0, order // 2, made * weights.flatten()[order, None])
 
 
 class Transformer(nn.Module):
@@ -260,6 +307,8 @@ MODELS = {
     "odd vocabulary": lambda: Transformer(num_layers=2, vocabulary=VOCABULARY + 1),
     "routed": lambda: Transformer(RoutedLayer, num_layers=2),
     "listed": lambda: Transformer(ListedLayer, num_layers=2),
+    "named": lambda: Transformer(NamedLayer, num_layers=2),
+    "sorted": lambda: Transformer(SortedLayer, num_layers=2),
     "mixture": lambda: Transformer(MixtureLayer, num_layers=2, vocabulary=VOCABULARY + 1),
 }
 
