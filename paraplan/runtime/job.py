@@ -29,7 +29,7 @@ from paraplan.runtime.checkpoints.adapter_files import adapters_of
 from paraplan.runtime.checkpoints.weight_files import names_of_ties, read_weights
 from paraplan.runtime.checks.batch_coupling import Coupling
 from paraplan.runtime.checks.plan_check import Checking
-from paraplan.runtime.checks.references import Reference, Verify, reference_of
+from paraplan.runtime.checks.references import Reference, Verify, changes_the_model, reference_of
 from paraplan.runtime.connections import Connections
 from paraplan.runtime.data.batches import TargetCount, TargetCounter
 from paraplan.runtime.data.packing import Packing, check_keeps_apart
@@ -38,6 +38,7 @@ from paraplan.runtime.data.streams import BatchSettings, DataPasses, SameStream,
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.optimizers.offload import keep_on_host
+from paraplan.runtime.optimizers.same_options import WholeOptions, check_same_options, whole_options
 from paraplan.runtime.optimizers.several import (
     OptimizerFactory,
     SchedulerFactory,
@@ -182,10 +183,10 @@ class Job:
         """Return the engine that trains `model` by `options`; see `prepare`."""
         watch, adapters = self._watch(count_parameters(model)), adapters_of(model)
         with self._agreement.on("job.prepare"), explained_timeouts(lambda: "job.prepare"):
-            part, reference = self._wrap(model, options)
+            part, reference, whole = self._wrap(model, options)
             if place := self.mesh.place_of_draws:
                 torch.manual_seed(torch.initial_seed() + place)
-            made, schedule = self._optimizer(options, part)
+            made, schedule = self._optimizer(options, part, whole)
             self._tell(unfused_note(optimizers_in(made), self.file, self.device))
             for one in optimizers_in(made):
                 if check_optimizer(one, self.plan) != "numbers":
@@ -222,10 +223,14 @@ class Job:
         self._engines.append(engine)
         return engine
 
-    def _optimizer(self, options: TrainingOptions, part: RankPart) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
+    def _optimizer(
+        self, options: TrainingOptions, part: RankPart, whole: WholeOptions | None = None
+    ) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
         given = options.optimizer(held := part.optimized())
         made = as_one_optimizer(given)
         check_parameters(made, held, self.plan)
+        if whole is not None:
+            check_same_options(made, part.parameters, whole, self.plan)
         scheduler = options.scheduler
         return made, None if scheduler is None else as_one_scheduler(scheduler(given), check_scheduler)
 
@@ -242,8 +247,10 @@ class Job:
         if note is not None and self.is_main:
             _LOGGER.warning(note)
 
-    def _wrap(self, model: nn.Module, options: TrainingOptions) -> tuple[RankPart, Reference | None]:
-        """Return this rank's part of `model`, with the weights of rank 0 or of a file, and a copy to verify it by."""
+    def _wrap(
+        self, model: nn.Module, options: TrainingOptions
+    ) -> tuple[RankPart, Reference | None, WholeOptions | None]:
+        """Return this rank's part of `model`, with the weights of rank 0 or of a file, and what to verify it by."""
         plan, reads = self.plan, options.weights is not None
         stack = check_model(model, plan=plan, file=self.file, precision=self.precision, reads_weights=reads)
         convert_products(model, stack, None if self.file is None else self.file.training, self.device)
@@ -256,6 +263,7 @@ class Job:
             check_gathers(plan)
         share_weights(model, self.world)
         names = names_of_ties(model)
+        whole = whole_options(options.optimizer, model) if changes_the_model(plan) else None
         reference = reference_of(model, self.mesh, options.verify, recomputes=options.recompute is not None)
         if options.batch_coupling == "gather":
             synchronize_batch_norms(model, self.mesh)
@@ -267,7 +275,7 @@ class Job:
         part = wrap_model(model, stack, parallel, example_inputs=options.example_inputs, given=options.split)
         if options.weights is not None:
             read_weights(Path(options.weights), part, self.mesh, names=names)
-        return part, reference
+        return part, reference, whole
 
     def _parallel(self, options: TrainingOptions, backend: str | None) -> ParallelContext:
         """Return the plan with what `options` say beside it; `backend` is what torch.compile compiles blocks by."""

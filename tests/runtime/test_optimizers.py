@@ -14,7 +14,7 @@ from torch import nn
 from training_cases import TOKENS, VOCABULARY, Decoder, loss_fn
 
 from paraplan import runtime
-from paraplan.errors import UnsupportedPlanError
+from paraplan.errors import ParaplanError, UnsupportedPlanError
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.optimizers.whole_tensors import (
@@ -60,6 +60,18 @@ class Clipping(torch.optim.SGD):
         super().step()
 
 
+class Centering(torch.optim.SGD):
+    """Takes from the gradient of each row its mean: halves of a tensor along its first dimension have whole rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None and one.ndim > 1:
+                    one.grad -= one.grad.mean(-1, keepdim=True)
+        super().step()
+
+
 class Coupling(torch.optim.SGD):
     """Steps every tensor by the norm of all gradients."""
 
@@ -91,10 +103,11 @@ OPTIMIZERS: dict[str, tuple[Make, Scope]] = {
     "adafactor": (lambda given: torch.optim.Adafactor(given, lr=0.05), "tensors"),
     "lamb": (Lamb, "tensors"),
     "clipping": (lambda given: Clipping(given, lr=0.5), "tensors"),
+    "centering": (lambda given: Centering(given, lr=1.0), "tensors"),
     "coupling": (lambda given: Coupling(given, lr=0.5), "model"),
     "hooked": (hooked, "model"),
 }
-WHOLE = ("muon", "adafactor", "lamb", "clipping", "coupling")
+WHOLE = ("muon", "adafactor", "lamb", "clipping", "centering", "coupling")
 TWO_STAGES = ParallelPlan(pp=2, pipeline_schedule="gpipe", num_microbatches=2)
 
 
@@ -206,6 +219,65 @@ def test_optimizers_of_whole_tensors_step_as_in_one_process(plans: list[Parallel
         for found in ranks.run(train_all, [plan], with_all(WHOLE) or few, size=size):
             for case, parameters in found.items():
                 assert_same(parameters, expected[case.split()[0]], case)
+
+
+def by_shape(given: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [one], "lr": 1 / one.numel()} for one in given])
+
+
+def by_place(given: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [one], "lr": 0.5**place} for place, one in enumerate(given)])
+
+
+def by_kind(given: Parameters) -> list[torch.optim.Optimizer]:
+    tables = [one for one in given if one.shape[0] == VOCABULARY]
+    return [torch.optim.SGD(tables, lr=0.1), torch.optim.Adam([one for one in given if one.shape[0] != VOCABULARY])]
+
+
+def refusals(plan: ParallelPlan) -> list[str]:
+    """Return what is said of factories that go by what a plan changes; the last one goes by names."""
+    model = model_of()
+    head = set(model.head.parameters())
+
+    def by_object(given: Parameters) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [one], "lr": 0.1 if one in head else 0.2} for one in given])
+
+    def by_name(given: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [one], "lr": 0.1 * len(name)} for name, one in given.named()])
+
+    said = []
+    for factory in (by_shape, by_place, by_kind, by_object, by_name):
+        job = runtime.init(plan, shows_progress=False)
+        try:
+            job.prepare(model, loss_fn=loss_fn, optimizer=factory, verify="off")
+            said.append("")
+        except ParaplanError as error:
+            said.append(str(error))
+        model = model_of()
+        head = set(model.head.parameters())
+    return said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("plan", "wrong"),
+    [
+        (plan_of(tp=2), {"by_shape", "by_kind", "by_object"}),
+        (plan_of(dp=2, zero_stage=3), {"by_object"}),
+        (plan_of(pp=2, pipeline_schedule="gpipe", num_microbatches=2), {"by_place"}),
+    ],
+    ids=["tp", "ZeRO-3", "pp"],
+)
+def test_a_factory_that_goes_by_what_a_plan_changes_is_refused(
+    plan: ParallelPlan, wrong: set[str], ranks: RankHarness
+) -> None:
+    names = ("by_shape", "by_place", "by_kind", "by_object", "by_name")
+    for said in ranks.run(refusals, plan, size=2):
+        found = {name for name, words in zip(names, said, strict=True) if words}
+        assert found == wrong, said
+        # Where a plan leaves a kind without parameters torch refuses that one before.
+        reasons = ("choose parameters by params.named()", "empty parameter list")
+        assert all(any(reason in words for reason in reasons) for words in said if words)
 
 
 def go_on(folder: str) -> None:

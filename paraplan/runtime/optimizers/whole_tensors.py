@@ -46,8 +46,8 @@ def scope_of(optimizer: torch.optim.Optimizer) -> Scope:
     try:
         whole = _trial(optimizer, lambda _, parameter: [parameter])
         if not _agree(whole[:1], _trial(optimizer, lambda index, parameter: [] if index else [parameter])[:1]):
-            return "model"  # at first: a norm of all gradients is the same for halves of the tensors
-        return "numbers" if _agree(whole, _trial(optimizer, _in_halves)) else "tensors"
+            return "model"  # at first: a norm of all gradients is the same for blocks of the tensors
+        return "numbers" if _agree(whole, _trial(optimizer, _in_blocks)) else "tensors"
     except Exception:  # an optimizer of the user, of which nothing is known then
         return "model"
 
@@ -205,21 +205,30 @@ def _small(index: int, original: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _in_halves(_: int, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
-    if not parameter.ndim or parameter.shape[0] < 2:
-        return [parameter]
-    halves = []
-    gradients = [None, None] if parameter.grad is None else parameter.grad.chunk(2)
-    for values, gradient in zip(parameter.detach().chunk(2), gradients, strict=True):
-        half = nn.Parameter(values.clone(), requires_grad=parameter.requires_grad)
-        half.grad = None if gradient is None else gradient.clone()
-        halves.append(half)
-    return halves
+def _in_blocks(_: int, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
+    gradients = [None] * 2**parameter.ndim if parameter.grad is None else _blocks(parameter.grad)
+    blocks = []
+    for values, gradient in zip(_blocks(parameter.detach()), gradients, strict=False):
+        block = nn.Parameter(values.clone(), requires_grad=parameter.requires_grad)
+        block.grad = None if gradient is None else gradient.clone()
+        blocks.append(block)
+    return blocks
+
+
+def _blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return `tensor` halved along every dimension, since a plan may cut it along any."""
+    blocks: Sequence[torch.Tensor] = [tensor]
+    for dim in range(tensor.ndim):
+        blocks = [half for block in blocks for half in block.chunk(2, dim)]
+    return blocks
 
 
 def _agree(expected: _Parts, found: _Parts) -> bool:
     for one, other in zip(expected, found, strict=True):
-        whole, joined = (torch.cat(parts) if parts[0].ndim else parts[0] for parts in (one, other) if parts)
-        if not torch.allclose(whole.float(), joined.float(), rtol=_TOLERANCE, atol=_TOLERANCE):
+        whole = one if len(one) == len(other) else _blocks(one[0])
+        if not all(
+            torch.allclose(first.float(), second.float(), rtol=_TOLERANCE, atol=_TOLERANCE)
+            for first, second in zip(whole, other, strict=True)
+        ):
             return False
     return True
