@@ -49,8 +49,8 @@ def test_a_plan_for_other_ranks_is_refused_with_both_numbers() -> None:
 def test_a_plan_that_cannot_be_executed_is_refused_at_the_start() -> None:
     with pytest.raises(UnsupportedPlanError, match="offload=parameters, zero_stage=0"):
         runtime.init(ParallelPlan(offload="parameters"))
-    narrow = TrainingSpec(global_batch_size=1, seq_length=8, precision="bf16", linear_precision="fp8")
-    with pytest.raises(UnsupportedPlanError, match="linear_precision='fp8': the runtime multiplies"):
+    narrow = TrainingSpec(global_batch_size=1, seq_length=8, precision="bf16", linear_precision="mxfp8")
+    with pytest.raises(UnsupportedPlanError, match="linear_precision='mxfp8': the runtime has torchao's layers"):
         runtime.init(PlanFile(plan=ParallelPlan(), training=narrow))
 
 

@@ -230,8 +230,8 @@ def by_place(given: Parameters) -> torch.optim.Optimizer:
 
 
 def by_kind(given: Parameters) -> list[torch.optim.Optimizer]:
-    tables = [one for one in given if one.shape[0] == VOCABULARY]
-    return [torch.optim.SGD(tables, lr=0.1), torch.optim.Adam([one for one in given if one.shape[0] != VOCABULARY])]
+    large, small = ([one for one in given if (one.numel() > 200) == is_large] for is_large in (True, False))
+    return [torch.optim.SGD(large, lr=0.1), torch.optim.Adam(small)]
 
 
 def refusals(plan: ParallelPlan) -> list[str]:
@@ -275,9 +275,7 @@ def test_a_factory_that_goes_by_what_a_plan_changes_is_refused(
     for said in ranks.run(refusals, plan, size=2):
         found = {name for name, words in zip(names, said, strict=True) if words}
         assert found == wrong, said
-        # Where a plan leaves a kind without parameters torch refuses that one before.
-        reasons = ("choose parameters by params.named()", "empty parameter list")
-        assert all(any(reason in words for reason in reasons) for words in said if words)
+        assert all("choose parameters by params.named()" in words for words in said if words)
 
 
 def go_on(folder: str) -> None:
