@@ -87,7 +87,7 @@ def test_what_the_runtime_does_not_execute_is_a_gap_where_paraplan_launches(targ
     assert "paraplan.runtime does not execute it" in gap.reason
     assert export_plan(subject("zero-3"), target).gaps == ()
     (gap,) = export_plan(subject("zero-3", linear_precision="fp8", fp8_recipe="delayed"), target, partial=True).gaps
-    assert gap.part == "--linear-precision fp8"
+    assert gap.part == "--fp8-recipe delayed"
 
 
 def test_ddp_in_accelerate() -> None:

@@ -1,12 +1,13 @@
 """Quantized weights with adapters beside them, as torchtune's QLoRA trains them.
 
-With torchao (0.13 to 0.17) they are its nf4 tensors. It is not among the packages for development, since peft imports
-it wherever it is installed: without it a tensor of the same behavior stands in for them, which nothing can shard.
+With torchao they are its nf4 tensors; without it a tensor of the same behavior stands in for them, which nothing can
+shard.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import warnings
@@ -70,17 +71,21 @@ def quantized(weight: torch.Tensor) -> torch.Tensor:
     if IS_STAND_IN:
         made: torch.Tensor = StandIn.of(weight)
         return made
-    from torchao.dtypes.nf4tensor import to_nf4
-
-    return to_nf4(weight, block_size=64, scaler_block_size=2)
+    return _nf4().to_nf4(weight, block_size=64, scaler_block_size=2)
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if IS_STAND_IN:
         return F.linear(inputs, weight)
-    from torchao.dtypes.nf4tensor import linear_nf4
+    return _nf4().linear_nf4(inputs, weight)
 
-    return linear_nf4(inputs, weight)
+
+def _nf4() -> Any:
+    """Return torchao's module of nf4 tensors: up to 0.17, or from 0.18 on."""
+    try:
+        return importlib.import_module("torchao.dtypes.nf4tensor")
+    except ModuleNotFoundError:
+        return importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
 
 
 class Adapted(nn.Module):
