@@ -110,8 +110,8 @@ def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | N
     """
     if plan.tp > 1 and of_any_model:
         return f"tp={plan.tp}: whether torch.compile follows split layers depends on the model's code"
-    if plan.ep > 1:
-        return f"ep={plan.ep}: how many rows go to experts elsewhere is read on the host, within a block"
+    if plan.ep > 1 and of_any_model:
+        return f"ep={plan.ep}: experts run uncompiled within a compiled block, of which no cost is known here"
     if plan.recompute == "selective_ops":
         return "recompute=selective_ops: a compiled block's operations are the compiler's choice"
     if plan.devices_per_process > 1:

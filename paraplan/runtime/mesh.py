@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from paraplan.plan.ranks import RankGrid
 from paraplan.runtime.timeouts import default_timeout
 from paraplan.runtime.torch_private import group_options
 from paraplan.runtime.world import World, backend_of
+
+T = TypeVar("T")
 
 _SHARED: tuple[Axis, ...] = ("dp", "cp")
 """The axes whose ranks hold the same parameters."""
@@ -152,4 +155,25 @@ def _made(world: World, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMe
         if size < world.size and timeout is not None:  # an axis of all ranks is the default group
             backend = backend_of(world.device)
             options[axis] = (backend, group_options(backend, timeout=timeout))
-    return DeviceMesh(world.device.type, ranks, mesh_dim_names=names, backend_override=tuple(options))
+    return made_once(
+        (world.device.type, names, timeout, str(ranks.tolist())),
+        lambda: DeviceMesh(world.device.type, ranks, mesh_dim_names=names, backend_override=tuple(options)),
+    )
+
+
+def made_once(key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """Return what `make` returned at the first call with `key`, on all ranks: groups have threads and connections.
+
+    A process that plans several times has the groups of each plan once.
+    """
+    default = dist.group.WORLD
+    if _made_of.get(()) is not default:  # groups end with the default group
+        _made_of.clear()
+        _made_of[()] = default
+    if key not in _made_of:
+        _made_of[key] = make()
+    made: T = _made_of[key]
+    return made
+
+
+_made_of: dict[tuple[Any, ...], Any] = {}

@@ -106,7 +106,7 @@ class TrainingState:
         call it together.
         """
         held = self._part.parameters[name]
-        tensor = held.detach() if tensor is None else tensor
+        tensor = (held if tensor is None else tensor).detach()
         return self._part.shardings.whole(name, tensor, self._mesh)
 
     @torch.no_grad()

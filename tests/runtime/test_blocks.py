@@ -27,10 +27,23 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
 
+class Captioner(nn.Module):
+    """A tower of images with more parameters than the decoder that it feeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(Layer() for _ in range(5))
+        self.language_model = Decoder(2)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.embedding
+
+
 @pytest.mark.parametrize(
     ("model", "names"),
     [
         (Decoder(4), ["layers.0", "layers.1", "layers.2", "layers.3"]),
+        (Captioner(), ["language_model.layers.0", "language_model.layers.1"]),
         (Outer(), ["body.layers.0", "body.layers.1", "body.layers.2"]),
         (nn.Sequential(nn.Embedding(3, 4), Layer(), Layer(), nn.Linear(4, 3)), ["1", "2"]),
         (nn.Sequential(OrderedDict(first=Layer(), second=Layer())), ["first", "second"]),

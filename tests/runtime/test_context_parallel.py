@@ -190,12 +190,21 @@ class Shortened(Transformer):
         return super().forward(tokens[:, ::2])
 
 
+class BesideTower(Transformer):
+    """Has a tower with more parameters than the blocks, which text does not run."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.tower = nn.ModuleList(AttentionLayer() for _ in range(3))
+
+
 def _refusals() -> list[str]:
     tokens = torch.zeros(4, TOKENS, dtype=torch.long)
     cases: list[tuple[nn.Module, Any, Any]] = [
         (Transformer(), torch.zeros(4, 5, dtype=torch.long), loss_fn),
         (Pooled(num_layers=1), tokens, loss_fn),
         (Shortened(num_layers=2), tokens, loss_fn),
+        (BesideTower(), tokens, loss_fn),
         (Transformer(num_layers=1), tokens + 15, of_spans),
         (Transformer(num_layers=1), torch.arange(4 * TOKENS).view(4, -1) % 24, of_next_tokens),
     ]
@@ -210,10 +219,11 @@ def _refusals() -> list[str]:
 
 
 def test_what_does_not_work_on_some_tokens_says_why(ranks: RankHarness) -> None:
-    for odd, pooled, short, spans, shifted in ranks.run(_refusals, size=2):
+    for odd, pooled, short, beside, spans, shifted in ranks.run(_refusals, size=2):
         assert "inputs of shape (4, 5) do not divide along their tokens over cp=2 ranks" in odd
         assert "what follows the blocks brings tokens together (mean), and ranks have some" in pooled
         assert "blocks take hidden states of shape" in short
+        assert "cp=2: BesideTower ran without the blocks that divide its tokens" in beside
         assert "loss_fn does not run on some tokens of each sequence" in spans
         assert "where loss_fn shifts tokens (logits[:, :-1])" in shifted
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from case_selection import with_all
 from rank_harness import RankHarness
 from torch import nn
-from training_cases import HIDDEN, TOKENS, VOCABULARY, Decoder, Transformer
+from training_cases import HIDDEN, TOKENS, VOCABULARY, Decoder, RoutedExperts, Transformer
 
 from paraplan import runtime
 from paraplan.errors import ParaplanError, PlanError, UsageError
@@ -304,7 +304,23 @@ class HeadsOfAnyNumber(nn.Module):
         return hidden + self.out(mixed.transpose(1, 2).flatten(-2))
 
 
-def train_compiled(cases: list[tuple[ParallelPlan, str | None]]) -> list[tuple[list[float], int]]:
+class ChosenExperts(HeadsOfAnyNumber):
+    """The same with experts that tokens choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(HIDDEN, 4), RoutedExperts()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        flat = hidden.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(dim=-1).topk(2)
+        return hidden + self.experts(flat, chosen, weights).view_as(hidden)
+
+
+def train_compiled(
+    cases: list[tuple[ParallelPlan, str | None]], layer: type[nn.Module] = HeadsOfAnyNumber
+) -> list[tuple[list[float], int]]:
     """Return for each case the losses, and how many graphs were compiled."""
     from torch._dynamo.utils import counters
 
@@ -312,7 +328,7 @@ def train_compiled(cases: list[tuple[ParallelPlan, str | None]]) -> list[tuple[l
     for plan, backend in cases:
         torch.manual_seed(0)
         counters.clear()
-        job, engine = prepared(plan, Transformer(HeadsOfAnyNumber, num_layers=2), compile_backend=backend, verify="off")
+        job, engine = prepared(plan, Transformer(layer, num_layers=2), compile_backend=backend, verify="off")
         batches = job.shard(MaskedPairs(24), batch_size=BATCH)
         found.append(([engine.step(*batch).item() for batch in batches], counters["stats"]["unique_graphs"]))
     return found
@@ -337,6 +353,19 @@ def test_compiled_blocks_train_as_plain_ones(ranks: RankHarness) -> None:
         # Both blocks have one code, which what the last step or the other block left behind compiles no second time; of
         # blocks with split tokens the first cuts them and the last joins them.
         assert num_graphs == 1 + plan.sequence_parallel or plan.tp * plan.cp == 1, plan.describe()
+
+
+@pytest.mark.ranks
+def test_experts_of_compiled_blocks_run_uncompiled(ranks: RankHarness) -> None:
+    cases = [
+        (plan_of(dp=2, ep=2, zero_stage=3), "aot_eager"),
+        *with_all([(plan_of(dp=2, ep=2, recompute="selective"), "aot_eager"), (plan_of(cp=2, ep=2), "aot_eager")]),
+    ]
+    ((expected, _),) = ranks.run_alone(train_compiled, [(plan_of(), None)], ChosenExperts)
+    compiled = ranks.run(train_compiled, cases, ChosenExperts, size=2, timeout_s=240.0)[0]
+    for (plan, _), (losses, num_graphs) in zip(cases, compiled, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5), plan.describe()
+        assert num_graphs > 1, plan.describe()  # what stands before the experts, and what behind
 
 
 def test_a_model_without_blocks_has_nothing_to_compile() -> None:

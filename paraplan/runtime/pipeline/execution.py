@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.gradient_sums import GradientSum
 from paraplan.runtime.data_parallel.wrapping import reductions_of
 from paraplan.runtime.experts.layers import RankExperts
-from paraplan.runtime.mesh import Mesh
+from paraplan.runtime.mesh import Mesh, made_once
 from paraplan.runtime.pipeline.schedules import (
     MULTI,
     ReplicatedStage,
@@ -274,7 +275,7 @@ def _rank_group(places: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None
     mine = None
     for pipeline in mesh.grid.groups("pp"):
         ranks = [pipeline[place] for place in places]
-        group = dist.new_group(ranks)
+        group = made_once(("ties", *ranks), partial(dist.new_group, ranks))
         if mesh.world.rank in ranks:
             mine = group
     return mine

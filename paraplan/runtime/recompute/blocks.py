@@ -65,7 +65,8 @@ def recompute_in_backward(block: nn.Module, *, in_halves: bool = False, choice: 
     has_buffers = any(True for _ in block.buffers())
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not has_buffers and not in_halves and choice is None:
+        is_plain = not has_buffers and not in_halves and choice is None
+        if is_plain or torch.compiler.is_compiling():  # what is compiled writes buffers once
             return checkpoint(partial(inner, **kwargs), *args, use_reentrant=False)
         first, second = (nullcontext(), nullcontext()) if choice is None else choice.contexts()
         with written.noted() as before:
@@ -158,7 +159,7 @@ class _WrittenBuffers:
 
 @dataclass
 class _AttentionCalls:
-    count: int = 0
+    are_seen: bool = False
     in_halves: bool = False
 
 
@@ -173,7 +174,7 @@ def recompute_attention(block: nn.Module, calls: _AttentionCalls, *, is_last: bo
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _KeepsInputs(calls):
             output = inner(*args, **kwargs)
-        if is_last and not calls.count:
+        if is_last and not calls.are_seen:
             raise no_attention(block)
         return output
 
@@ -215,9 +216,11 @@ class _KeepsInputs(TorchFunctionMode):
     ) -> Any:
         if func is not _SDPA:
             return func(*args, **(kwargs or {}))
-        self._calls.count += 1
+        self._calls.are_seen = True  # not read where it was not written, or compiled code would depend on it
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling():  # with what the modes around this one do
+            return checkpoint(partial(func, **(kwargs or {})), *args, use_reentrant=False)
         # Modes around this one are no longer there when the backward pass runs the core again.
         around = function_modes()
         if self._calls.in_halves:

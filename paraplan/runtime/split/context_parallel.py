@@ -171,7 +171,15 @@ def follow_passes(model: nn.Module, context: Context, *, has_first: bool, has_la
             kwargs = kwargs | {name: value for name, value in cut.items() if name in kwargs}
         return args, kwargs
 
+    def leave(*_: Any) -> None:
+        if not context.is_cut:
+            raise UnsupportedPlanError(
+                f"cp={context.group.size}: {type(model).__name__} ran without the blocks that divide its tokens",
+                hint="give inputs that go through all of the model, or use a plan without cp",
+            )
+
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    model.register_forward_hook(leave)
     if has_last and shifts:
         _shift_before_the_cut(model, context)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import nn
 
@@ -28,22 +29,37 @@ class BlockStack:
 
 
 def find_blocks(model: nn.Module) -> BlockStack | None:
-    """Return the block stack with the most parameters, the outermost of equals; None where the model has none.
+    """Return the block stack nearest to the input embeddings, of equals the largest, and of these the outermost.
 
-    `paraplan.model.trace.stack_names` says what a stack is. The children of an `nn.Sequential` without one are its
-    blocks themselves where the model is nothing else.
+    A tower of images may have more parameters than the decoder that it feeds. `paraplan.model.trace.stack_names` says
+    what a stack is. The children of an `nn.Sequential` without one are its blocks themselves where the model is nothing
+    else. None where the model has none.
     """
-    best: tuple[int, tuple[str, ...]] = (0, ())
+    embeddings = _input_embeddings(model)
+    best: tuple[tuple[int, int], tuple[str, ...]] = ((0, 0), ())
     for path, container in model.named_modules():
         names = stack_names(container)
         size = sum(parameter.numel() for name in names for parameter in container.get_submodule(name).parameters())
-        if names and size > best[0]:
-            best = (size, tuple(f"{path}.{name}" if path else name for name in names))
+        if names and (rank := (_num_shared(embeddings, path.split(".")), size)) > best[0] and size:
+            best = (rank, tuple(f"{path}.{name}" if path else name for name in names))
     if best[1]:
         return BlockStack(names=best[1])
     if isinstance(model, nn.Sequential) and len(model) > 1:
         return BlockStack(names=tuple(name for name, _ in model.named_children()))
     return None
+
+
+def _num_shared(one: list[str], other: list[str]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _input_embeddings(model: nn.Module) -> list[str]:
+    """Return the path of the module that looks up tokens, where the model names one as transformers' do."""
+    try:
+        embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return []
+    return next((name.split(".") for name, module in model.named_modules() if module is embeddings), [])
 
 
 def sharded_alone(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
