@@ -25,7 +25,8 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from paraplan.errors import UnsupportedPlanError
 from paraplan.plan.context_heads import ContextShares, context_shares, divides_heads, key_copies
 from paraplan.runtime.shards.group import TensorGroup
-from paraplan.runtime.torch_private import FLASH_ATTENTION, attention_replaced
+from paraplan.runtime.split.sites import RunOnParts
+from paraplan.runtime.torch_private import FLASH_ATTENTION, attention_replaced, function_modes
 
 SDPA = F.scaled_dot_product_attention
 """torch's own attention, whatever stands in its place while a block runs."""
@@ -82,6 +83,8 @@ class ContextAttention:
     def _sdpa(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         options = dict(zip(names, args, strict=False)) | kwargs
+        for mode in _on_parts():
+            query, key, value = mode.parts_for(SDPA, (query, key, value))
         if not query.shape[_TOKENS] == key.shape[_TOKENS] == self.num_own:
             return _attend(query, key, value, options, self._causal_rows)
         share = self._share(query, key)
@@ -98,7 +101,8 @@ class ContextAttention:
         """Do what transformers' attention function `name` does for whole sequences."""
         functions = sys.modules["transformers.modeling_utils"].AttentionInterface._global_mapping
         base = functions[name] if name != "eager" else _written_out(module)
-        if not query.shape[_TOKENS] == key.shape[_TOKENS] == self.num_own:
+        is_own = query.shape[_TOKENS] == key.shape[_TOKENS] == self.num_own
+        if not is_own or (name == "sdpa" and any(mode.cuts(SDPA) for mode in _on_parts())):
             return base(module, query, key, value, mask, *args, **kwargs)
         if kwargs.get("position_ids") is not None and self.positions is not None:
             kwargs["position_ids"] = self.positions
@@ -216,6 +220,13 @@ class ContextAttention:
         if share.has_all_tokens or mask.shape[_TOKENS] != self.group.size * self.num_own:
             return mask
         return torch.cat([mask.narrow(_TOKENS, start, end - start) for start, end in share.rows], _TOKENS)
+
+
+def _on_parts() -> list[RunOnParts]:
+    """Return what rewrites calls of the code that runs for the parts that this rank of `tp` has."""
+    if torch.compiler.is_compiling():  # code without such calls
+        return []
+    return [mode for mode in function_modes() if isinstance(mode, RunOnParts)]
 
 
 def _attend(

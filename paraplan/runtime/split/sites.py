@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import CodeType
 from typing import Any
 
@@ -193,3 +194,15 @@ class RunOnParts(TorchFunctionMode):
                     args, kwargs = one.applied((args, kwargs), self._group, copies=self._copies)
                     break
         return func(*args, **kwargs)
+
+    def cuts(self, func: Callable[..., Any]) -> bool:
+        """Whether code gives calls of `func` whole operands beside parts."""
+        return any(one.func is func and one.cuts for one in chain.from_iterable(self._sites.values()))
+
+    def parts_for(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a call of `func` as they are for parts, for what stands in the place of that."""
+        for one in chain.from_iterable(self._sites.values()):
+            if one.func is func and one.cuts and one.meets((args, {})):
+                parts: tuple[Any, ...] = one.applied((args, {}), self._group, copies=self._copies)[0]
+                return parts
+        return args
