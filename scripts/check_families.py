@@ -239,7 +239,7 @@ def shaken(model: nn.Module) -> nn.Module:
     """Return `model` with every weight moved by at most the rounding of its type."""
     with torch.no_grad():
         for held in model.parameters():
-            held.mul_(1 + torch.empty_like(held).uniform_(-0.5, 0.5) * torch.finfo(held.dtype).eps)
+            held.mul_(1 + torch.empty_like(held).uniform_(-1, 1) * torch.finfo(held.dtype).eps)
     return model
 
 

@@ -43,7 +43,7 @@ from paraplan.runtime.step.loss import token_loss
 from paraplan.runtime.structure.blocks import BlockStack, find_blocks
 from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.float8 import convert_products
-from paraplan.runtime.structure.forwards import set_forward
+from paraplan.runtime.structure.forwards import DOES_NOT_RUN, set_forward
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.torch_private import function_modes, pytree
 from paraplan.runtime.world import silence_known_noise
@@ -244,7 +244,7 @@ def _unchecked(
         try:
             with torch.no_grad(), call.context():
                 part(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        except DOES_NOT_RUN:
             continue  # sizes that the code names do not fit the parts
         return form
     return split

@@ -22,6 +22,7 @@ from paraplan.runtime.shards.group import TensorGroup
 from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.float8 import products_unrounded
+from paraplan.runtime.structure.forwards import DOES_NOT_RUN
 from paraplan.runtime.structure.meta import attributes_kept, give_random_values
 from paraplan.runtime.structure.model_structure import BlockCall
 from paraplan.runtime.structure.outputs import numbered_outputs
@@ -30,7 +31,6 @@ from paraplan.runtime.torch_private import pytree
 
 _SEED = 0
 _OUTPUTS = ("output ", "buffer ")
-_DOES_NOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 _DROPOUTS = frozenset({"dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout"})
 _DROPOUTS |= {"feature_dropout", "feature_dropout_", "dropout1d", "dropout2d", "dropout3d"}
 _SDPA = F.scaled_dot_product_attention  # which stands elsewhere while a block runs under context parallelism
@@ -148,7 +148,7 @@ class BlockTrial:
                 try:
                     with _NoEmptyAttention():
                         found = gradients_of(part.train(training), self.call, mask=mask, dtype=setting.dtype)
-                except _DOES_NOT_RUN as error:
+                except DOES_NOT_RUN as error:
                     reason = (str(error).splitlines() or [type(error).__name__])[0]
                 errors = errors_of(expected, found, shardings, group)
                 if math.isinf(errors[""]):  # on some rank, and so on all
@@ -213,7 +213,7 @@ def expected_of(whole: nn.Module, call: BlockCall, dtype: torch.dtype) -> tuple[
         if expected[""].isfinite().all():
             return expected, True
         return gradients_of(whole, call, mask=False, dtype=dtype), False
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except DOES_NOT_RUN as error:
         raise UnsupportedPlanError(
             f"a split of {type(whole).__name__} cannot be checked, which does not run by itself: "
             f"{str(error).splitlines()[0]}",

@@ -36,7 +36,7 @@ from paraplan.runtime.split.context_tail import TokensApart
 from paraplan.runtime.split.kinds import kind_of, numbering_of
 from paraplan.runtime.split.own_tokens import TokensMixedError, look_up_own_tokens
 from paraplan.runtime.structure.copies import copy_of
-from paraplan.runtime.structure.forwards import set_forward
+from paraplan.runtime.structure.forwards import DOES_NOT_RUN, set_forward
 from paraplan.runtime.structure.model_structure import BlockCall, ModelStructure
 from paraplan.runtime.structure.outputs import map_outputs
 from paraplan.runtime.torch_private import pytree
@@ -222,7 +222,7 @@ def _try_model(structure: ModelStructure, split: ContextSplit, *, size: int) -> 
                     meta_model.to(dtype)
                 with TokensApart(size, lambda: context.own_outside), context.passing(), without_balance(meta_model):
                     call_model(meta_model, tried)
-            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+            except DOES_NOT_RUN as error:
                 raise UnsupportedPlanError(
                     f"cp={size}: {type(structure.model).__name__} does not run where its blocks have some of the "
                     f"tokens: {(str(error).splitlines() or [''])[0]}",

@@ -21,6 +21,7 @@ from paraplan.runtime.shards.sharding import Sharding
 from paraplan.runtime.split.cuts import reshaped_sharding
 from paraplan.runtime.split.lockstep import function_name
 from paraplan.runtime.split.vocabulary_loss import split_cross_entropy
+from paraplan.runtime.structure.forwards import DOES_NOT_RUN
 from paraplan.runtime.torch_private import pytree, watching_functions
 
 _CALLS_WATCHED = 64
@@ -178,7 +179,7 @@ def _kept(
         with torch.no_grad():
             whole = func(*_mapped(_on_meta, args), **_mapped(_on_meta, kwargs))
         result = func(*_mapped(operand, args), **_mapped(operand, kwargs))
-    except (RuntimeError, ValueError, IndexError, TypeError):
+    except DOES_NOT_RUN:
         return None
     if not isinstance(result, torch.Tensor) or result.ndim != whole.ndim:
         return None

@@ -20,7 +20,7 @@ from paraplan.runtime.split.layers import has_own_weight
 from paraplan.runtime.split.logits import VocabularyLogits
 from paraplan.runtime.structure.copies import copy_of
 from paraplan.runtime.structure.ends import layers_read_elsewhere
-from paraplan.runtime.structure.forwards import set_forward
+from paraplan.runtime.structure.forwards import DOES_NOT_RUN, set_forward
 from paraplan.runtime.structure.model_structure import ModelStructure
 
 _TOLERANCE = 1e-6
@@ -172,7 +172,7 @@ def _lookup_reason(module: nn.Module, size: int) -> str | None:
             _look_up_own(part, group, sharding)
             try:
                 found, expected = found + part(tokens), module(tokens)
-            except (RuntimeError, TypeError, ValueError, IndexError) as failure:
+            except DOES_NOT_RUN as failure:
                 return f"it does not look up rows for numbers of tokens: {str(failure).splitlines()[0]}"
     error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     return None if error <= _TOLERANCE else "its lookup is more than one of rows"

@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import nn
 
+DOES_NOT_RUN = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""Errors of a model's code where it runs on parts, or without values."""
+
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Have `module` compute what `forward` does."""

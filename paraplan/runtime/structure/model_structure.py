@@ -31,6 +31,7 @@ from paraplan.runtime.structure.chain import (
 from paraplan.runtime.structure.chain import HiddenShape as HiddenShape
 from paraplan.runtime.structure.copies import meta_copy
 from paraplan.runtime.structure.dataflow import Dataflow, Mark, tensors_within
+from paraplan.runtime.structure.forwards import DOES_NOT_RUN
 from paraplan.runtime.structure.meta import WAYS_TO_RUN, Context, attributes_kept, reentrant_refused
 from paraplan.runtime.structure.outputs import map_outputs, numbered_outputs
 from paraplan.runtime.structure.questions import Questions, flips
@@ -207,7 +208,7 @@ class ModelStructure:
                 raise UnsupportedPlanError(
                     f"the model branches on values, and on another branch {error.message}", hint=error.hint
                 ) from error
-            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+            except DOES_NOT_RUN as error:
                 if isinstance(error, NotImplementedError) or "meta" in str(error).replace("device='meta'", ""):
                     raise UnsupportedPlanError(
                         "the model branches on values, and its other branch does not run without values: "
@@ -321,7 +322,7 @@ def first_that_runs(meta_model: nn.Module, inputs: Any, attempt: Callable[[Any, 
         try:
             with MetaShapes(), context(), reentrant_refused(), attributes_kept(meta_model):
                 return attempt(tried, context)
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        except DOES_NOT_RUN as error:
             failures.append(error)
     first = failures[0]
     words = str(first).splitlines()[0] if str(first) else type(first).__name__
