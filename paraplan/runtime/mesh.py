@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,7 @@ from paraplan.plan.parallel import Axis, ParallelPlan
 from paraplan.plan.ranks import RankGrid
 from paraplan.runtime.timeouts import default_timeout
 from paraplan.runtime.torch_private import group_options
-from paraplan.runtime.world import World, backend_of
-
-T = TypeVar("T")
+from paraplan.runtime.world import World, backend_of, made_once
 
 _SHARED: tuple[Axis, ...] = ("dp", "cp")
 """The axes whose ranks hold the same parameters."""
@@ -159,21 +156,3 @@ def _made(world: World, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMe
         (world.device.type, names, timeout, str(ranks.tolist())),
         lambda: DeviceMesh(world.device.type, ranks, mesh_dim_names=names, backend_override=tuple(options)),
     )
-
-
-def made_once(key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """Return what `make` returned at the first call with `key`, on all ranks: groups have threads and connections.
-
-    A process that plans several times has the groups of each plan once.
-    """
-    default = dist.group.WORLD
-    if _made_of.get(()) is not default:  # groups end with the default group
-        _made_of.clear()
-        _made_of[()] = default
-    if key not in _made_of:
-        _made_of[key] = make()
-    made: T = _made_of[key]
-    return made
-
-
-_made_of: dict[tuple[Any, ...], Any] = {}

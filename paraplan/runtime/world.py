@@ -6,10 +6,10 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,15 @@ from paraplan.errors import UsageError
 from paraplan.runtime.connections import Connections
 from paraplan.runtime.torch_private import NOISY_LOGGERS, VIEW_WARNING
 
+T = TypeVar("T")
+
 DEFAULT_TIMEOUT_S = 600.0
 BACKEND = "PARAPLAN_BACKEND"
 """Set to gloo, ranks share GPUs and talk over the CPU (`shared_gpu.py`): slow, for tests on fewer GPUs than ranks."""
+
+
+_made: dict[tuple[Any, ...], Any] = {}
+"""Groups and meshes by what they were made of, beside the default group whose ranks they have."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,24 @@ def be_alone(world: World, environment: Mapping[str, str]) -> None:
     dist.init_process_group(_backend(world, environment), store=HashStore(), rank=0, world_size=1)
 
 
+def made_once(key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """Return what `make` made of the ranks at the first call with `key`, on all ranks.
+
+    Groups have threads and connections: a process that prepares several plans has those of each once.
+    """
+    default = dist.group.WORLD
+    if _made.get(()) is not default:  # which code outside has left
+        _made.clear()
+        _made[()] = default
+    if key not in _made:
+        _made[key] = make()
+    made: T = _made[key]
+    return made
+
+
 def leave_group() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one, and those made of its ranks: others see that connections end."""
+    _made.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

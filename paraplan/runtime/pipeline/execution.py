@@ -21,7 +21,7 @@ from paraplan.runtime.data.batches import MicroBatch
 from paraplan.runtime.data_parallel.gradient_sums import GradientSum
 from paraplan.runtime.data_parallel.wrapping import reductions_of
 from paraplan.runtime.experts.layers import RankExperts
-from paraplan.runtime.mesh import Mesh, made_once
+from paraplan.runtime.mesh import Mesh
 from paraplan.runtime.pipeline.schedules import (
     MULTI,
     ReplicatedStage,
@@ -36,6 +36,7 @@ from paraplan.runtime.structure.model_structure import BlockChain, HiddenShape
 from paraplan.runtime.structure.snapshots import modes
 from paraplan.runtime.structure.weights import lasting_buffers
 from paraplan.runtime.torch_private import pytree
+from paraplan.runtime.world import made_once
 
 _KEPT_SHAPES = 4
 _Value = TypeVar("_Value")
