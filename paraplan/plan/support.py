@@ -112,6 +112,8 @@ def compiled_reason(plan: ParallelPlan, *, of_any_model: bool = True) -> str | N
         return f"tp={plan.tp}: whether torch.compile follows split layers depends on the model's code"
     if plan.ep > 1 and of_any_model:
         return f"ep={plan.ep}: experts run uncompiled within a compiled block, of which no cost is known here"
+    if plan.ep > 1 and plan.recompute == "full":
+        return f"ep={plan.ep}, recompute=full: what experts interrupt and runs again is not compiled"
     if plan.recompute == "selective_ops":
         return "recompute=selective_ops: a compiled block's operations are the compiler's choice"
     if plan.devices_per_process > 1:

@@ -371,6 +371,13 @@ def in_place_of_reentrant(apply: Callable[..., Any]) -> Iterator[None]:
         del CheckpointFunction.apply
 
 
+def keep_compiled_buffers() -> None:
+    """Have backward passes of compiled code not reuse what they keep: passes in two halves read it twice."""
+    import torch._functorch.config  # with the compiler, which takes seconds to import
+
+    torch._functorch.config.donated_buffer = False
+
+
 @contextmanager
 def attention_replaced(attend: Callable[..., Any]) -> Iterator[None]:
     """Have code call `attend` for `torch.nn.functional.scaled_dot_product_attention` in this context.

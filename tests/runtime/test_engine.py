@@ -21,6 +21,7 @@ from paraplan import runtime
 from paraplan.errors import ParaplanError, PlanError, UsageError
 from paraplan.plan.files import PlanFile
 from paraplan.plan.parallel import ParallelPlan
+from paraplan.plan.support import compiled_reason
 from paraplan.runtime.engine import Engine
 from paraplan.runtime.step.faults import RankMemoryError
 
@@ -343,6 +344,7 @@ def test_compiled_blocks_train_as_plain_ones(ranks: RankHarness) -> None:
         *with_all([(plan_of(cp=2), "aot_eager")]),
         *with_all([(plan_of(dp=2, zero_stage=3), "aot_eager"), (plan_of(pp=2, pipeline_schedule="1f1b"), "aot_eager")]),
         *with_all([(plan_of(dp=2, recompute="full"), "aot_eager"), (plan_of(tp=2), "aot_eager")]),
+        (plan_of(pp=2, pipeline_schedule="zero_bubble", recompute="selective"), "aot_eager"),
     ]
     alone = [(plan_of(), None), (plan_of(recompute="full"), "aot_eager")]
     (expected, none), recomputed = ranks.run_alone(train_compiled, alone)
@@ -366,6 +368,13 @@ def test_experts_of_compiled_blocks_run_uncompiled(ranks: RankHarness) -> None:
     for (plan, _), (losses, num_graphs) in zip(cases, compiled, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5), plan.describe()
         assert num_graphs > 1, plan.describe()  # what stands before the experts, and what behind
+
+
+def test_experts_that_run_again_are_not_compiled() -> None:
+    assert compiled_reason(plan_of(dp=2, ep=2), of_any_model=False) is None
+    reason = compiled_reason(plan_of(dp=2, ep=2, recompute="full"), of_any_model=False)
+    assert reason is not None
+    assert reason.startswith("ep=2, recompute=full:")
 
 
 def test_a_model_without_blocks_has_nothing_to_compile() -> None:

@@ -96,10 +96,19 @@ class ContextAttention:
         return _exchange(attended, share.of_tokens, attended.ndim + _TOKENS, _HEADS, self.group)
 
     def _by_interface(
-        self, name: str, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any
+        self,
+        name: str,
+        module: nn.Module,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Do what transformers' attention function `name` does for whole sequences."""
         functions = sys.modules["transformers.modeling_utils"].AttentionInterface._global_mapping
+        mask = attention_mask  # the name that callers know
         base = functions[name] if name != "eager" else _written_out(module)
         is_own = query.shape[_TOKENS] == key.shape[_TOKENS] == self.num_own
         if not is_own or (name == "sdpa" and any(mode.cuts(SDPA) for mode in _on_parts())):

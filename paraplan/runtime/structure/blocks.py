@@ -12,6 +12,7 @@ from paraplan.errors import PlanError, UnsupportedPlanError
 from paraplan.model.trace import stack_names
 from paraplan.plan.parallel import ParallelPlan
 from paraplan.plan.support import compiled_reason
+from paraplan.runtime.torch_private import keep_compiled_buffers
 
 
 @dataclass(frozen=True)
@@ -119,5 +120,7 @@ def compile_blocks(model: nn.Module, stack: BlockStack | None, backend: str, *, 
         )
     if plan.cp > 1:
         return  # whose blocks are compiled where they are split: what they exchange, not what cuts their arguments
+    if plan.pipeline_schedule == "zero_bubble":
+        keep_compiled_buffers()
     for block in stack.modules(model):
         block.compile(backend=backend)
