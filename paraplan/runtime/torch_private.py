@@ -8,6 +8,7 @@ Runs without values have a door of their own, `paraplan.runtime.fake.torch_priva
 from __future__ import annotations
 
 import dis
+import importlib
 import json
 import re
 import sys
@@ -373,17 +374,13 @@ def in_place_of_reentrant(apply: Callable[..., Any]) -> Iterator[None]:
 
 def keep_compiled_buffers() -> None:
     """Have backward passes of compiled code not reuse what they keep: passes in two halves read it twice."""
-    import torch._functorch.config  # with the compiler, which takes seconds to import
-
-    torch._functorch.config.donated_buffer = False
+    config: Any = importlib.import_module("torch._functorch.config")
+    config.donated_buffer = False
 
 
 @contextmanager
 def attention_replaced(attend: Callable[..., Any]) -> Iterator[None]:
-    """Have code call `attend` for `torch.nn.functional.scaled_dot_product_attention` in this context.
-
-    A mode would see every function that a block calls, and torch.compile would follow it.
-    """
+    """Have code call `attend` for torch's attention in this context; in a mode torch.compile follows every call."""
     before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attend
     try:
         yield

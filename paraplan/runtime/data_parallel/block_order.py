@@ -48,7 +48,7 @@ class BlockOrder:
         for place, part in enumerate(parts, 1):
             part.register_forward_pre_hook(disabled(partial(self._enter, place)), prepend=True)  # before that of FSDP
         module.register_forward_pre_hook(self._begin, prepend=True)
-        module.register_forward_hook(self._end, always_call=True)
+        module.register_forward_hook(self._end, always_call=True, prepend=True)  # before what refuses a rank's own pass
 
     def restart(self) -> None:
         """Compare block by block in the passes that follow: trials before had the same data on all ranks."""
